@@ -1,0 +1,1 @@
+"""edkm: train-time 3-bit palettization of LLaMA-family models (package `edkm_cli`)."""

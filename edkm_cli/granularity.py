@@ -1,0 +1,74 @@
+"""LUT geometry: which weights of a matrix share one lookup table.
+
+`tensor` is one LUT for the whole matrix, `row:G` one for every G output rows, `block:RxC` one for every tile of R rows
+by C columns. All three are tiles: `tensor` is a tile of (out, in), `row:G` a tile of (G, in). Groups are numbered tile
+row by tile row, left to right.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from edkm_cli.config import UserError
+
+_PATTERN = re.compile(r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$")
+
+
+def _nearest_divisor(length: int, wanted: int) -> int:
+    divisors = [d for d in range(1, length + 1) if length % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """A LUT geometry. `rows` and `columns` are the tile's size; None means "all of them"."""
+
+    rows: int | None = None
+    columns: int | None = None
+
+    @classmethod
+    def parse(cls, text: str | Granularity) -> Granularity:
+        """Read `tensor`, `row:G` or `block:RxC`. Raises UserError for anything else."""
+        if isinstance(text, Granularity):
+            return text
+        match = _PATTERN.match(str(text).strip())
+        if match is None:
+            raise UserError(
+                f"granularity must be 'tensor', 'row:G' or 'block:RxC' (for example row:1 or block:8x64), got {text!r}"
+            )
+        if match["tensor"]:
+            return cls()
+        if match["rows"]:
+            return cls(rows=int(match["rows"]))
+        return cls(rows=int(match["R"]), columns=int(match["C"]))
+
+    def __str__(self) -> str:
+        if self.rows is None:
+            return "tensor"
+        return f"row:{self.rows}" if self.columns is None else f"block:{self.rows}x{self.columns}"
+
+    def tile(self, out_features: int, in_features: int, *, layer: str = "weight") -> tuple[int, int]:
+        """The tile (R, C) on a matrix of this shape. Raises UserError, naming `layer`, if tiles do not divide it."""
+        tile_rows = out_features if self.rows is None else self.rows
+        tile_columns = in_features if self.columns is None else self.columns
+        if tile_rows < 1 or tile_columns < 1 or out_features % tile_rows or in_features % tile_columns:
+            nearest = Granularity(
+                _nearest_divisor(out_features, tile_rows),
+                None if self.columns is None else _nearest_divisor(in_features, tile_columns),
+            )
+            raise UserError(
+                f"granularity {self} does not divide {layer} of shape ({out_features}, {in_features}); "
+                f"the nearest that fits is {nearest}"
+            )
+        return tile_rows, tile_columns
+
+    def groups(self, out_features: int, in_features: int, *, layer: str = "weight") -> int:
+        """Number of LUTs of a matrix of this shape."""
+        tile_rows, tile_columns = self.tile(out_features, in_features, layer=layer)
+        return (out_features // tile_rows) * (in_features // tile_columns)
+
+    def bits_per_weight(self, out_features: int, in_features: int, *, bits: int, lut_bits: int) -> float:
+        """Design bits a weight, LUT included: `bits + 2**bits * lut_bits / weights_per_lut`."""
+        tile_rows, tile_columns = self.tile(out_features, in_features)
+        return bits + 2**bits * lut_bits / (tile_rows * tile_columns)
