@@ -1,0 +1,24 @@
+"""Differentiable k-means clustering of weights: the paper's mathematics, and its closed form that needs no memory."""
+
+from edkm_cli.clustering.dense import dense_dkm
+from edkm_cli.clustering.fused import fused_dkm, iterate_centroids
+from edkm_cli.clustering.kmeans import kmeans_start
+from edkm_cli.clustering.linear import MODES, clustered_linear
+from edkm_cli.clustering.palette import lookup, nearest_indices, parse_lut_dtype, round_lut, snap
+from edkm_cli.clustering.schedule import SCHEDULES, temperature_at
+
+__all__ = [
+    "MODES",
+    "SCHEDULES",
+    "clustered_linear",
+    "dense_dkm",
+    "fused_dkm",
+    "iterate_centroids",
+    "kmeans_start",
+    "lookup",
+    "nearest_indices",
+    "parse_lut_dtype",
+    "round_lut",
+    "snap",
+    "temperature_at",
+]

@@ -1,0 +1,69 @@
+"""Passes over weights: one dispatch point in front of plain PyTorch, C and Triton.
+
+A 16-bit weight with one LUT goes by a table of distinct values, everything else is computed again weight by weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels import palette_torch
+from edkm_cli.kernels.attention_torch import TorchPasses
+from edkm_cli.kernels.closed_form import (
+    EMPTY_MASS,
+    TAU_FLOOR,
+    Passes,
+    Spread,
+    backward,
+    centroid_dtype,
+    iterate,
+    relative_temperature,
+)
+from edkm_cli.kernels.table import TablePasses, TorchTableKernels
+from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
+
+__all__ = [
+    "EMPTY_MASS",
+    "TAU_FLOOR",
+    "Spread",
+    "Tile",
+    "backward",
+    "centroid_dtype",
+    "from_groups",
+    "iterate",
+    "lookup",
+    "nearest",
+    "passes",
+    "relative_temperature",
+    "snap",
+    "sum_by_entry",
+    "to_groups",
+]
+
+
+def passes(weight: Tensor, tile: Tile) -> Passes:
+    """The fastest passes there are for this weight."""
+    if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):
+        return TablePasses(weight.contiguous(), TorchTableKernels())
+    return TorchPasses(weight, tile)
+
+
+def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
+    """Index of the nearest entry, (out, in) uint8; ties go to the lower index."""
+    return palette_torch.nearest(weight, centroids, tile)
+
+
+def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """(the nearest entry of each weight in `dtype`, whether all weights are finite)."""
+    return palette_torch.snap(weight, centroids, tile, dtype)
+
+
+def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """centroids[group, index], (out, in)."""
+    return palette_torch.lookup(indices, centroids, tile, dtype)
+
+
+def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+    """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
+    return palette_torch.sum_by_entry(weight, centroids, grad, tile)

@@ -1,0 +1,111 @@
+"""Differentiable k-means without its memory: the closed form of DKM's forward and backward (docs/clustering.md).
+
+Nothing of size (weights, k) is kept, and nothing of the weight's size either: backward keeps references to the weight
+and the starting centroids, and computes the intermediate centroids again. See `edkm_cli.kernels.closed_form`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from edkm_cli import kernels
+from edkm_cli.clustering.checks import checked_tile, non_finite
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import Spread, Tile
+from edkm_cli.kernels.closed_form import Passes
+
+
+def open_passes(weight: Tensor, tile: Tile, temperature: float, name: str) -> tuple[Passes, Spread]:
+    """The passes over a weight and its groups' temperatures. Raises UserError if the weight isn't finite."""
+    passes = kernels.passes(weight.detach(), tile)
+    mean, variance = passes.spread()
+    if not bool(variance.isfinite().all()):
+        raise non_finite(name)
+    return passes, kernels.relative_temperature(mean, variance, temperature)
+
+
+class _FusedDkm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, centroids: Tensor, tile: Tile, temperature: float, iterations: int, name: str
+    ) -> tuple[Tensor, Tensor]:
+        passes, spread = open_passes(weight, tile, temperature, name)
+        final = kernels.iterate(passes, centroids.to(kernels.centroid_dtype(weight)), spread.tau, iterations)
+        if not bool(final.isfinite().all()):
+            raise non_finite(name)
+        ctx.save_for_backward(weight, centroids)
+        ctx.options = (tile, temperature, iterations, name)
+        ctx.set_materialize_grads(False)
+        # Without an iteration the final centroids would be an input returned as an output.
+        return passes.soft(final, spread.tau, weight.dtype), final.clone() if iterations == 0 else final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_centroids: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight, centroids = ctx.saved_tensors
+        tile, temperature, iterations, name = ctx.options
+        passes, spread = open_passes(weight, tile, temperature, name)
+        start = centroids.to(kernels.centroid_dtype(weight))
+        grad_weight, grad_start = kernels.backward(passes, start, spread, iterations, grad, grad_centroids)
+        return grad_weight, grad_start.to(centroids.dtype), None, None, None, None
+
+
+def fused_dkm(
+    weight: Tensor,
+    centroids: Tensor,
+    *,
+    granularity: str | Granularity,
+    temperature: float,
+    iterations: int,
+    name: str = "weight",
+) -> tuple[Tensor, Tensor]:
+    """`dense_dkm` with its values and gradients, saving nothing but references to its two inputs for backward.
+
+    A bfloat16 or float16 weight with one LUT goes by a table of its distinct values, every other weight is attended
+    to again in backward (eDKM, arXiv 2309.00964, section 2.2, taken to its end: docs/clustering.md).
+
+    Args:
+        weight: (out, in), float64, float32, bfloat16 or float16.
+        centroids: (groups, k), the start.
+        granularity: which weights share a LUT.
+        temperature: relative to the population variance of the group.
+        iterations: number T of centroid updates; the output attends to the centroids after the last one.
+        name: the layer, for error messages.
+
+    Returns:
+        The clustered weight (out, in) in the weight's dtype and the centroids after T updates (groups, k), float64 for
+        float64 weights, else float32. Both are differentiable with respect to weight and start.
+
+    Raises:
+        UserError: shapes do not fit, k is not in 2 to 256, or the weight holds NaN or Inf.
+    """
+    tile = checked_tile(weight, centroids, granularity, layer=name)
+    return _FusedDkm.apply(weight, centroids, tile, temperature, iterations, name)
+
+
+@torch.no_grad()
+def iterate_centroids(
+    weight: Tensor,
+    centroids: Tensor,
+    *,
+    granularity: str | Granularity,
+    temperature: float,
+    iterations: int,
+    name: str = "weight",
+) -> Tensor:
+    """The centroids after `iterations` updates (groups, k), without a gradient: what a trainer commits once a step.
+
+    They depend on the weight and the start only, so one call serves all micro-batches of an optimizer step
+    (`clustered_linear(new_centroids=...)`). Arguments and errors as for `fused_dkm`.
+    """
+    tile = checked_tile(weight, centroids, granularity, layer=name)
+    passes, spread = open_passes(weight, tile, temperature, name)
+    start = centroids.detach().to(kernels.centroid_dtype(weight))
+    final = kernels.iterate(passes, start, spread.tau, iterations)
+    if not bool(final.isfinite().all()):
+        raise non_finite(name)
+    return final.clone() if final is centroids else final

@@ -1,0 +1,174 @@
+"""A linear layer on a clustered weight as one autograd function: the clustered weight lives only inside a call.
+
+`y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number a weight. Clustering costs a small part of
+the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from edkm_cli import kernels
+from edkm_cli.clustering.checks import checked_tile, non_finite
+from edkm_cli.clustering.fused import open_passes
+from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
+from edkm_cli.config import UserError
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import Tile
+
+MODES = ("soft", "hard", "straight-through")
+
+
+class _Options(NamedTuple):
+    tile: Tile
+    temperature: float
+    iterations: int
+    mode: str
+    lut_dtype: torch.dtype | None
+    name: str
+
+
+def _final_centroids(weight: Tensor, centroids: Tensor, options: _Options) -> Tensor:
+    start = centroids.detach().to(kernels.centroid_dtype(weight))
+    if options.mode == "straight-through":
+        return start
+    passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+    return kernels.iterate(passes, start, spread.tau, options.iterations)
+
+
+def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
+    """The weight that forward multiplies with, in `dtype`: computed in float32 and rounded once."""
+    if options.mode == "soft":
+        passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+        return passes.soft(final, spread.tau, dtype)
+    lut = round_lut(final, options.lut_dtype).to(final.dtype)
+    snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
+    if not finite:
+        raise non_finite(options.name)
+    return snapped
+
+
+def _weight_gradients(
+    weight: Tensor, centroids: Tensor, grad: Tensor, options: _Options, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dL/dweight, dL/dcentroids) from the gradient of the forward weight."""
+    start = centroids.detach().to(kernels.centroid_dtype(weight))
+    if options.mode == "straight-through":
+        entries = None
+        if wanted[1]:
+            lut = round_lut(start, options.lut_dtype).to(start.dtype)
+            entries = kernels.sum_by_entry(weight.detach(), lut, grad, options.tile).to(centroids.dtype)
+        return grad.to(weight.dtype) if wanted[0] else None, entries
+    passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+    grad_weight, grad_start = kernels.backward(passes, start, spread, options.iterations, grad, None)
+    return grad_weight, grad_start.to(centroids.dtype)
+
+
+class _ClusteredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        centroids: Tensor,
+        bias: Tensor | None,
+        final: Tensor | None,
+        options: _Options,
+    ) -> Tensor:
+        if final is None:
+            final = _final_centroids(weight, centroids, options)
+        if not bool(final.isfinite().all()):
+            raise non_finite(options.name)
+        forward_weight = _forward_weight(weight, final, options, x.dtype)
+        # The last centroids are k numbers a group; in straight-through mode they are the start itself.
+        saved = None if options.mode == "straight-through" else final
+        ctx.save_for_backward(x, weight, centroids, saved)
+        ctx.options, ctx.bias_dtype = options, None if bias is None else bias.dtype
+        return torch.nn.functional.linear(x, forward_weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, centroids, final = ctx.saved_tensors
+        needs_x, needs_weight, needs_centroids, needs_bias = ctx.needs_input_grad[:4]
+        grad_x = grad_weight = grad_centroids = grad_bias = None
+        flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
+        if needs_x:
+            if final is None:
+                final = centroids.detach().to(kernels.centroid_dtype(weight))
+            grad_x = grad @ _forward_weight(weight, final, ctx.options, x.dtype)
+        if needs_weight or needs_centroids:
+            grad_forward_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in)
+            grad_weight, grad_centroids = _weight_gradients(
+                weight, centroids, grad_forward_weight, ctx.options, (needs_weight, needs_centroids)
+            )
+        if needs_bias:
+            grad_bias = flat.sum(0).to(ctx.bias_dtype)
+        return (
+            grad_x,
+            grad_weight if needs_weight else None,
+            grad_centroids if needs_centroids else None,
+            grad_bias,
+            None,
+            None,
+        )
+
+
+def clustered_linear(
+    x: Tensor,
+    weight: Tensor,
+    centroids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    granularity: str | Granularity,
+    temperature: float = 1.0,
+    iterations: int = 1,
+    mode: str = "soft",
+    lut_dtype: str | torch.dtype | None = None,
+    new_centroids: Tensor | None = None,
+    name: str = "weight",
+) -> Tensor:
+    """`linear(x, w~, bias)` on the clustered weight w~, which is not saved but computed again in backward.
+
+    Kept for backward: references to x, weight and centroids, and the last centroids (groups, k). Gradients go to x,
+    weight, bias and, where they require one, the starting centroids.
+
+    Args:
+        x: (..., in). Its dtype is that of the matrix product and of the result; the weight's may differ.
+        weight: (out, in), float64, float32, bfloat16 or float16. Its gradient has its dtype.
+        centroids: (groups, k), the start of the iterations; the LUT itself in mode `straight-through`.
+        bias: (out,) or None.
+        granularity: which weights share a LUT.
+        temperature: relative to the population variance of the group; unused in mode `straight-through`.
+        iterations: number of centroid updates; unused in mode `straight-through`.
+        mode: `soft` (DKM, arXiv 2108.12659): w~ is the attention-weighted sum of the centroids. `hard`: forward uses
+            the nearest entry of the last centroids rounded to `lut_dtype`, backward DKM's gradient. `straight-through`:
+            forward uses the nearest entry of the rounded LUT; the weight gets dL/dw~ as it is, an entry the sum of
+            dL/dw~ over the weights assigned to it.
+        lut_dtype: what the exported LUT is stored as (float32, float16, bfloat16, float8_e4m3fn); None: not rounded.
+        new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
+            micro-batches of an optimizer step. Exact: they depend on weight and start only.
+        name: the layer, for error messages.
+
+    Returns:
+        (..., out) in x's dtype.
+
+    Raises:
+        UserError: unknown mode or LUT dtype, shapes do not fit, or the weight holds NaN or Inf.
+    """
+    if mode not in MODES:
+        raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
+    tile = checked_tile(weight, centroids, granularity, layer=name)
+    options = _Options(tile, temperature, iterations, mode, parse_lut_dtype(lut_dtype), name)
+    final = None
+    if new_centroids is not None and mode != "straight-through":
+        final = new_centroids.detach().to(kernels.centroid_dtype(weight))
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return _ClusteredLinear.apply(x, weight, centroids, bias, final, options)

@@ -1,0 +1,75 @@
+"""Hard assignment: the nearest LUT entry of each weight, and LUT entries as the stored dtype holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edkm_cli import kernels
+from edkm_cli.clustering.checks import checked_tile, non_finite
+from edkm_cli.config import UserError
+from edkm_cli.granularity import Granularity
+
+_LUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A LUT dtype from its name (`float8_e4m3fn`) or itself. Raises UserError for any other."""
+    if lut_dtype is None:
+        return None
+    dtype = getattr(torch, lut_dtype, None) if isinstance(lut_dtype, str) else lut_dtype
+    if dtype not in _LUT_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in _LUT_DTYPES)
+        raise UserError(f"lut_dtype must be one of {names}, got {lut_dtype}")
+    return dtype
+
+
+def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor:
+    """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
+
+    Rounds to nearest; what is beyond the dtype's range (448 for float8_e4m3fn) becomes its largest finite value.
+    """
+    dtype = parse_lut_dtype(lut_dtype)
+    if dtype is None:
+        return centroids if centroids.dtype == torch.float64 else centroids.float()
+    limit = torch.finfo(dtype).max
+    return centroids.float().clamp(-limit, limit).to(dtype).float()
+
+
+@torch.no_grad()
+def nearest_indices(weight: Tensor, centroids: Tensor, *, granularity: str | Granularity) -> Tensor:
+    """Index of each weight's nearest centroid, (out, in) uint8.
+
+    `centroids` (groups, k) need not be sorted; ties go to the lower index. Raises UserError if shapes do not fit.
+    """
+    tile = checked_tile(weight, centroids, granularity)
+    return kernels.nearest(weight, centroids, tile)
+
+
+@torch.no_grad()
+def lookup(indices: Tensor, centroids: Tensor, *, granularity: str | Granularity) -> Tensor:
+    """The dense weight (out, in) of indices (out, in) uint8 and a LUT (groups, k), in the LUT's dtype: a pure gather."""
+    tile = checked_tile(indices, centroids, granularity, layer="indices", indices=True)
+    return kernels.lookup(indices, centroids, tile, centroids.dtype)
+
+
+@torch.no_grad()
+def snap(
+    weight: Tensor,
+    centroids: Tensor,
+    *,
+    granularity: str | Granularity,
+    lut_dtype: str | torch.dtype | None = None,
+    name: str = "weight",
+) -> Tensor:
+    """Each weight's nearest entry of the LUT rounded to `lut_dtype`, (out, in) float32 (float64 for float64 weights).
+
+    Equal, bit for bit, to `lookup(nearest_indices(weight, lut), lut)` with `lut = round_lut(centroids, lut_dtype)`.
+    Raises UserError if shapes do not fit or the weight holds NaN or Inf.
+    """
+    tile = checked_tile(weight, centroids, granularity, layer=name)
+    lut = round_lut(centroids, lut_dtype).to(kernels.centroid_dtype(weight))
+    snapped, finite = kernels.snap(weight, lut, tile, lut.dtype)
+    if not finite:
+        raise non_finite(name)
+    return snapped

@@ -1,0 +1,29 @@
+"""Temperature schedules: anneal the attention from soft to hard, so that little is lost when weights snap at export."""
+
+from __future__ import annotations
+
+import math
+
+from edkm_cli.config import UserError
+
+SCHEDULES = ("constant", "linear", "cosine", "exponential")
+
+
+def temperature_at(step: int, steps: int, *, schedule: str, start: float, end: float) -> float:
+    """The relative temperature of optimizer step `step` (0 to steps - 1).
+
+    All schedules but `constant` run from `start` at the first step to `end` at the last one. Raises UserError for an
+    unknown schedule or a temperature that is not positive.
+    """
+    if schedule not in SCHEDULES:
+        raise UserError(f"temperature schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if not (start > 0 and end > 0):
+        raise UserError(f"temperatures must be positive, got start {start} and end {end}")
+    progress = min(max(step / (steps - 1), 0.0), 1.0) if steps > 1 else 0.0
+    if schedule == "linear":
+        return start + (end - start) * progress
+    if schedule == "cosine":
+        return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if schedule == "exponential":
+        return start * (end / start) ** progress
+    return start

@@ -1,0 +1,130 @@
+"""The passes of `closed_form` for a 16-bit weight with one LUT: a table of distinct values instead of an attention map.
+
+A 16-bit weight's bit pattern is its own index into a table of 65,536 entries. All weights with one pattern have one row
+of attention, so the iterations run over the distinct values (2,000 to 10,000 in practice), each counted as often as it
+occurs, in float64. Per weight there remain a histogram and a gather forward; a histogram of the gradient and a blend
+g_i * slope(v_i) + offset(v_i) backward. The paper's uniquification keeps an index per weight; here the weight is it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels.attention_torch import attention
+
+PATTERNS = 1 << 16
+_CHUNK = 1 << 20
+
+
+class TableKernels(Protocol):
+    """What is done to every weight of a 16-bit matrix. Tables have one entry a bit pattern."""
+
+    def count_patterns(self, weight: Tensor) -> Tensor:
+        """How often each pattern occurs, (65536,) int64."""
+
+    def sum_by_pattern(self, weight: Tensor, grad: Tensor) -> Tensor:
+        """The sum of `grad` over the weights with each pattern, (65536,) float64."""
+
+    def gather(self, weight: Tensor, table: Tensor) -> Tensor:
+        """table[pattern] in the weight's shape and the table's dtype."""
+
+    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
+        """grad * slope[pattern] + offset[pattern], float32 tables, in the weight's shape and dtype."""
+
+
+class TorchTableKernels:
+    """`TableKernels` in plain PyTorch, a chunk at a time: index tensors are four times as wide as the weight."""
+
+    def _cut(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        bits = weight.reshape(-1).view(torch.int16)
+        for first in range(0, bits.numel(), _CHUNK):
+            chunk = slice(first, first + _CHUNK)
+            yield chunk, bits[chunk].to(torch.int32) & (PATTERNS - 1)
+
+    def count_patterns(self, weight: Tensor) -> Tensor:
+        counts = torch.zeros(PATTERNS, dtype=torch.int64, device=weight.device)
+        for _, patterns in self._cut(weight):
+            counts += torch.bincount(patterns, minlength=PATTERNS)
+        return counts
+
+    def sum_by_pattern(self, weight: Tensor, grad: Tensor) -> Tensor:
+        sums = torch.zeros(PATTERNS, dtype=torch.float64, device=weight.device)
+        flat = grad.reshape(-1)
+        for chunk, patterns in self._cut(weight):
+            sums += torch.bincount(patterns, weights=flat[chunk].double(), minlength=PATTERNS)
+        return sums
+
+    def gather(self, weight: Tensor, table: Tensor) -> Tensor:
+        out = torch.empty(weight.numel(), dtype=table.dtype, device=weight.device)
+        for chunk, patterns in self._cut(weight):
+            out[chunk] = table[patterns]
+        return out.view(weight.shape)
+
+    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
+        out = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
+        flat = None if grad is None else grad.reshape(-1)
+        for chunk, patterns in self._cut(weight):
+            part = offset[patterns]
+            out[chunk] = part if flat is None else part + flat[chunk].float() * slope[patterns]
+        return out.view(weight.shape)
+
+
+class TablePasses:
+    """The passes over a bfloat16 or float16 weight (out, in) whose group is the whole matrix."""
+
+    def __init__(self, weight: Tensor, kernels: TableKernels) -> None:
+        self._weight, self._kernels = weight, kernels
+        counts = kernels.count_patterns(weight)
+        self._patterns = counts.nonzero()[:, 0]  # (u,)
+        self._values = self._patterns.to(torch.int16).view(weight.dtype).double()[None]  # (1, u)
+        self._counts = counts[self._patterns].double()  # (u,)
+        self._grad: Tensor | None = None
+        self._slope = torch.zeros_like(self._counts)
+        self._offset = torch.zeros_like(self._counts)
+
+    @property
+    def group_size(self) -> int:
+        return self._weight.numel()
+
+    def _table(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
+        table = torch.zeros(PATTERNS, dtype=dtype, device=entries.device)
+        table[self._patterns] = entries.to(dtype)
+        return table
+
+    def spread(self) -> tuple[Tensor, Tensor]:
+        mean = (self._values * self._counts).sum(1) / self.group_size
+        return mean, ((self._values - mean[:, None]).square() * self._counts).sum(1) / self.group_size
+
+    def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        weights, offset = attention(self._values, centroids.double(), tau)
+        return self._counts @ (weights * offset), self._counts @ weights
+
+    def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
+        weights, offset = attention(self._values, centroids.double(), tau)
+        return self._kernels.gather(self._weight, self._table((self._values - (weights * offset).sum(-1))[0], dtype))
+
+    def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        self._grad = grad
+        sums = self._kernels.sum_by_pattern(self._weight, grad)[self._patterns]  # (u,)
+        weights, offset = attention(self._values, centroids.double(), tau)
+        share = weights * ((weights * offset).sum(-1, keepdim=True) - offset)  # (1, u, k), for a gradient of 1
+        self._slope += (share * offset).sum(-1)[0] * (-2.0 / tau)
+        grad_centroids = sums @ weights + sums @ (share * offset) * (2.0 / tau)
+        return grad_centroids, (sums @ (share * offset.square())).sum(-1) / tau / tau
+
+    def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        weights, offset = attention(self._values, centroids.double(), tau)
+        upstream = pull[:, None, :] * (self._values[:, :, None] - moved.double()[:, None, :])
+        share = weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
+        self._offset += ((weights * pull[:, None, :]).sum(-1) - (share * offset).sum(-1) * (2.0 / tau))[0]
+        grad_centroids = self._counts @ (share * offset) * (2.0 / tau)
+        return grad_centroids, (self._counts @ (share * offset.square())).sum(-1) / tau / tau
+
+    def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
+        offset = self._offset + ((self._values - mean[:, None]) * pull[:, None])[0]
+        slope, offset = self._table(self._slope, torch.float32), self._table(offset, torch.float32)
+        return self._kernels.blend(self._weight, self._grad, slope, offset)
