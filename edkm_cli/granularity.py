@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from edkm_cli.config import UserError
 
-_PATTERN = re.compile(r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$")
+_PATTERN = re.compile(
+    r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
+)
 
 
 def _nearest_divisor(length: int, wanted: int) -> int:

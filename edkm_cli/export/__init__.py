@@ -1,0 +1,1 @@
+"""Compressed model -> directories, in this and other formats."""

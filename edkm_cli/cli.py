@@ -1,0 +1,257 @@
+"""The command line: parse, call one function, print. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edkm_cli import __version__
+from edkm_cli.config import CompressConfig, UserError, build_config
+
+app = typer.Typer(
+    name="edkm",
+    help="Compress LLaMA-family models to 3-bit palettized weights while fine-tuning them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_D = CompressConfig()
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the machine-readable result to this file.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+def _option(text: str, name: str, *flags: str) -> Any:
+    """An option whose default is the configuration's, so that a --config file can set it."""
+    default = getattr(_D, name)
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    suffix = "" if default in (None, "", ()) else f" [default: {shown}]"
+    return typer.Option(*flags, help=text + suffix, show_default=False)
+
+
+@app.command("compress")
+def compress_command(
+    model: Annotated[str | None, _option("Alias, hub id, directory or GGUF file.", "model")] = None,
+    output: Annotated[str | None, _option("Directory for the compressed model.", "output", "--output", "-o")] = None,
+    bits: Annotated[int | None, _option("Bits of an index, 1 to 8.", "bits")] = None,
+    granularity: Annotated[
+        str | None, _option("Weights that share a LUT: tensor, row:G, block:RxC.", "granularity")
+    ] = None,
+    lut_dtype: Annotated[str | None, _option("float16, bfloat16, float32, float8_e4m3fn.", "lut_dtype")] = None,
+    embedding_bits: Annotated[int | None, _option("2 to 8; 16 leaves embeddings dense.", "embedding_bits")] = None,
+    skip: Annotated[list[str] | None, _option("Module path or pattern to leave dense (repeatable).", "skip")] = None,
+    method: Annotated[str | None, _option("edkm (closed form) or dkm (dense reference).", "method")] = None,
+    mode: Annotated[str | None, _option("straight-through, hard or soft forward in training.", "mode")] = None,
+    iterations: Annotated[int | None, _option("Centroid updates a step (soft, hard).", "iterations")] = None,
+    temperature: Annotated[float | None, _option("Relative temperature (soft, hard).", "temperature")] = None,
+    temperature_end: Annotated[float | None, _option("Last temperature of a schedule.", "temperature_end")] = None,
+    temperature_schedule: Annotated[
+        str | None, _option("constant, linear, cosine, exponential.", "temperature_schedule")
+    ] = None,
+    importance: Annotated[str | None, _option("Weighs the start: gradient, activation, none.", "importance")] = None,
+    calibration_tokens: Annotated[int | None, _option("Tokens for the importance.", "calibration_tokens")] = None,
+    data: Annotated[list[str] | None, _option("wikitext2, alpaca, builtin or a file (repeatable).", "data")] = None,
+    eval_data: Annotated[
+        str | None, _option("Text for perplexities; default: what is held out of the first --data.", "eval_data")
+    ] = None,
+    eval_windows: Annotated[int | None, _option("Windows of each perplexity.", "eval_windows")] = None,
+    context: Annotated[int | None, _option("Tokens in a window.", "context")] = None,
+    steps: Annotated[int | None, _option("Optimizer steps; 0: clustering only.", "steps")] = None,
+    learning_rate: Annotated[
+        float | None, _option("Peak for weights.", "learning_rate", "--learning-rate", "--lr")
+    ] = None,
+    lut_learning_rate: Annotated[float | None, _option("Peak for LUT entries.", "lut_learning_rate")] = None,
+    warmup: Annotated[float | None, _option("Fraction of the steps.", "warmup")] = None,
+    weight_decay: Annotated[float | None, _option("AdamW's, on clustered weights.", "weight_decay")] = None,
+    max_grad_norm: Annotated[float | None, _option("Gradient clipping.", "max_grad_norm")] = None,
+    batch_size: Annotated[int | None, _option("Sequences in a micro-batch.", "batch_size")] = None,
+    sequence_length: Annotated[int | None, _option("Tokens in a sequence.", "sequence_length")] = None,
+    gradient_accumulation: Annotated[int | None, _option("Micro-batches a step.", "gradient_accumulation")] = None,
+    distill: Annotated[
+        bool | None,
+        _option("KL from the uncompressed model, or plain fine-tuning.", "distill", "--distill/--no-distill"),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        _option(
+            "Recompute activations.", "gradient_checkpointing", "--gradient-checkpointing/--no-gradient-checkpointing"
+        ),
+    ] = None,
+    dtype: Annotated[str | None, _option("float32, bfloat16, float16; auto: by device.", "dtype")] = None,
+    mixed_precision: Annotated[str | None, _option("no or bf16.", "mixed_precision")] = None,
+    device: Annotated[str | None, _option("auto, cpu, cuda or cuda:N.", "device")] = None,
+    seed: Annotated[int | None, _option("Of shuffles and initialisation.", "seed")] = None,
+    trust_remote_code: Annotated[
+        bool | None, _option("Run code that comes with a hub model.", "trust_remote_code", "--trust-remote-code")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with these settings; flags override it.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what --output holds, once the new is whole.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan: modules, sizes, memory.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Train-time clustering and export to a checkpoint that transformers loads."""
+    local = dict(locals())
+    flags = {name: local[name] or None if isinstance(local[name], list) else local[name] for name in _fields()}
+    settings = build_config(config, flags)
+    if not settings.model:
+        raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
+    _check_json_target(json_file)
+    if dry_run:
+        from edkm_cli.plan import dry_run as plan
+        from edkm_cli.report import plan_summary
+
+        result = plan(settings)
+        _finish(plan_summary(result), result, json_file)
+        return
+    from edkm_cli.compress import Observer, compress
+    from edkm_cli.progress import Progress
+    from edkm_cli.report import summary
+
+    progress = Progress()
+    result = compress(settings, overwrite=overwrite, observer=Observer(progress.track, progress.show, progress.say))
+    _finish(summary(result), result, json_file)
+
+
+def _fields() -> list[str]:
+    return list(CompressConfig.__dataclass_fields__)
+
+
+@app.command("eval")
+def eval_command(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
+    data: Annotated[str, typer.Option(help="wikitext2, builtin or a local file.")] = "wikitext2",
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 2048,
+    max_windows: Annotated[int | None, typer.Option(min=1, help="The first so many windows; default: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "auto",
+    speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a hub model's code.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Perplexity, size and bits per weight of any causal LM."""
+    _check_json_target(json_file)
+    from edkm_cli.compress import choose_device
+    from edkm_cli.measure import evaluate_model
+    from edkm_cli.progress import Progress
+    from edkm_cli.report import evaluation_summary
+
+    result = evaluate_model(
+        model,
+        data=data,
+        context=context,
+        max_windows=max_windows,
+        dtype=dtype,
+        device=choose_device(device),
+        speed=speed,
+        trust_remote_code=trust_remote_code,
+        track=Progress().track,
+    )
+    _finish(evaluation_summary(result), result, json_file)
+
+
+@app.command("inspect")
+def inspect_command(
+    directory: Annotated[Path, typer.Argument(help="A compressed checkpoint.")], json_file: JsonFile = None
+) -> None:
+    """What a compressed checkpoint holds: layers, bits, LUTs, size."""
+    _check_json_target(json_file)
+    from edkm_cli.inspect import format_inspection, inspect_checkpoint
+
+    result = inspect_checkpoint(directory)
+    _finish(format_inspection(result), result, json_file)
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 0.7,
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize/--packed", help="Decode the weights once (faster), or keep them packed (smaller)."),
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Text from a checkpoint."""
+    _check_json_target(json_file)
+    from edkm_cli.compress import choose_device
+    from edkm_cli.measure import generate_text
+
+    result = generate_text(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        temperature=temperature if sample else None,
+        dequantize=dequantize,
+        dtype=dtype,
+        device=choose_device(device),
+        seed=seed,
+    )
+    _finish(result["text"], result, json_file)
+
+
+def _check_json_target(json_file: Path | None) -> None:
+    """Fail before the work, not after it."""
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise UserError(
+            f"--json must name a file in a directory that exists, got {json_file}; make the directory first"
+        )
+
+
+def _finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
+    print(text)
+    if json_file is not None:
+        partial = json_file.with_name(json_file.name + ".tmp")
+        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        partial.replace(json_file)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"edkm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
+    try:
+        app(args=arguments)
+    except UserError as error:
+        print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("edkm: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def main_compress() -> None:
+    """The script `edkm-compress`."""
+    main(["compress", *sys.argv[1:]])
+
+
+def main_eval() -> None:
+    """The script `edkm-eval`."""
+    main(["eval", *sys.argv[1:]])

@@ -1,0 +1,57 @@
+"""Losses: plain next-token prediction, or the KL divergence from the uncompressed model's logits (distillation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CHUNK_TOKENS = 256
+
+
+class _MeanKL(torch.autograd.Function):
+    """KL(teacher || student) a token, averaged. Its gradient, softmax(student) - softmax(teacher), is as large as the
+    logits and is the one thing saved; log-softmaxes exist only chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+        gradient = torch.empty_like(student)
+        total = torch.zeros((), dtype=torch.float64, device=student.device)
+        for rows in torch.arange(student.shape[0]).split(_CHUNK_TOKENS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            log_student = student[part].float().log_softmax(1)
+            log_teacher = teacher[part].float().log_softmax(1)
+            probabilities = log_teacher.exp()
+            total += ((log_teacher - log_student) * probabilities).sum()
+            gradient[part] = (log_student.exp_() - probabilities).div_(student.shape[0]).to(student.dtype)
+        ctx.save_for_backward(gradient)
+        return (total / student.shape[0]).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None
+
+
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean over tokens of KL(softmax(teacher) || softmax(student)); logits (..., vocabulary), computed in float32.
+
+    The gradient goes to the student only.
+    """
+    return _MeanKL.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2))
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean cross entropy of tokens 2.. of each sequence; logits (batch, sequence, vocabulary), ids (batch, sequence)."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def training_loss(student: Any, teacher: Any | None, ids: Tensor) -> Tensor:
+    """The loss of one micro-batch: KL from the teacher where there is one, else next-token prediction."""
+    logits = student(input_ids=ids, use_cache=False).logits
+    if teacher is None:
+        return next_token_loss(logits, ids)
+    with torch.no_grad():
+        target = teacher(input_ids=ids, use_cache=False).logits
+    return kl_divergence(logits, target)

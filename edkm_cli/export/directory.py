@@ -1,0 +1,88 @@
+"""The output directory of a run: checked before the work, filled beside its place, moved there in one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from edkm_cli.config import UserError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+MARKER = "edkm-run.json"
+
+
+class OutputDirectory:
+    """`DIR` receives a complete result or nothing: all is written to `DIR.partial`, then renamed.
+
+    Raises UserError on construction where the place cannot take a result: it exists and is not empty (without
+    `overwrite`), is a file, or cannot be written to.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False):
+        self.path = Path(path).expanduser().absolute()
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
+        if self.path.is_dir() and any(self.path.iterdir()) and not overwrite:
+            raise UserError(f"--output {self.path} exists and is not empty; choose another, or give --overwrite")
+        parent = next(folder for folder in self.path.parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UserError(f"--output needs a directory that can be written to, but {parent} cannot; choose another")
+        if self.partial.exists() and not (self.partial / MARKER).is_file():
+            raise UserError(
+                f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
+            )
+
+    def require_space(self, needed_bytes: int) -> None:
+        """Raises UserError unless the disk has room for the result."""
+        folder = next(folder for folder in self.path.parents if folder.exists())
+        free = shutil.disk_usage(folder).free
+        if free < needed_bytes:
+            raise UserError(
+                f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free; "
+                "free some or choose another place"
+            )
+
+    def begin(self) -> Path:
+        """Make an empty `DIR.partial` (that of an earlier run is removed) and return it."""
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+        (self.partial / MARKER).write_text("{}\n", encoding="utf-8")
+        return self.partial
+
+    def commit(self) -> None:
+        """Put the finished result in its place. An earlier result disappears only after the new one is there."""
+        (self.partial / MARKER).unlink()
+        for file in self.partial.iterdir():
+            _sync(file)
+        _sync(self.partial)
+        if not self.path.exists():
+            os.rename(self.partial, self.path)
+        elif _exchange(self.partial, self.path):
+            shutil.rmtree(self.partial)
+        else:
+            old = self.path.with_name(self.path.name + ".old")
+            os.rename(self.path, old)
+            os.rename(self.partial, self.path)
+            shutil.rmtree(old)
+        _sync(self.path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories atomically (Linux); False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0

@@ -1,0 +1,251 @@
+"""The checkpoint's schema: what `quantization_config` holds, which tensors a module stores, and how files are written.
+
+A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
+(groups, 2**bits); an embedding and the output embedding store `indices` and one float32 `scale` a row. docs/format.md
+specifies both to the byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.granularity import Granularity
+from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
+
+QUANT_METHOD = "edkm"
+FORMAT_VERSION = 1
+CHECKSUMS = "checksums.json"
+LUT_DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+# safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.
+_SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(_SAFETENSORS_DTYPES)}
+
+
+@dataclass(frozen=True)
+class QuantizationSpec:
+    """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense."""
+
+    bits: int
+    granularity: str
+    lut_dtype: str
+    embedding_bits: int | None
+    skipped: list[str] = field(default_factory=list)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
+            faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
+        if self.embedding_bits is not None and (
+            not _is_int(self.embedding_bits) or not 2 <= self.embedding_bits <= MAX_BITS
+        ):
+            faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
+        if self.lut_dtype not in LUT_DTYPES:
+            faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
+        if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
+            faults.append("skipped must be a list of module names")
+        if self.format_version != FORMAT_VERSION:
+            faults.append(
+                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}: a newer edkm-cli may read it"
+            )
+        try:
+            Granularity.parse(self.granularity)
+        except UserError as error:
+            faults.append(str(error))
+        if faults:
+            raise UserError("quantization_config: " + "; ".join(faults))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> QuantizationSpec:
+        """Read the `quantization_config` of a config.json. Raises UserError listing every fault."""
+        values = {key: value for key, value in mapping.items() if key != "quant_method"}
+        known = set(cls.__dataclass_fields__)
+        unknown, missing = sorted(set(values) - known), sorted(known - {"skipped"} - set(values))
+        if mapping.get("quant_method") != QUANT_METHOD or unknown or missing:
+            raise UserError(
+                f"quantization_config must have quant_method {QUANT_METHOD!r} and the keys {', '.join(sorted(known))}; "
+                f"got quant_method {mapping.get('quant_method')!r}, unknown keys {unknown}, missing keys {missing}"
+            )
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {"quant_method": QUANT_METHOD, **asdict(self)}
+
+    def linear_tensors(
+        self, out_features: int, in_features: int, *, layer: str
+    ) -> dict[str, tuple[torch.dtype, tuple]]:
+        """Name -> (dtype, shape) of what a palettized linear stores."""
+        groups = Granularity.parse(self.granularity).groups(out_features, in_features, layer=layer)
+        return {
+            "indices": (torch.uint8, (out_features, packed_width(in_features, self.bits))),
+            "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**self.bits)),
+        }
+
+    def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:
+        """Name -> (dtype, shape) of what a palettized embedding or output embedding stores."""
+        assert self.embedding_bits is not None
+        return {
+            "indices": (torch.uint8, (rows, packed_width(columns, self.embedding_bits))),
+            "scale": (torch.float32, (rows, 1)),
+        }
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_spec(directory: str | Path) -> QuantizationSpec | None:
+    """The spec of a checkpoint directory, or None where it is no edkm checkpoint. Raises UserError if it is broken."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} must be a JSON file, but cannot be read ({error}); export the model again") from error
+    mapping = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(mapping, dict) or mapping.get("quant_method") != QUANT_METHOD:
+        return None
+    return QuantizationSpec.from_mapping(mapping)
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file tensor by tensor, in any order, so that memory holds one tensor at a time.
+
+    The bytes equal those of `safetensors.torch.save_file` with metadata {"format": "pt"}. The file appears under its
+    name only when `close` has seen every tensor; use as a context manager. Errors are ValueError: a caller's fault.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+        self.path = path
+        self._partial = path.with_name(path.name + ".tmp")
+        self._tensors = dict(tensors)
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in sorted(tensors, key=lambda name: (_LAYOUT_RANK[tensors[name][0]], name)):
+            dtype, shape = tensors[name]
+            start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+            header[name] = {
+                "dtype": _SAFETENSORS_DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+            self._offsets[name] = start
+        encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._data_start = 8 + len(encoded)
+        self._file = open(self._partial, "wb")  # noqa: SIM115 - closed by close() or __exit__
+        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        self._file.truncate(self._data_start + end)
+        self._missing = set(tensors)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor; its dtype and shape must be those announced."""
+        announced = self._tensors[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (announced[0], tuple(announced[1])):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {announced}")
+        self._file.seek(self._data_start + self._offsets[name])
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._file.write(memoryview(data.numpy()))
+        self._missing.discard(name)
+
+    def close(self) -> None:
+        if self._missing:
+            raise ValueError(f"tensors never written: {sorted(self._missing)[:5]}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self.path)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(directory: Path, names: Iterable[str]) -> None:
+    """Record size and sha256 of the named files in checksums.json."""
+    entries = {
+        name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_of(directory / name)}
+        for name in sorted(names)
+    }
+    write_json(directory / CHECKSUMS, entries)
+
+
+def verify_checksums(directory: str | Path) -> None:
+    """Check every file that checksums.json names. Raises UserError for a missing, truncated or altered one.
+
+    A directory without the file passes: `save_pretrained` elsewhere does not copy it.
+    """
+    directory = Path(directory)
+    listing = directory / CHECKSUMS
+    if not listing.is_file():
+        return
+    try:
+        entries = json.loads(listing.read_text(encoding="utf-8"))
+        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{listing} must map file names to bytes and sha256, but cannot be read ({error})") from error
+    remedy = "copy or export the checkpoint again"
+    for name, (size, digest) in expected.items():
+        path = directory / name
+        if Path(name).name != name:
+            raise UserError(f"{listing} must name files of its own directory, got {name!r}; {remedy}")
+        if not path.is_file():
+            raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
+        if path.stat().st_size != size:
+            raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")
+        if sha256_of(path) != digest:
+            raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: a temporary file, fsync, rename."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,72 @@
+"""`edkm inspect`: what a compressed checkpoint holds, from its files' headers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.evaluate import footprint, weight_files_bytes
+from edkm_cli.granularity import Granularity
+from edkm_cli.hf import check_checkpoint, skeleton
+from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.report import megabytes, table
+
+
+def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
+    """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
+    from transformers import AutoConfig
+
+    spec = check_checkpoint(directory)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model = skeleton(config, spec)
+    size = footprint(model)
+    layers = []
+    for name, module in model.named_modules():
+        if not isinstance(module, PALETTIZED):
+            continue
+        buffers = {key: buffer.numel() * buffer.element_size() for key, buffer in module.named_buffers(recurse=False)}
+        layer: dict[str, Any] = {"name": name, "kind": type(module).__name__, "bytes": buffers}
+        if isinstance(module, PalettizedLinear):
+            shape = (module.out_features, module.in_features)
+            layer |= {
+                "shape": list(shape),
+                "bits": spec.bits,
+                "luts": Granularity.parse(spec.granularity).groups(*shape),
+            }
+        else:
+            layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
+        layers.append(layer)
+    tied = bool(getattr(model, "all_tied_weights_keys", None))
+    return {
+        "directory": str(directory),
+        "quantization_config": asdict(spec),
+        "architecture": type(model).__name__,
+        "tied_embeddings": tied,
+        "weights_bytes": weight_files_bytes(directory),
+        "decoder_bits_per_weight": size.decoder_bits_per_weight,
+        "model_bits_per_weight": size.model_bits_per_weight,
+        "layers": layers,
+    }
+
+
+def format_inspection(result: dict[str, Any]) -> str:
+    """The description as text: totals, then a line a layer."""
+    spec = result["quantization_config"]
+    rows = [
+        [layer["name"], "x".join(map(str, layer["shape"])), str(layer["bits"]), str(layer["luts"] or "-"),
+         f"{sum(layer['bytes'].values()):,}"]
+        for layer in result["layers"]
+    ]  # fmt: skip
+    embeddings = "dense" if spec["embedding_bits"] is None else f"{spec['embedding_bits']} bits"
+    tied = "tied" if result["tied_embeddings"] else "not tied"
+    return "\n".join(
+        [
+            f"{result['directory']}: {result['architecture']}, {spec['bits']} bits, {spec['granularity']}, "
+            f"{spec['lut_dtype']} LUTs, embeddings {embeddings} ({tied}), format {spec['format_version']}",
+            f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits a weight, "
+            f"whole model {result['model_bits_per_weight']:.3f}",
+            "",
+            table(rows, header=["module", "shape", "bits", "LUTs", "bytes"]),
+        ]
+    )

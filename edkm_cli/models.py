@@ -1,0 +1,187 @@
+"""Where a model comes from: an alias, a hub id, a directory or a GGUF file; and loading it, with errors a user can mend."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edkm_cli.config import UserError, configs_directory
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to load. `location` is a directory or a hub id; `architecture` is known for aliases, so that a dry run
+    needs no hub."""
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    is_local: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path | None:
+        """The file or directory on this machine, if it is there."""
+        if not self.is_local:
+            return None
+        return Path(self.location) / self.gguf_file if self.gguf_file else Path(self.location)
+
+
+def cache_directory() -> Path:
+    """Where scripts/get_smollm2.sh puts its model: $EDKM_CACHE, or edkm/ in the user's cache directory."""
+    if "EDKM_CACHE" in os.environ:
+        return Path(os.environ["EDKM_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
+
+
+def aliases() -> dict[str, dict[str, Any]]:
+    """The table of configs/models.yaml."""
+    return yaml.safe_load((configs_directory() / "models.yaml").read_text(encoding="utf-8"))
+
+
+def resolve(name: str) -> ModelSource:
+    """Find what `--model` means. Raises UserError where it can be nothing."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"--model names a GGUF file that does not exist: {path}; check the path")
+        return ModelSource(name, str(path.parent), path.name, is_local=True)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model directory must hold a config.json, but {path} has none; give a model's directory")
+        return ModelSource(name, str(path), is_local=True)
+    table = aliases()
+    if name in table:
+        return _from_alias(name, table[name])
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
+        raise UserError(
+            f"--model must be an alias ({', '.join(sorted(table))}), a hub id (owner/name), a directory or a .gguf "
+            f"file, got {name!r}, which is none of these"
+        )
+    return ModelSource(name, name)
+
+
+def _from_alias(name: str, entry: dict[str, Any]) -> ModelSource:
+    architecture = dict(entry.get("architecture", {}))
+    if "gguf" not in entry:
+        return ModelSource(name, entry["hub"], architecture=architecture)
+    directory, file = cache_directory() / name, entry["gguf"]
+    return ModelSource(name, str(directory), file, is_local=True, architecture=architecture)
+
+
+def _require_local(source: ModelSource) -> None:
+    path = source.path
+    if path is not None and not path.exists():
+        raise UserError(f"{source.name} is not on this machine yet (looked for {path}); run scripts/get_smollm2.sh")
+
+
+def _loading_error(source: ModelSource, error: Exception) -> UserError:
+    lines = " ".join(str(error).split())
+    text = lines[:160] + ("..." if len(lines) > 160 else "")
+    if source.is_local:
+        return UserError(
+            f"--model {source.name} could not be read ({text}); the files may be damaged: fetch them again"
+        )
+    return UserError(
+        f"--model {source.name} could not be loaded from the Hugging Face hub as {source.location} ({text}); check the "
+        "name, the network and `hf auth login`, or give a local directory"
+    )
+
+
+def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
+    """The transformers configuration; an alias's architecture is used where the weights are not on this machine."""
+    import transformers
+
+    path = source.path
+    if source.architecture and (path is None or not path.exists()):
+        return transformers.AutoConfig.for_model(**source.architecture)
+    _require_local(source)
+    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
+        )
+    except Exception as error:
+        raise _loading_error(source, error) from error
+
+
+def load_dense(
+    source: ModelSource, *, dtype: str, device: str = "cpu", trust_remote_code: bool = False, progress: bool = True
+) -> Any:
+    """A dense causal LM in `dtype`, in evaluation mode.
+
+    A GGUF file is decoded to bfloat16 first: that is the precision of the checkpoints such files are made from, and
+    what the perplexities of docs/results refer to. Raises UserError if the model cannot be had.
+    """
+    import torch
+    import transformers
+
+    _require_local(source)
+    options: dict[str, Any] = {}
+    target = getattr(torch, dtype)
+    if source.gguf_file:
+        options = {"gguf_file": source.gguf_file, "dtype": torch.bfloat16}
+        if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    else:
+        options = {"dtype": target}
+    with _quiet_bars(not progress):
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
+            )
+        except Exception as error:
+            raise _loading_error(source, error) from error
+    model.config._name_or_path = source.name
+    return model.to(device=device, dtype=target).eval()
+
+
+def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer. Raises UserError if it cannot be had."""
+    import transformers
+
+    _require_local(source)
+    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    with _quiet_bars(True):
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
+            )
+        except Exception as error:
+            raise _loading_error(source, error) from error
+
+
+class _quiet_bars:
+    """Turns transformers' own progress bars off for a while."""
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._was_on = logging.is_progress_bar_enabled()
+        if self._quiet:
+            logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        if self._quiet and self._was_on:
+            logging.enable_progress_bar()
+
+
+def stored_bytes(source: ModelSource) -> int | None:
+    """Bytes of the weight files on this machine; None for a hub model."""
+    path = source.path
+    if path is None:
+        return None
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,0 +1,207 @@
+"""`ClusteredLinear`: a linear layer that is trained as the palettized layer it will become.
+
+Training forwards cluster the weight (arXiv 2108.12659; closed form of docs/clustering.md) in one of three modes; in
+evaluation the layer is what export writes: each weight at its nearest LUT entry. A forward pass never changes state, so
+gradient accumulation and activation checkpointing are exact; the trainer calls `commit` once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.clustering import (
+    clustered_linear,
+    dense_dkm,
+    iterate_centroids,
+    kmeans_start,
+    nearest_indices,
+    parse_lut_dtype,
+    round_lut,
+    snap,
+)
+
+METHODS = ("edkm", "dkm")
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How the layers of a model are clustered.
+
+    `method` is `edkm` (closed form, nothing weight-sized saved for backward) or `dkm` (the dense reference, which keeps
+    every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`.
+    """
+
+    bits: int
+    granularity: str
+    lut_dtype: str
+    method: str = "edkm"
+    mode: str = "straight-through"
+    iterations: int = 1
+
+
+class ClusteredLinear(nn.Module):
+    """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
+
+    `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
+    in mode `straight-through`, where they are trained; in the other modes they are the warm start of the iterations.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        centroids: Tensor,
+        clustering: Clustering,
+        *,
+        temperature: float,
+        name: str,
+    ):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.clustering, self.temperature, self.name = clustering, temperature, name
+        self.weight = nn.Parameter(weight.detach())
+        self.bias = None if bias is None else nn.Parameter(bias.detach())
+        self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.mode == "straight-through")
+        self._memo: tuple[tuple[object, ...], Tensor] | None = None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        clustering: Clustering,
+        *,
+        importance: Tensor | None = None,
+        temperature: float = 1.0,
+        name: str = "weight",
+    ) -> ClusteredLinear:
+        """Take over a linear's parameters; centroids start at the importance-weighted k-means of its weight.
+
+        `importance` is (in,) or (out, in), or None. Raises UserError for NaN or Inf, or tiles that do not fit.
+        """
+        centroids = kmeans_start(
+            linear.weight.detach(),
+            2**clustering.bits,
+            granularity=clustering.granularity,
+            importance=importance,
+            name=name,
+        )
+        return cls(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = self.clustering
+        if not self.training:
+            return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
+        if options.method == "dkm":
+            return nn.functional.linear(x, self._dense_weight().to(x.dtype), self.bias)
+        return clustered_linear(
+            x,
+            self.weight,
+            self.centroids,
+            self.bias,
+            granularity=options.granularity,
+            temperature=self.temperature,
+            iterations=options.iterations,
+            mode=options.mode,
+            lut_dtype=options.lut_dtype,
+            new_centroids=None if options.mode == "straight-through" else self._new_centroids(),
+            name=self.name,
+        )
+
+    def _dense_weight(self) -> Tensor:
+        """The clustered weight by plain autograd operations, in the chosen mode: the reference for `clustered_linear`."""
+        options = self.clustering
+        if options.mode == "straight-through":
+            # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
+            indices = nearest_indices(self.weight, self._lut(), granularity=options.granularity)
+            entries = _differentiable_lookup(self.centroids, indices, options.granularity)
+            value = self.hard_weight().to(entries.dtype)
+            return value + (entries - entries.detach()) + (self.weight - self.weight.detach())
+        soft, final = dense_dkm(
+            self.weight,
+            self.centroids,
+            granularity=options.granularity,
+            temperature=self.temperature,
+            iterations=options.iterations,
+        )
+        if options.mode == "soft":
+            return soft
+        hard = snap(self.weight, final, granularity=options.granularity, lut_dtype=options.lut_dtype, name=self.name)
+        return soft + (hard.to(soft.dtype) - soft).detach()
+
+    @torch.no_grad()
+    def _new_centroids(self) -> Tensor:
+        """The iterated centroids. They depend on parameters only, so micro-batches of one step share them."""
+        key = (self.weight._version, self.weight.data_ptr(), self.centroids._version, self.temperature)
+        if self._memo is None or self._memo[0] != key:
+            self._memo = (key, self._iterate())
+        return self._memo[1]
+
+    def _iterate(self) -> Tensor:
+        return iterate_centroids(
+            self.weight,
+            self.centroids,
+            granularity=self.clustering.granularity,
+            temperature=self.temperature,
+            iterations=self.clustering.iterations,
+            name=self.name,
+        )
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Once per optimizer step: make the iterated centroids the next step's warm start. Nothing to do where they
+        are trained by gradient."""
+        if self.clustering.mode != "straight-through":
+            self.centroids.copy_(self._new_centroids())
+            self._memo = None
+
+    def _lut(self) -> Tensor:
+        return round_lut(self.centroids.detach(), self.clustering.lut_dtype)
+
+    @torch.no_grad()
+    def hard_weight(self) -> Tensor:
+        """The weight (out, in) float32 as export stores it."""
+        return snap(
+            self.weight,
+            self.centroids,
+            granularity=self.clustering.granularity,
+            lut_dtype=self.clustering.lut_dtype,
+            name=self.name,
+        )
+
+    @torch.no_grad()
+    def snapped(self) -> tuple[Tensor, Tensor]:
+        """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes.
+
+        Entries are sorted after the assignment, so ties fall as in `hard_weight`.
+        """
+        lut = self._lut()
+        indices = nearest_indices(self.weight, lut, granularity=self.clustering.granularity)
+        ascending, order = lut.sort(1, stable=True)
+        rank = torch.empty_like(order).scatter_(
+            1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
+        )
+        renamed = _differentiable_lookup(rank.float(), indices, self.clustering.granularity).to(torch.uint8)
+        dtype = parse_lut_dtype(self.clustering.lut_dtype)
+        assert dtype is not None
+        return renamed, ascending.to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"
+
+
+def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: str) -> Tensor:
+    """centroids[group of a weight, its index], (out, in), by a differentiable gather."""
+    from edkm_cli.granularity import Granularity
+    from edkm_cli.kernels import from_groups, to_groups
+
+    tile = Granularity.parse(granularity).tile(*indices.shape)
+    grouped = to_groups(indices, tile).long()  # (groups, n)
+    return from_groups(centroids.gather(1, grouped), tuple(indices.shape), tile)
+
+
+def clustered_layers(model: nn.Module) -> dict[str, ClusteredLinear]:
+    """Module path -> layer, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, ClusteredLinear)}

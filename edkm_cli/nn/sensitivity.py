@@ -1,0 +1,96 @@
+"""How much the model minds an error in each weight: the importance that weighs the k-means start.
+
+`activation`: the mean squared input of each column (the diagonal of GPTQ's Hessian). `gradient`: the diagonal of the
+empirical Fisher matrix, sum over tokens of (g_o x_i)^2 (SqueezeLLM, arXiv 2306.07629, section 4.1, there per sequence).
+Per token it factors into one product of squares a layer, costs what the weight gradient would, and gets a sample from
+every token instead of every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.config import UserError
+
+IMPORTANCES = ("gradient", "activation", "none")
+
+
+class _Collector:
+    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32."""
+
+    def __init__(self, layers: dict[str, nn.Linear], kind: str):
+        self.sums: dict[str, Tensor] = {}
+        self.tokens = 0
+        self._kind = kind
+        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
+
+    def _hook(self, name: str) -> Any:
+        def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            squares = inputs[0].detach().reshape(-1, module.in_features).float().square()  # (tokens, in)
+            if self._kind == "activation":
+                self._add(name, squares.sum(0))
+            else:
+                output.register_hook(
+                    lambda grad: self._add(name, grad.reshape(-1, module.out_features).float().square().t() @ squares)
+                )
+
+        return forward_hook
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def collect_importance(model: Any, names: list[str], batches: Iterable[Tensor], *, kind: str) -> dict[str, Tensor]:
+    """Importance of the named linears' weights over calibration batches.
+
+    Args:
+        model: a dense causal LM; its parameters are left as they are, none gets a gradient.
+        batches: token ids, (batch, sequence) int64, on the model's device.
+        kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
+
+    Returns:
+        Module path -> float32 means over tokens. Raises UserError for an unknown kind.
+    """
+    if kind not in IMPORTANCES:
+        raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
+    if kind == "none":
+        return {}
+    collector = _Collector({name: model.get_submodule(name) for name in names}, kind)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    was_training = model.training
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        model.eval()
+        for batch in batches:
+            collector.tokens += batch.numel()
+            _run(model, batch, kind)
+    finally:
+        collector.close()
+        model.train(was_training)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    return {name: value / max(collector.tokens, 1) for name, value in collector.sums.items()}
+
+
+def _run(model: Any, batch: Tensor, kind: str) -> None:
+    if kind == "activation":
+        with torch.no_grad():
+            model.base_model(input_ids=batch, use_cache=False)
+        return
+    with torch.enable_grad():
+        embedded = model.get_input_embeddings()(batch).detach().requires_grad_(True)
+        logits = model(inputs_embeds=embedded, use_cache=False).logits
+        # A sum, not a mean: each token's own gradient, squared.
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
+        )
+        loss.backward()

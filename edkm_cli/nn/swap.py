@@ -1,0 +1,201 @@
+"""Which modules of a causal language model are compressed, and swapping them.
+
+The decoder stack's linears become LUT layers; the input and output embeddings are rounded to a row scale at
+`embedding_bits`. The rule is the same for a dense model that is to be clustered, for the skeleton a checkpoint is loaded
+into, and for a dry run on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+
+from edkm_cli.config import UserError
+from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.granularity import Granularity
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.nn.palettized import PALETTIZED, PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
+
+LINEAR, EMBEDDING, HEAD = "linear", "embedding", "head"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module of the plan: what it becomes, or why it stays (`reason` not empty)."""
+
+    name: str
+    role: str
+    shape: tuple[int, int]
+    reason: str = ""
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value != ""}
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output embedding is the input embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, PalettizedHead):
+        return head.indices is embedding.indices
+    return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
+
+
+def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] = ()) -> list[Swap]:
+    """All linears and embeddings of a dense causal LM with their roles, in model order.
+
+    `skip` holds module paths or shell patterns. Raises UserError for a pattern that matches nothing, or if nothing is
+    left to compress.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    swaps, unused = [], set(skip)
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        hits = {pattern for pattern in skip if fnmatch(name, pattern)}
+        unused -= hits
+        role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
+        reason = f"matches --skip {sorted(hits)[0]}" if hits else ""
+        if not reason and role != LINEAR and embedding_bits is None:
+            reason = "embedding_bits is 16: embeddings stay dense"
+        if not reason and role == EMBEDDING and module is not embedding:
+            reason = "an embedding that is not the token embedding"
+        if not reason and type(module) not in (nn.Linear, nn.Embedding):
+            reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
+        swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
+    if unused:
+        raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
+    if not any(swap.role == LINEAR and not swap.reason for swap in swaps):
+        raise UserError("the model must have nn.Linear layers to compress, but none is left; see --skip and --dry-run")
+    if is_tied(model):
+        swaps = _keep_ties(swaps)
+    return swaps
+
+
+def _keep_ties(swaps: list[Swap]) -> list[Swap]:
+    """A tied head shares the embedding's fate: skipping one skips both."""
+    reasons = [swap.reason for swap in swaps if swap.role != LINEAR and swap.reason.startswith("matches")]
+    if not reasons:
+        return swaps
+    return [swap if swap.role == LINEAR else Swap(swap.name, swap.role, swap.shape, reasons[0]) for swap in swaps]
+
+
+def check_geometry(swaps: list[Swap], granularity: str) -> None:
+    """Raises UserError naming the first linear that the geometry does not divide."""
+    geometry = Granularity.parse(granularity)
+    for swap in swaps:
+        if swap.role == LINEAR and not swap.reason:
+            geometry.tile(*swap.shape, layer=swap.name)
+
+
+def decoder_bits_per_weight(swaps: list[Swap], *, bits: int, granularity: str, lut_dtype: str) -> float:
+    """Bits a weight over the compressed linears, LUTs included."""
+    geometry, lut_bits = Granularity.parse(granularity), 8 * LUT_DTYPES[lut_dtype].itemsize
+    total = weights = 0.0
+    for swap in swaps:
+        if swap.role == LINEAR and not swap.reason:
+            n = swap.shape[0] * swap.shape[1]
+            total += n * geometry.bits_per_weight(*swap.shape, bits=bits, lut_bits=lut_bits)
+            weights += n
+    return total / weights
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    model.set_submodule(name, module)
+
+
+def swap_linears(
+    model: nn.Module,
+    swaps: list[Swap],
+    clustering: Clustering,
+    *,
+    importance: Callable[[str], torch.Tensor | None] = lambda name: None,
+    temperature: float = 1.0,
+) -> Iterator[str]:
+    """Replace the planned linears by `ClusteredLinear`, one at a time; yields each name when done (for progress)."""
+    for swap in swaps:
+        if swap.role == LINEAR and not swap.reason:
+            linear = model.get_submodule(swap.name)
+            assert isinstance(linear, nn.Linear)
+            clustered = ClusteredLinear.from_linear(
+                linear, clustering, importance=importance(swap.name), temperature=temperature, name=swap.name
+            )
+            _replace(model, swap.name, clustered)
+            yield swap.name
+
+
+def palettize_embeddings(model: Any, swaps: list[Swap], spec: QuantizationSpec) -> None:
+    """Round the planned embeddings to their palette, in place; tied ones share their buffers."""
+    tied = is_tied(model)
+    for swap in swaps:
+        if swap.role == LINEAR or swap.reason:
+            continue
+        dense: Any = model.get_submodule(swap.name)
+        palettized = _empty(dense, swap, spec).to(dense.weight.device)
+        if not (tied and swap.role == HEAD):
+            palettized.fill(dense.weight)
+        if swap.role == HEAD and dense.bias is not None:
+            palettized.bias.data.copy_(dense.bias.data)
+        _replace(model, swap.name, palettized)
+    if tied:
+        tie_palettes(model)
+
+
+def _empty(dense: Any, swap: Swap, spec: QuantizationSpec) -> Any:
+    rows, columns = swap.shape
+    if swap.role == EMBEDDING:
+        return PalettizedEmbedding(rows, columns, spec, padding_idx=dense.padding_idx, dtype=dense.weight.dtype)
+    if swap.role == HEAD:
+        return PalettizedHead(rows, columns, spec, bias=dense.bias)
+    return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name)
+
+
+def tie_palettes(model: Any) -> None:
+    """Make a palettized output embedding hold the input embedding's buffers, and tell transformers' saving code."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not (isinstance(head, PalettizedHead) and isinstance(embedding, PalettizedEmbedding)):
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    keys = {f"{names[id(head)]}.{b}": f"{names[id(embedding)]}.{b}" for b in ("indices", "scale")}
+    head.indices, head.scale = embedding.indices, embedding.scale
+    model._tied_weights_keys = keys
+    model.all_tied_weights_keys = dict(keys)
+
+
+def palettize_skeleton(model: Any, spec: QuantizationSpec) -> None:
+    """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills."""
+    tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    skipped = set(spec.skipped)
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped:
+            continue
+        role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
+        if role == EMBEDDING and module is not embedding:
+            raise UserError(f"{name} is an embedding the format does not know; quantization_config must skip it")
+        if role != LINEAR and spec.embedding_bits is None:
+            raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
+        swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))
+        with torch.device(module.weight.device):
+            _replace(model, name, _empty(module, swap, spec))
+    if tied:
+        tie_palettes(model)
+
+
+def dequantize_model(model: Any, dtype: torch.dtype) -> None:
+    """Replace palettized modules by dense ones, in place, keeping ties."""
+    tied = is_tied(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PALETTIZED):
+            _replace(model, name, to_dense(module, dtype))
+    if tied and isinstance(head, PalettizedHead):
+        head_name, embedding_name = names[id(head)], names[id(embedding)]
+        model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight
+        model._tied_weights_keys = {f"{head_name}.weight": f"{embedding_name}.weight"}
+        model.all_tied_weights_keys = dict(model._tied_weights_keys)

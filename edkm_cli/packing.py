@@ -1,0 +1,82 @@
+"""b-bit indices <-> bytes.
+
+Each row of indices is one little-endian bit stream: index i occupies the bits [i * b, (i + 1) * b) of its row, and bit p
+of a row is bit p % 8 of the row's byte p // 8. Rows are padded with zero bits to whole bytes, so a row can be read
+without its neighbours. For 3 bits eight indices fill exactly three bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MIN_BITS = 1
+MAX_BITS = 8
+
+
+def packed_width(columns: int, bits: int) -> int:
+    """Bytes in a packed row of `columns` indices."""
+    return (columns * bits + 7) // 8
+
+
+def _pattern(bits: int) -> tuple[int, int]:
+    """The repeating unit of the bit stream: (indices, bytes)."""
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits must be {MIN_BITS} to {MAX_BITS}, got {bits}")
+    unit = math.lcm(bits, 8)
+    return unit // bits, unit // 8
+
+
+def pack(indices: Tensor, bits: int) -> Tensor:
+    """Pack (rows, columns) uint8 indices into (rows, packed_width(columns, bits)) uint8 bytes.
+
+    Raises ValueError for an index of 2**bits or more.
+    """
+    per_unit, unit_bytes = _pattern(bits)
+    if indices.dtype != torch.uint8 or indices.dim() != 2:
+        raise ValueError(f"indices must be a 2-D uint8 tensor, got {tuple(indices.shape)} {indices.dtype}")
+    rows, columns = indices.shape
+    if bits < 8 and indices.numel() and int(indices.max()) >= 2**bits:
+        raise ValueError(f"indices must be below 2**{bits}, got {int(indices.max())}")
+    units = -(-columns // per_unit)
+    padded = indices.new_zeros(rows, units * per_unit)
+    padded[:, :columns] = indices
+    padded = padded.view(rows, units, per_unit)
+    packed = indices.new_zeros(rows, units, unit_bytes)
+    for i in range(per_unit):
+        first, shift = divmod(i * bits, 8)
+        packed[:, :, first] |= padded[:, :, i] << shift
+        if shift + bits > 8:
+            packed[:, :, first + 1] |= padded[:, :, i] >> (8 - shift)
+    return packed.view(rows, units * unit_bytes)[:, : packed_width(columns, bits)].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Inverse of `pack`: (rows, packed_width) uint8 bytes to (rows, columns) uint8 indices.
+
+    Raises ValueError where the bytes do not fit `columns`.
+    """
+    per_unit, unit_bytes = _pattern(bits)
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_width(columns, bits):
+        raise ValueError(
+            f"{columns} indices of {bits} bits need {packed_width(columns, bits)} uint8 bytes a row, "
+            f"got {tuple(packed.shape)} {packed.dtype}"
+        )
+    if bits == 8:
+        return packed
+    rows = packed.shape[0]
+    units = -(-columns // per_unit)
+    if packed.shape[1] != units * unit_bytes:
+        packed = torch.nn.functional.pad(packed, (0, units * unit_bytes - packed.shape[1]))
+    packed = packed.view(rows, units, unit_bytes)
+    mask = 2**bits - 1
+    indices = packed.new_empty(rows, units, per_unit)
+    for i in range(per_unit):
+        first, shift = divmod(i * bits, 8)
+        value = packed[:, :, first] >> shift
+        if shift + bits > 8:
+            value = value | (packed[:, :, first + 1] << (8 - shift))
+        indices[:, :, i] = value & mask
+    return indices.view(rows, units * per_unit)[:, :columns].contiguous()

@@ -1,0 +1,34 @@
+"""Progress bars on standard error: live in a terminal, a line every half minute in a log file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+_LOG_INTERVAL_SECONDS = 30.0
+
+
+class Progress:
+    """`track` wraps an iterable in a bar, `show` sets the text beside it, `say` prints a line above it."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def track(self, items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
+        live = sys.stderr.isatty()
+        interval = 0.1 if live else _LOG_INTERVAL_SECONDS
+        with tqdm(
+            items, desc=description, total=total, mininterval=interval, maxinterval=interval, dynamic_ncols=live
+        ) as self._bar:
+            yield from self._bar
+        self._bar = None
+
+    def show(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)

@@ -1,0 +1,172 @@
+"""Reports -> tables, summaries, model cards. Reads JSON, never imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def megabytes(count: float) -> str:
+    """A size for people: MB below 10 GB, GB above (powers of ten)."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e10 else f"{count / 1e9:,.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    lines = [header, *rows] if header else rows
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        cells = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        text.append("  ".join(cells).rstrip())
+    if header:
+        text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+_STAGES = {
+    "original": "before (uncompressed)",
+    "start": "after the start",
+    "trained": "after training",
+    "exported": "exported, reloaded",
+}
+
+
+def _perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
+    measured = report["perplexity"]
+    rows = []
+    for stage, label in _STAGES.items():
+        value = measured.get(stage)
+        if value is not None:
+            rows.append([label, f"{value:,.3f}", f"{value / measured['original']:.2f}x"])
+    return rows
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The one-screen end of `edkm compress`."""
+    seconds, evaluation = report["seconds"], report["evaluation"]
+    ratio = report["original_weights_bytes"] / report["weights_bytes"]
+    facts = [
+        ["weights", f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})"],
+        ["ratio", f"{ratio:.2f}x smaller"],
+        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits a weight, lookup tables included"],
+        ["whole model", f"{report['model_bits_per_weight']:.3f} bits a weight"],
+        ["modules", f"{len(report['swapped'])} compressed, {len(report['skipped'])} left dense"],
+        ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
+        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
+        ["peak memory", megabytes(report["peak_memory_bytes"])],
+    ]
+    width = max(len(fact[0]) for fact in facts)
+    windows = f"{evaluation['windows']} windows of {evaluation['context']} tokens, {evaluation['data']}"
+    return "\n".join(
+        [
+            "",
+            f"{report['model']} -> {report['output']}",
+            "",
+            f"perplexity ({windows})",
+            *("  " + line for line in table(_perplexity_rows(report)).splitlines()),
+            "",
+            *(f"{name.ljust(width)}  {value}" for name, value in facts),
+        ]
+    )
+
+
+def _phases(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+
+
+def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
+    """README.md of a checkpoint, with the metadata block the hub reads."""
+    config, evaluation = report["config"], report["evaluation"]
+    bits = f"{report['decoder_bits_per_weight']:.2f}"
+    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model:
+        metadata += [f"base_model: {base_model}", "base_model_relation: quantized"]
+    metadata += ["tags:", "- edkm", "- palettization", "- quantized", f"- {config['bits']}-bit", "---"]
+    rows = "\n".join(f"| {label} | {value} | {factor} |" for label, value, factor in _perplexity_rows(report))
+    return "\n".join(
+        [
+            *metadata,
+            "",
+            f"# {report['model']}, {config['bits']}-bit palettized",
+            "",
+            f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
+            f"(granularity `{config['granularity']}`, {bits} bits a weight, tables included), made by "
+            f"`edkm compress` {report['versions']['edkm_cli']} with {report['steps']} training steps.",
+            "",
+            "## Use",
+            "",
+            "```python",
+            "import edkm_cli",
+            "",
+            'model = edkm_cli.load("PATH")  # PATH: this directory',
+            "```",
+            "",
+            "or `import edkm_cli.hf` and then `AutoModelForCausalLM.from_pretrained` (`pip install edkm-cli`). Without "
+            "that import transformers does not know the format and fills the model with random weights.",
+            "",
+            "## Figures",
+            "",
+            f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
+            "",
+            "| stage | perplexity | against the original |",
+            "| --- | --- | --- |",
+            rows,
+            "",
+            f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits a weight over the "
+            "whole model. All settings and versions are in `report.json`.",
+            "",
+        ]
+    )
+
+
+def plan_summary(plan: dict[str, Any]) -> str:
+    """What `--dry-run` prints."""
+    parts = [[name, megabytes(value)] for name, value in plan["peak_memory_bytes"].items()]
+    shapes = [
+        [kind["role"], f"{kind['count']} x", str(tuple(kind["shape"])), kind["becomes"]] for kind in plan["modules"]
+    ]
+    skipped = [f"  {entry['name']}: {entry['reason']}" for entry in plan["skipped"]] or ["  none"]
+    return "\n".join(
+        [
+            f"{plan['model']}: what a run would do (nothing is read but the configuration, nothing is written)",
+            "",
+            "modules",
+            *("  " + line for line in table(shapes).splitlines()),
+            "left dense",
+            *skipped,
+            "",
+            "estimated peak memory of training",
+            *("  " + line for line in table(parts).splitlines()),
+            "",
+            f"weights  {megabytes(plan['weights_bytes'])} (16-bit: {megabytes(plan['original_weights_bytes'])}), "
+            f"decoder {plan['decoder_bits_per_weight']:.3f} bits a weight",
+            f"fits     {'yes' if plan['fits'] else 'no'}, {plan['device']} has {megabytes(plan['available_bytes'])}",
+        ]
+    )
+
+
+def evaluation_summary(result: dict[str, Any]) -> str:
+    """What `edkm eval` prints."""
+    facts = [
+        ["perplexity", f"{result['perplexity']:.3f}  ({result['windows']} windows of {result['context']} tokens)"],
+        ["text", f"{result['data']}, {result['tokens']:,} tokens"],
+        ["weights", megabytes(result["weights_bytes"])],
+        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits a weight"],
+        ["whole model", f"{result['model_bits_per_weight']:.3f} bits a weight"],
+        ["time", duration(result["seconds"])],
+        ["peak memory", megabytes(result["peak_memory_bytes"])],
+    ]
+    if "prefill_tokens_per_second" in result:
+        speed = f"{result['prefill_tokens_per_second']:.1f} prefill, {result['decode_tokens_per_second']:.1f} decode"
+        facts.append(["tokens per s", speed])
+    width = max(len(fact[0]) for fact in facts)
+    return "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])

@@ -1,0 +1,36 @@
+"""packing: every width against an independent bit-by-bit oracle."""
+
+import numpy as np
+import pytest
+import torch
+
+from edkm_cli.packing import pack, packed_width, unpack
+
+
+def oracle(indices: np.ndarray, bits: int) -> np.ndarray:
+    """Little-endian bit stream by numpy's packbits, one bit at a time."""
+    stream = ((indices[:, :, None] >> np.arange(bits)) & 1).reshape(len(indices), -1).astype(np.uint8)
+    return np.packbits(stream, axis=1, bitorder="little")
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 13, 64, 101])
+def test_pack_is_the_documented_bit_stream_and_unpack_its_inverse(bits, columns):
+    indices = torch.randint(0, 2**bits, (5, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack(indices, bits)
+    assert packed.shape == (5, packed_width(columns, bits))
+    np.testing.assert_array_equal(packed.numpy(), oracle(indices.numpy(), bits))
+    assert torch.equal(unpack(packed, bits, columns), indices)
+
+
+def test_the_first_three_bytes_of_eight_3_bit_indices():
+    assert pack(torch.arange(8, dtype=torch.uint8)[None], 3).tolist() == [[0b10001000, 0b11000110, 0b11111010]]
+
+
+def test_out_of_range_indices_and_wrong_widths_are_refused():
+    with pytest.raises(ValueError, match="below 2"):
+        pack(torch.tensor([[8]], dtype=torch.uint8), 3)
+    with pytest.raises(ValueError, match="need 3 uint8 bytes"):
+        unpack(torch.zeros(1, 4, dtype=torch.uint8), 3, 8)
+    with pytest.raises(ValueError, match="1 to 8"):
+        pack(torch.zeros(1, 4, dtype=torch.uint8), 9)
