@@ -47,4 +47,4 @@ def dense_dkm(
         a = attention(c)
         c = (torch.einsum("gnk,gn->gk", a, w) + EMPTY_MASS * c) / (a.sum(1) + EMPTY_MASS)
     clustered = torch.einsum("gnk,gk->gn", attention(c), c)
-    return from_groups(clustered, (weight.shape[0], weight.shape[1]), tile).to(weight.dtype), c
+    return from_groups(clustered, weight.shape, tile).to(weight.dtype), c

@@ -1,7 +1,7 @@
 """A linear layer on a clustered weight as one autograd function: the clustered weight lives only inside a call.
 
-`y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number a weight. Clustering costs a small part of
-the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
+`y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number a weight. Clustering costs a small
+part of the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def nearest_indices(weight: Tensor, centroids: Tensor, *, granularity: str | Gra
 
 @torch.no_grad()
 def lookup(indices: Tensor, centroids: Tensor, *, granularity: str | Granularity) -> Tensor:
-    """The dense weight (out, in) of indices (out, in) uint8 and a LUT (groups, k), in the LUT's dtype: a pure gather."""
+    """The dense weight (out, in) of indices (out, in) uint8 and a LUT (groups, k), in the LUT's dtype: a gather."""
     tile = checked_tile(indices, centroids, granularity, layer="indices", indices=True)
     return kernels.lookup(indices, centroids, tile, centroids.dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import palette_torch
+from edkm_cli.kernels import cpu, palette_torch
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -44,26 +44,28 @@ __all__ = [
 
 def passes(weight: Tensor, tile: Tile) -> Passes:
     """The fastest passes there are for this weight."""
+    on_cpu = cpu.supports(weight)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):
-        return TablePasses(weight.contiguous(), TorchTableKernels())
-    return TorchPasses(weight, tile)
+        return TablePasses(weight.contiguous(), cpu.CpuTableKernels() if on_cpu else TorchTableKernels())
+    return cpu.CpuPasses(weight, tile) if on_cpu else TorchPasses(weight, tile)
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     """Index of the nearest entry, (out, in) uint8; ties go to the lower index."""
-    return palette_torch.nearest(weight, centroids, tile)
+    return (cpu if cpu.supports(weight) else palette_torch).nearest(weight, centroids, tile)
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """(the nearest entry of each weight in `dtype`, whether all weights are finite)."""
-    return palette_torch.snap(weight, centroids, tile, dtype)
+    return (cpu if cpu.supports(weight) else palette_torch).snap(weight, centroids, tile, dtype)
 
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """centroids[group, index], (out, in)."""
-    return palette_torch.lookup(indices, centroids, tile, dtype)
+    """centroids[group, index], (out, in), for centroids of a floating dtype."""
+    on_cpu = cpu.supports(centroids) and not indices.is_cuda
+    return (cpu if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
 
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
     """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
-    return palette_torch.sum_by_entry(weight, centroids, grad, tile)
+    return (cpu if cpu.supports(weight) else palette_torch).sum_by_entry(weight, centroids, grad, tile)

@@ -19,9 +19,10 @@ _CHUNK_ENTRIES = {"cpu": 1 << 17, "cuda": 1 << 26}  # entries of an attention ma
 Chunk = tuple[slice, slice]
 
 
-def chunks(groups: int, size: int, k: int, device: torch.device) -> Iterator[Chunk]:
-    """Cut (groups, size) so that a chunk times k fits the cache: whole groups together, or one group in parts."""
-    entries = _CHUNK_ENTRIES.get(device.type, 1 << 22)
+def chunks(grouped: Tensor, k: int) -> Iterator[Chunk]:
+    """Cut a (groups, size) tensor so that a chunk times k fits the cache: whole groups, or one in parts."""
+    groups, size = grouped.shape
+    entries = _CHUNK_ENTRIES.get(grouped.device.type, 1 << 22)
     groups_at_once = max(1, entries // (size * k))
     size_at_once = size if size * k <= entries else max(1, entries // k)
     for group in range(0, groups, groups_at_once):
@@ -51,7 +52,7 @@ class TorchPasses:
         return self._values.shape[1]
 
     def _cut(self, k: int) -> Iterator[tuple[Chunk, Tensor]]:
-        for chunk in chunks(*self._values.shape, k, self._values.device):
+        for chunk in chunks(self._values, k):
             yield chunk, self._values[chunk].to(self._compute)
 
     def _sums(self, *shape: int) -> Tensor:
@@ -88,7 +89,7 @@ class TorchPasses:
         for chunk, values in self._cut(centroids.shape[1]):
             weights, offset = attention(values, *self._at(chunk, centroids, tau))
             clustered[chunk] = (values - (weights * offset).sum(-1)).to(dtype)
-        return from_groups(clustered, tuple(self._weight.shape), self._tile)
+        return from_groups(clustered, self._weight.shape, self._tile)
 
     def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         grad_groups, k = to_groups(grad, self._tile), centroids.shape[1]
@@ -126,4 +127,4 @@ class TorchPasses:
             )
         assert self._piled is not None
         gradient, self._piled = self._piled, None
-        return from_groups(gradient, tuple(self._weight.shape), self._tile).to(self._weight.dtype)
+        return from_groups(gradient, self._weight.shape, self._tile).to(self._weight.dtype)

@@ -22,9 +22,9 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     """Index of the nearest entry, (out, in) uint8."""
     values, compute = to_groups(weight, tile), centroid_dtype(weight)
     indices = torch.empty(values.shape, dtype=torch.uint8, device=weight.device)
-    for chunk in chunks(*values.shape, centroids.shape[1], weight.device):
+    for chunk in chunks(values, centroids.shape[1]):
         indices[chunk] = _nearest(values[chunk].to(compute), centroids[chunk[0]].to(compute)).to(torch.uint8)
-    return from_groups(indices, tuple(weight.shape), tile)
+    return from_groups(indices, weight.shape, tile)
 
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
@@ -32,9 +32,9 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     positions = to_groups(indices, tile)
     entries = centroids.to(dtype)
     dense = torch.empty(positions.shape, dtype=dtype, device=indices.device)
-    for chunk in chunks(*positions.shape, 8, indices.device):
+    for chunk in chunks(positions, 8):
         dense[chunk] = entries[chunk[0]].gather(1, positions[chunk].long())
-    return from_groups(dense, tuple(indices.shape), tile)
+    return from_groups(dense, indices.shape, tile)
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -47,7 +47,7 @@ def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) ->
     """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
     values, grads, compute = to_groups(weight, tile), to_groups(grad, tile), centroid_dtype(weight)
     sums = torch.zeros(centroids.shape, dtype=torch.float64, device=weight.device)
-    for chunk in chunks(*values.shape, centroids.shape[1], weight.device):
+    for chunk in chunks(values, centroids.shape[1]):
         indices = _nearest(values[chunk].to(compute), centroids[chunk[0]].to(compute))
         sums[chunk[0]] = sums[chunk[0]].scatter_add(1, indices, grads[chunk].double())
     return sums

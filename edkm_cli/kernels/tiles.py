@@ -5,6 +5,8 @@ A tile is what `Granularity.tile` returns: (R, C). Groups are numbered tile row 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 Tile = tuple[int, int]
@@ -20,7 +22,7 @@ def to_groups(weight: Tensor, tile: Tile) -> Tensor:
     return tiled.transpose(1, 2).reshape(-1, rows * columns)
 
 
-def from_groups(grouped: Tensor, shape: tuple[int, int], tile: Tile) -> Tensor:
+def from_groups(grouped: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
     """(groups, R * C) -> (out, in): the inverse of `to_groups`."""
     out_features, in_features = shape
     rows, columns = tile

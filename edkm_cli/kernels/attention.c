@@ -1,0 +1,237 @@
+/* The passes of closed_form.py: attention computed from a weight in registers, reduced, thrown away.
+ *
+ * Per weight and centroid: d = w - c, logit = (min d^2 - d^2) / tau, A = softmax. Sums over at most BLOCK weights are
+ * float32 in 16 lanes, all longer ones double. Each function works on units [first, last) and writes partial sums of
+ * its own, so that threads never meet and the result doesn't depend on their number.
+ */
+#include "lanes.c"
+
+/* 2^y for y <= 0, 0 below -126. Degree 6 on [-1/2, 1/2] (Cephes' coefficients), good to about one unit in the last place. */
+INLINE vf exp2_negative(vf y) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, held in the low bits */
+    vi alive = y > splat(-126.0f);
+    y = greatest(y, splat(-126.0f));
+    vf shifted = y + magic;
+    vf f = y - (shifted - magic);
+    vf p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    return keep((vf)((vi)p + ((vi)shifted << 23)), alive);
+}
+
+/* Attention of 16 weights to k centroids; lanes outside the mask get none. */
+INLINE void attend(vf w, const float *c, int k, float scale, vi mask, vf *a) {
+    vf nearest = splat(INFINITY), sum = {};
+    for (int j = 0; j < k; j++) {
+        vf d = w - c[j];
+        a[j] = d * d;
+        nearest = least(a[j], nearest); /* a NaN is passed on by the sum below */
+    }
+    for (int j = 0; j < k; j++) {
+        a[j] = exp2_negative((nearest - a[j]) * scale);
+        sum += a[j];
+    }
+    vf share = keep(1.0f / sum, mask);
+    for (int j = 0; j < k; j++) a[j] *= share;
+}
+
+INLINE void moments_block(const float *w, int64_t count, const float *c, int k, float scale, double *shift, double *mass) {
+    vf a[MAX_K], shifts[MAX_K], masses[MAX_K];
+    for (int j = 0; j < k; j++) shifts[j] = masses[j] = (vf){};
+    for (int64_t v = 0; v * LANES < count; v++) {
+        vf x = *(const vf *)(w + v * LANES);
+        attend(x, c, k, scale, valid(v, count), a);
+        for (int j = 0; j < k; j++) {
+            masses[j] += a[j];
+            shifts[j] += a[j] * (x - c[j]);
+        }
+    }
+    for (int j = 0; j < k; j++) shift[j] += total(shifts[j]), mass[j] += total(masses[j]);
+}
+
+INLINE void soft_block(float *w, int64_t count, const float *c, int k, float scale) {
+    vf a[MAX_K];
+    for (int64_t v = 0; v * LANES < count; v++) {
+        vf x = *(vf *)(w + v * LANES), mean = {};
+        attend(x, c, k, scale, valid(v, count), a);
+        for (int j = 0; j < k; j++) mean += a[j] * (x - c[j]);
+        *(vf *)(w + v * LANES) = x - mean;
+    }
+}
+
+/* p_ij = g_i A_ij (c_j - w~_i); g becomes the weight's gradient */
+INLINE void soft_backward_block(
+    const float *w, float *g, int64_t count, const float *c, int k, float scale, float twice, double *grad_c, double *grad_tau
+) {
+    vf a[MAX_K], sums[MAX_K], tau_sum = {};
+    for (int j = 0; j < k; j++) sums[j] = (vf){};
+    for (int64_t v = 0; v * LANES < count; v++) {
+        vf x = *(const vf *)(w + v * LANES), upstream = *(vf *)(g + v * LANES), mean = {}, grad = {};
+        attend(x, c, k, scale, valid(v, count), a);
+        for (int j = 0; j < k; j++) mean += a[j] * (x - c[j]);
+        for (int j = 0; j < k; j++) {
+            vf d = x - c[j], direct = upstream * a[j], part = direct * (mean - d) * d;
+            grad += part;
+            sums[j] += direct + part * twice;
+            tau_sum += part * d;
+        }
+        *(vf *)(g + v * LANES) = grad * -twice;
+    }
+    for (int j = 0; j < k; j++) grad_c[j] += total(sums[j]);
+    *grad_tau += total(tau_sum);
+}
+
+/* u_ij = pull_j (w_i - c'_j), p_ij = A_ij (u_ij - sum_m A_im u_im); adds to the weight's gradient */
+INLINE void moments_backward_block(
+    const float *w, float *grad_w, int64_t count, const float *c, const float *moved, const float *pull, int k, float scale,
+    float twice, double *grad_c, double *grad_tau
+) {
+    vf a[MAX_K], sums[MAX_K], tau_sum = {};
+    for (int j = 0; j < k; j++) sums[j] = (vf){};
+    for (int64_t v = 0; v * LANES < count; v++) {
+        vf x = *(const vf *)(w + v * LANES), mean = {}, grad = {}, direct = {};
+        attend(x, c, k, scale, valid(v, count), a);
+        for (int j = 0; j < k; j++) mean += a[j] * ((x - moved[j]) * pull[j]);
+        for (int j = 0; j < k; j++) {
+            vf d = x - c[j], part = a[j] * ((x - moved[j]) * pull[j] - mean) * d;
+            direct += a[j] * pull[j];
+            grad += part;
+            sums[j] += part;
+            tau_sum += part * d;
+        }
+        *(vf *)(grad_w + v * LANES) += direct - grad * twice;
+    }
+    for (int j = 0; j < k; j++) grad_c[j] += total(sums[j]) * (double)twice;
+    *grad_tau += total(tau_sum);
+}
+
+/* The number of centroids as a constant for 2, 3 and 4 bits: loops unroll and attention stays in registers. */
+#define WITH_CONSTANT_K(k, call)               \
+    switch (k) {                               \
+        case 4: { enum { K = 4 }; call; } break;   \
+        case 8: { enum { K = 8 }; call; } break;   \
+        case 16: { enum { K = 16 }; call; } break; \
+        default: { int K = (int)(k); call; }       \
+    }
+
+/* Count-free mean and sum of squared deviations of each piece; joined pairwise, which cancels nothing. */
+void edkm_spread(
+    const Layout *layout, const Matrix *weight, double *counts, double *means, double *squares, int64_t first, int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64)));
+    FOR_PIECES(layout, piece, first, last) {
+        double n = 0, mean = 0, square = 0;
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            vf sum = {}, squared = {};
+            for (int64_t v = 0; v * LANES < count; v++) sum += *(vf *)(w + v * LANES) - w[0];
+            double here = w[0] + total(sum) / count; /* copies of w[0] in the last vector add nothing */
+            for (int64_t v = 0; v * LANES < count; v++) {
+                vf d = *(vf *)(w + v * LANES) - (float)here;
+                squared += keep(d * d, valid(v, count));
+            }
+            double delta = here - mean, rounding = here - (float)here;
+            square += total(squared) - count * rounding * rounding + delta * delta * n * count / (n + count);
+            mean += delta * count / (n + count);
+            n += count;
+        }
+        counts[piece.slot] = n, means[piece.slot] = mean, squares[piece.slot] = square < 0 ? 0 : square;
+    }
+}
+
+void edkm_moments(
+    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, double *shift, double *mass,
+    int64_t first, int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64)));
+    int64_t k = layout->k;
+    FOR_PIECES(layout, piece, first, last) {
+        const float *c = centroids + piece.group * k;
+        float scale = (float)(LOG2E / tau[piece.group]);
+        double *to_shift = shift + piece.slot * k, *to_mass = mass + piece.slot * k;
+        for (int64_t j = 0; j < k; j++) to_shift[j] = to_mass[j] = 0;
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            WITH_CONSTANT_K(k, moments_block(w, count, c, K, scale, to_shift, to_mass));
+        }
+    }
+}
+
+void edkm_soft(
+    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const Matrix *out, int64_t first,
+    int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64)));
+    int64_t k = layout->k;
+    FOR_PIECES(layout, piece, first, last) {
+        const float *c = centroids + piece.group * k;
+        float scale = (float)(LOG2E / tau[piece.group]);
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            WITH_CONSTANT_K(k, soft_block(w, count, c, K, scale));
+            store((void *)out->data, out->dtype, layout, rect, w);
+        }
+    }
+}
+
+void edkm_soft_backward(
+    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const Matrix *grad,
+    const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
+    int64_t k = layout->k;
+    FOR_PIECES(layout, piece, first, last) {
+        const float *c = centroids + piece.group * k;
+        float scale = (float)(LOG2E / tau[piece.group]), twice = (float)(2.0 / tau[piece.group]);
+        double *to_c = grad_centroids + piece.slot * k, *to_tau = grad_tau + piece.slot;
+        for (int64_t j = 0; j < k; j++) to_c[j] = 0;
+        *to_tau = 0;
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            load(grad, layout, rect, g);
+            WITH_CONSTANT_K(k, soft_backward_block(w, g, count, c, K, scale, twice, to_c, to_tau));
+            store((void *)grad_weight->data, FLOAT32, layout, rect, g);
+        }
+    }
+}
+
+void edkm_moments_backward(
+    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const float *moved,
+    const float *pull, const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
+    int64_t k = layout->k;
+    FOR_PIECES(layout, piece, first, last) {
+        const float *c = centroids + piece.group * k, *m = moved + piece.group * k, *p = pull + piece.group * k;
+        float scale = (float)(LOG2E / tau[piece.group]), twice = (float)(2.0 / tau[piece.group]);
+        double *to_c = grad_centroids + piece.slot * k, *to_tau = grad_tau + piece.slot;
+        for (int64_t j = 0; j < k; j++) to_c[j] = 0;
+        *to_tau = 0;
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            load(grad_weight, layout, rect, g);
+            WITH_CONSTANT_K(k, moments_backward_block(w, g, count, c, m, p, K, scale, twice, to_c, to_tau));
+            store((void *)grad_weight->data, FLOAT32, layout, rect, g);
+        }
+    }
+}
+
+/* out = grad_weight + pull_group (w - mean_group) */
+void edkm_weight_gradient(
+    const Layout *layout, const Matrix *weight, const Matrix *grad_weight, const double *mean, const double *pull,
+    const Matrix *out, int64_t first, int64_t last
+) {
+    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
+    FOR_PIECES(layout, piece, first, last) {
+        float at = (float)mean[piece.group], by = (float)pull[piece.group];
+        FOR_RECTS(piece, rect) {
+            int64_t count = load(weight, layout, rect, w);
+            load(grad_weight, layout, rect, g);
+            for (int64_t i = 0; i < count; i++) g[i] += (w[i] - at) * by;
+            store((void *)out->data, out->dtype, layout, rect, g);
+        }
+    }
+}

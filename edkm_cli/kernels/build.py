@@ -1,0 +1,95 @@
+"""Compile the C kernels beside this file at first use, once a machine and version, into the user's cache.
+
+One call of the system compiler, a few seconds; the library's name is a hash of sources, compiler, flags and processor,
+so a stale one is never loaded. A missing or failing compiler is no error: plain PyTorch does the same, more slowly.
+`EDKM_CPU_KERNELS=0` asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c")
+_HEADERS = ("lanes.c",)
+_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMPILE_SECONDS = 120
+
+
+class _Unavailable(Exception):
+    """Why the kernels can't be used here."""
+
+
+def _cache_directory() -> Path:
+    """The user's own cache directory: created 0700; refused if someone else owns or can write it."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    directory = Path(base) / "edkm"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise _Unavailable(f"{directory} must belong to this user and be writable by no one else")
+    return directory
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+    if done.returncode != 0:
+        raise _Unavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _compile() -> Path:
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise _Unavailable("no C compiler (cc, gcc or clang) on PATH")
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for part in (_run([compiler, "--version"]), *_FLAGS, _processor()):
+        digest.update(part.encode())
+    for name in (*_HEADERS, *_SOURCES):
+        digest.update((here / name).read_bytes())
+    directory = _cache_directory()
+    library = directory / f"kernels-{digest.hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        built = Path(scratch) / "kernels.so"
+        sources = [str(here / name) for name in _SOURCES]
+        try:
+            _run([compiler, "-march=native", *_FLAGS, *sources, "-o", str(built), "-lm"])
+        except _Unavailable:  # a compiler that doesn't know this processor
+            _run([compiler, *_FLAGS, *sources, "-o", str(built), "-lm"])
+        os.replace(built, library)  # atomic: another process sees the whole library or none
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they can't be had; says why, once."""
+    if os.environ.get("EDKM_CPU_KERNELS", "1") == "0":
+        _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); clustering runs in plain PyTorch")
+        return None
+    try:
+        return ctypes.CDLL(str(_compile()))
+    except (_Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _LOG.warning("CPU kernels are not available, clustering runs in plain PyTorch (slower): %s", error)
+        return None

@@ -1,0 +1,166 @@
+/* What all CPU kernels share: 16 float lanes, the rectangles of a tiled matrix, loads and stores in three dtypes.
+ *
+ * Vectors are GNU C vector extensions, which gcc and clang lower to whatever the machine has; two operations that
+ * plain C cannot name (minimum, half to float) use AVX-512 where it is.
+ */
+#ifndef EDKM_LANES
+#define EDKM_LANES
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define BLOCK 1024 /* weights worked on at a time: 4 KiB, and the length of float32 sums before they go to double */
+#define MAX_K 256
+#define INLINE static inline __attribute__((always_inline))
+#define LOG2E 1.4426950408889634
+
+typedef float vf __attribute__((vector_size(64), aligned(64)));
+typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
+typedef float vfu __attribute__((vector_size(64), aligned(4)));
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+/* A matrix (out, stride) cut into tiles of (tile_rows, tile_columns); a row of tiles is cut into `parts` units of whole
+ * matrix rows, so that one large group keeps several threads busy. Partial sums are indexed [unit][tile column]. */
+typedef struct {
+    int64_t stride, tile_rows, tile_columns, parts, k;
+} Layout;
+
+typedef struct {
+    const void *data;
+    int64_t dtype;
+} Matrix;
+
+/* One unit's part of one tile, and a rectangle of at most BLOCK weights inside it. */
+typedef struct {
+    int64_t row, end_row, column, end_column, group, slot;
+} Piece;
+
+typedef struct {
+    int64_t row, rows, column, columns;
+} Rect;
+
+INLINE Piece piece_of(const Layout *layout, int64_t unit, int64_t tile_column) {
+    int64_t across = layout->stride / layout->tile_columns;
+    int64_t tile_row = unit / layout->parts, part = unit % layout->parts, top = tile_row * layout->tile_rows;
+    Piece piece = {top + layout->tile_rows * part / layout->parts,
+                   top + layout->tile_rows * (part + 1) / layout->parts,
+                   tile_column * layout->tile_columns,
+                   (tile_column + 1) * layout->tile_columns,
+                   tile_row * across + tile_column,
+                   unit * across + tile_column};
+    return piece;
+}
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE Rect rect_at(const Piece *piece, int64_t row, int64_t column) {
+    int64_t columns = smaller(piece->end_column - column, BLOCK);
+    int64_t rows = columns == piece->end_column - piece->column ? BLOCK / columns : 1;
+    Rect rect = {row, row < piece->end_row ? smaller(rows, piece->end_row - row) : 0, column, columns};
+    return rect;
+}
+
+INLINE Rect first_rect(const Piece *piece) { return rect_at(piece, piece->row, piece->column); }
+
+INLINE Rect next_rect(const Piece *piece, Rect at) {
+    if (at.column + at.columns < piece->end_column) return rect_at(piece, at.row, at.column + at.columns);
+    return rect_at(piece, at.row + at.rows, piece->column);
+}
+
+#define FOR_PIECES(layout, piece, first_unit, last_unit)                                      \
+    for (int64_t unit = first_unit; unit < last_unit; unit++)                                 \
+        for (int64_t across = 0; across < (layout)->stride / (layout)->tile_columns; across++) \
+            for (Piece piece = piece_of(layout, unit, across), *once = &piece; once; once = 0)
+
+#define FOR_RECTS(piece, rect) for (Rect rect = first_rect(&(piece)); rect.rows > 0; rect = next_rect(&(piece), rect))
+
+INLINE float half_to_float(uint16_t half) {
+    union { uint32_t u; float f; } bits = {(uint32_t)(half & 0x7fff) << 13}, scale = {(uint32_t)(254 - 15) << 23};
+    if ((half & 0x7c00) == 0x7c00) bits.u |= 0x7f800000u;
+    else bits.f *= scale.f;
+    bits.u |= (uint32_t)(half & 0x8000) << 16;
+    return bits.f;
+}
+
+INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float *to) {
+    if (matrix->dtype == FLOAT32) {
+        memcpy(to, (const float *)matrix->data + offset, count * sizeof(float));
+    } else if (matrix->dtype == BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)matrix->data + offset;
+        uint32_t *bits = (uint32_t *)to;
+        for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)from[i] << 16;
+    } else {
+        const uint16_t *from = (const uint16_t *)matrix->data + offset;
+        int64_t i = 0;
+#ifdef __AVX512F__
+        for (; i + LANES <= count; i += LANES)
+            _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#endif
+        for (; i < count; i++) to[i] = half_to_float(from[i]);
+    }
+}
+
+/* Reads a rectangle into `to`, which is aligned and holds BLOCK floats; returns the count. The last vector is filled up
+ * with copies of the first weight, which are masked where they would count. */
+INLINE int64_t load(const Matrix *matrix, const Layout *layout, Rect rect, float *to) {
+    for (int64_t r = 0; r < rect.rows; r++)
+        load_run(matrix, (rect.row + r) * layout->stride + rect.column, rect.columns, to + r * rect.columns);
+    int64_t count = rect.rows * rect.columns;
+    for (int64_t i = count; i % LANES; i++) to[i] = to[0];
+    return count;
+}
+
+INLINE void store(void *data, int64_t dtype, const Layout *layout, Rect rect, const float *from) {
+    for (int64_t r = 0; r < rect.rows; r++, from += rect.columns) {
+        int64_t offset = (rect.row + r) * layout->stride + rect.column;
+        if (dtype == FLOAT32) {
+            memcpy((float *)data + offset, from, rect.columns * sizeof(float));
+        } else { /* bfloat16, round to nearest even; NaN never gets here */
+            uint16_t *to = (uint16_t *)data + offset;
+            const uint32_t *bits = (const uint32_t *)from;
+            for (int64_t i = 0; i < rect.columns; i++)
+                to[i] = (uint16_t)((bits[i] + 0x7fff + ((bits[i] >> 16) & 1)) >> 16);
+        }
+    }
+}
+
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vi splat_int(int32_t x) { return x - (vi){}; }
+INLINE vf keep(vf x, vi mask) { return (vf)((vi)x & mask); }
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+INLINE vf least(vf a, vf b) {
+#ifdef __AVX512F__
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
+INLINE vf greatest(vf a, vf b) {
+#ifdef __AVX512F__
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+/* Lanes of vector number `v` that hold one of `count` weights. */
+INLINE vi valid(int64_t v, int64_t count) {
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return lane < splat_int((int32_t)(count - v * LANES));
+}
+
+INLINE double total(vf x) {
+    double sum = 0;
+    for (int l = 0; l < LANES; l++) sum += x[l];
+    return sum;
+}
+
+#endif

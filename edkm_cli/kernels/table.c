@@ -1,0 +1,40 @@
+/* What table.py does to every weight of a 16-bit matrix: a bit pattern indexes a table of 65,536 entries. */
+#include "lanes.c"
+
+#define PATTERNS 65536
+
+void edkm_count_patterns(const uint16_t *bits, int64_t *counts, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) counts[bits[i]]++;
+}
+
+void edkm_sum_by_pattern(const uint16_t *bits, const Matrix *grad, double *sums, int64_t first, int64_t last) {
+    float g[BLOCK] __attribute__((aligned(64)));
+    for (int64_t at = first; at < last; at += BLOCK) {
+        int64_t count = smaller(BLOCK, last - at);
+        load_run(grad, at, count, g);
+        for (int64_t i = 0; i < count; i++) sums[bits[at + i]] += g[i];
+    }
+}
+
+void edkm_gather(const uint16_t *bits, const void *table, int64_t entry_bytes, void *out, int64_t first, int64_t last) {
+    if (entry_bytes == 2)
+        for (int64_t i = first; i < last; i++) ((uint16_t *)out)[i] = ((const uint16_t *)table)[bits[i]];
+    else
+        for (int64_t i = first; i < last; i++) ((float *)out)[i] = ((const float *)table)[bits[i]];
+}
+
+/* out = grad * slope[pattern] + offset[pattern]; without a gradient the offset alone. One table of pairs: one cache line. */
+void edkm_blend(
+    const uint16_t *bits, const Matrix *grad, const float *pairs, const Matrix *out, int64_t first, int64_t last
+) {
+    float g[BLOCK] __attribute__((aligned(64)));
+    Layout flat = {0, 1, 1, 1, 1};
+    for (int64_t at = first; at < last; at += BLOCK) {
+        int64_t count = smaller(BLOCK, last - at);
+        if (grad->data) load_run(grad, at, count, g);
+        else memset(g, 0, sizeof g);
+        for (int64_t i = 0; i < count; i++) g[i] = g[i] * pairs[2 * bits[at + i]] + pairs[2 * bits[at + i] + 1];
+        Rect run = {0, 1, at, count};
+        store((void *)out->data, out->dtype, &flat, run, g);
+    }
+}
