@@ -1,0 +1,118 @@
+"""The bounded search of the autograd graph for tensors that share a storage (eDKM, arXiv 2309.00964, section 2.1).
+
+A tensor that autograd saves is named here by its *edge*: the node of the backward graph that produced it, and which of
+that node's outputs it is. `x1 = x0.view(-1)` gives x1 an edge at a `ViewBackward0` node whose only input is x0's edge,
+so from x1 the search reaches x0 in one hop, through a node whose name says that storage was preserved.
+
+Both ends are marked: a moved tensor leaves a mark on its own edge and on the edges that it reaches within `hops`, with
+the distance. Two siblings (`x0.t()` and `x0.view(-1)`) therefore meet at x0, two hops apart, whichever was saved first.
+Marks live in the `metadata` dictionary of the node itself: they vanish with the graph, and no address is a key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+# What PyTorch records (2.9 to 2.13) for operations whose output shares the storage of their only differentiable input.
+# `flatten`, `unflatten` and `reshape` of a contiguous tensor record ViewBackward0; `.T` and `movedim` PermuteBackward0;
+# `narrow` and `tensor_split` SliceBackward0; `chunk` SplitBackward0. A `reshape` that must copy records CloneBackward0
+# first, which is not here. A node that lies (none is known) costs nothing: whoever uses the search compares storages.
+STORAGE_PRESERVING = frozenset(
+    {
+        "AliasBackward0",
+        "AsStridedBackward0",
+        "DiagonalBackward0",
+        "ExpandBackward0",
+        "LiftFreshBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "TBackward0",
+        "TransposeBackward0",
+        "TransposeBackward1",
+        "UnbindBackward0",
+        "UnfoldBackward0",
+        "UnsafeSplitBackward0",
+        "UnsafeSplitWithSizesBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewAsComplexBackward0",
+        "ViewAsRealBackward0",
+        "ViewBackward0",
+        "ViewBackward1",
+    }
+)
+
+
+class Visit(NamedTuple):
+    """An edge that the search reached, and how many hops from where it began."""
+
+    node: Any  # torch.autograd.graph.Node
+    output: int
+    distance: int
+
+
+def walk(tensor: torch.Tensor, *, hops: int) -> list[Visit]:
+    """The edges within `hops` of `tensor`, nearest first, going only through `STORAGE_PRESERVING` nodes.
+
+    The first visit, at distance 0, is the tensor's own edge. A tensor that requires no gradient has no edge: the list
+    is empty. Pure: reads the graph and changes nothing.
+    """
+    if tensor.grad_fn is not None:
+        frontier = [(tensor.grad_fn, tensor.output_nr)]
+    elif tensor.requires_grad:
+        edge = get_gradient_edge(tensor)
+        frontier = [(edge.node, edge.output_nr)]
+    else:
+        return []
+    visits: list[Visit] = []
+    seen: set[tuple[Any, int]] = set()
+    for distance in range(hops + 1):
+        ahead = []
+        for node, output in frontier:
+            if (node, output) in seen:
+                continue
+            seen.add((node, output))
+            visits.append(Visit(node, output, distance))
+            if node.name() in STORAGE_PRESERVING:
+                ahead += [edge for edge in node.next_functions if edge[0] is not None]
+        frontier = ahead
+    return visits
+
+
+class Marks:
+    """Which moved things lie near an edge of the graph. Holds them weakly, in the graph's own nodes."""
+
+    _serial = itertools.count()
+
+    def __init__(self) -> None:
+        self._key = f"edkm.marks.{next(Marks._serial)}"
+
+    def add(self, visits: Iterable[Visit], thing: Any) -> None:
+        """Leave a mark for `thing` on every visited edge."""
+        for node, output, distance in visits:
+            here = node.metadata.setdefault(self._key, {}).setdefault(output, [])
+            here[:] = [mark for mark in here if mark[0]() is not None and mark[0]() is not thing]
+            here.append((weakref.ref(thing), distance))
+
+    def near(self, visits: Iterable[Visit], *, hops: int) -> list[tuple[int, Any]]:
+        """`(distance, thing)` for each mark at most `hops` away in all (our steps plus the mark's own), nearest first."""
+        found = []
+        for node, output, distance in visits:
+            for reference, further in node.metadata.get(self._key, {}).get(output, ()):
+                thing = reference()
+                if thing is not None and distance + further <= hops:
+                    found.append((distance + further, thing))
+        return sorted(found, key=lambda pair: pair[0])

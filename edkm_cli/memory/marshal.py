@@ -1,0 +1,281 @@
+"""Cross-device tensor marshaling: saved tensors leave the device once (eDKM, arXiv 2309.00964, section 2.1).
+
+Autograd keeps tensors for backward. `torch.autograd.graph.save_on_cpu` moves each of them to host memory, and so moves
+a storage as often as it was saved: `q_proj`, `k_proj` and `v_proj` save the same input three times, and two views of one
+tensor become two copies. `MarshalSavedTensors` moves a storage once and keeps, for every other saved tensor that reads
+it, a reference and a view (shape, stride, offset).
+
+    pack    tensor -> stays?      a parameter, an input the caller holds, already on the target  -> `Kept`
+                   -> moved yet?  graph search within `hops`, then identity of the storage       -> `View` of a record
+                   -> else        region -> codecs -> host memory                                -> a new record
+    unpack  `View` -> record: copied back once for all its views -> the view rebuilt
+
+A record lives as long as a saved tensor that refers to it; everything else (table, marks in the graph) is weak.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from edkm_cli.memory.graph import Marks, Visit, walk
+from edkm_cli.memory.mover import Codec, Mover, Store, Stored
+from edkm_cli.memory.statistics import Statistics
+from edkm_cli.memory.storage import Region, StorageTable, View, storage_address
+
+
+class _Record:
+    """One moved region of one storage at one version. Copied back once for all the saved tensors that read it."""
+
+    def __init__(self, tensor: torch.Tensor, region: Region, stored: Stored) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.version = tensor._version
+        self.region = region
+        self._stored = stored
+        self._readers: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._have_read: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._restored: torch.Tensor | None = None
+
+    def serves(self, tensor: torch.Tensor, view: View) -> bool:
+        """Whether this record holds what `tensor` reads: same storage, not written to since, and all its bytes."""
+        return (
+            self.storage.cdata == storage_address(tensor)
+            and self.version == tensor._version
+            and self.region.covers(view)
+        )
+
+    def add_reader(self, reader: _Handle) -> None:
+        self._readers.add(reader)
+
+    def read(self, reader: _Handle) -> torch.Tensor:
+        """The view of one saved tensor. The copy on the device is dropped when every living reader has had it."""
+        if self._restored is None:
+            self._restored = self.region.scatter(self._stored.load())
+        tensor = reader.view.rebuild(self._restored, low=self.region.low)
+        self._have_read.add(reader)
+        if len(self._have_read) == len(self._readers):
+            self._restored = None
+            self._have_read.clear()
+        return tensor
+
+
+class _Guard:
+    """Detects in-place writes between save and use, with autograd's own rule: the version counter.
+
+    All views of a tensor share its counter and keep their base alive, so a weak reference to the base is enough: once
+    it is dead nobody can write through it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._root = TensorWeakRef(tensor if tensor._base is None else tensor._base)
+        self._version = tensor._version
+        self._what = f"[{tensor.type()} {list(tensor.shape)}]"
+
+    def check(self, alias: torch.Tensor | None = None) -> None:
+        """Raise RuntimeError if the tensor was written to. `alias` shares its counter, should the root be gone."""
+        root = self._root() if alias is None else alias
+        if root is not None and root._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._what} is at version {root._version}; expected version {self._version} instead "
+                "(found by MarshalSavedTensors)"
+            )
+
+
+class _Handle:
+    """What autograd holds in place of a moved tensor."""
+
+    def __init__(self, tensor: torch.Tensor, view: View, record: _Record) -> None:
+        self.view = view
+        self._record = record
+        self._guard = _Guard(tensor)
+        record.add_reader(self)
+
+    def unpack(self) -> torch.Tensor:
+        self._guard.check()
+        return self._record.read(self)
+
+
+class _Kept:
+    """What autograd holds for a tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._guard = _Guard(tensor)
+        self._tensor = tensor.detach()  # an output must not hold the node that holds this; shares the version counter
+
+    def unpack(self) -> torch.Tensor:
+        self._guard.check(self._tensor)
+        return self._tensor
+
+
+class MarshalSavedTensors:
+    """Keep the tensors that autograd saves in host memory, each storage once. Use it around forward and backward:
+
+        marshal = MarshalSavedTensors(device="cpu")
+        for batch in batches:
+            with marshal:
+                loss = model(**batch).loss
+                loss.backward()
+            optimizer.step()
+        print(marshal.statistics)
+
+    Gradients are those of training without it, bit for bit (codecs state their own exactness). One object serves a whole
+    run and may be entered again, also while it is entered; backward may come after the block. Nested inside another
+    `saved_tensors_hooks`, the inner one gets the tensors, as PyTorch defines. Activation checkpointing, inside or
+    outside, `retain_graph` and `create_graph` work. Enter it outside a function given to `torch.compile`.
+
+    Parameters (and views of them), `keep`, tensors of subclasses, sparse tensors and tensors below `min_bytes` stay.
+
+    Args:
+        device: where saved tensors go. Only "cpu" exists.
+        hops: how far the graph search goes (eDKM found 4 enough); None leaves it out.
+        codecs: applied in this order to each region moved, for example `(Uniquify([weight]), Shard())`.
+        identity: also recognise a storage by its identity. It finds every duplicate that a search of any length finds.
+        keep: tensors that stay in memory anyway (inputs, buffers); what shares their storage is not moved.
+        min_bytes: smaller saved tensors stay: a copy and its bookkeeping cost more than they free.
+        force: copy tensors that are already on the CPU, too. For tests and measurements on a machine without a GPU.
+        prefetch: how many tensors to copy back ahead of use in backward.
+
+    Raises:
+        ValueError: a device other than "cpu", negative `hops`, `prefetch` or `min_bytes`.
+        RuntimeError: on entering inside a compiled function; in backward, when a saved tensor was modified in place.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        hops: int | None = 4,
+        codecs: Sequence[Codec] = (),
+        *,
+        identity: bool = True,
+        keep: Iterable[torch.Tensor] = (),
+        min_bytes: int = 1024,
+        force: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        self._device = torch.device(device)
+        if self._device.type != "cpu":
+            raise ValueError(f"saved tensors can be moved to device 'cpu' only, got {str(device)!r}")
+        for name, value in (("hops", hops), ("prefetch", prefetch), ("min_bytes", min_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self.statistics = Statistics()
+        self._hops, self._identity, self._force, self._min_bytes = hops, identity, force, min_bytes
+        self._mover = Mover(self.statistics, prefetch=prefetch)
+        self._store = _chain(codecs, self._mover.store)
+        self._table = StorageTable()
+        self._marks = Marks()
+        self._keep = {ref.cdata: ref for ref in (StorageWeakRef(t.untyped_storage()) for t in keep)}
+        self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> MarshalSavedTensors:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("MarshalSavedTensors cannot be entered in a compiled function; enter it around the call")
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def reset_statistics(self) -> None:
+        """Start counting anew. Bytes stored now remain counted as stored."""
+        fresh = Statistics(stored_bytes=self.statistics.stored_bytes, peak_stored_bytes=self.statistics.stored_bytes)
+        vars(self.statistics).update(vars(fresh))
+
+    def release_pools(self) -> None:
+        """Give host memory kept for reuse back to the system."""
+        self._mover.release_pools()
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle | _Kept:
+        began = time.perf_counter()
+        with self._lock:
+            self.statistics.offered_tensors += 1
+            if self._stays(tensor):
+                packed: _Handle | _Kept = _Kept(tensor)
+            else:
+                packed = self._marshal(tensor)
+            self.statistics.pack_seconds += time.perf_counter() - began
+        return packed
+
+    def _unpack(self, packed: _Handle | _Kept) -> torch.Tensor:
+        began = time.perf_counter()
+        with self._lock:
+            tensor = packed.unpack()
+            self.statistics.unpack_seconds += time.perf_counter() - began
+        return tensor
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        size_bytes = tensor.numel() * tensor.itemsize if plain else 0
+        self.statistics.offered_bytes += size_bytes
+        small = plain and size_bytes < max(self._min_bytes, 1)
+        movable = plain and not small and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
+        if (
+            movable
+            and (self._force or tensor.device.type != self._device.type)
+            and not isinstance(tensor, torch.nn.Parameter)
+            and not isinstance(tensor._base, torch.nn.Parameter)
+            and storage_address(tensor) not in self._keep
+        ):
+            return False
+        self.statistics.kept_tensors += 1
+        self.statistics.kept_bytes += size_bytes
+        self.statistics.kept_small_bytes += size_bytes if small else 0
+        return True
+
+    def _marshal(self, tensor: torch.Tensor) -> _Handle:
+        view = View.of(tensor)
+        began = time.perf_counter()
+        visits = [] if self._hops is None else walk(tensor, hops=self._hops)
+        record = self._find(tensor, view, visits)
+        self.statistics.search_seconds += time.perf_counter() - began
+        if record is None:
+            region = Region.to_move(view, tensor.untyped_storage().nbytes())
+            record = _Record(tensor, region, self._store(region.gather(tensor)))
+            self._table.add(record.storage, record)
+            self.statistics.moved_tensors += 1
+        else:
+            self.statistics.duplicate_bytes += tensor.numel() * tensor.itemsize
+        self._marks.add(visits, record)
+        return _Handle(tensor, view, record)
+
+    def _find(self, tensor: torch.Tensor, view: View, visits: list[Visit]) -> _Record | None:
+        """The record that serves this tensor, by graph search first (it tells the distance), then by identity."""
+        for distance, record in self._marks.near(visits, hops=self._hops or 0):
+            if record.serves(tensor, view):
+                at_hop = self.statistics.duplicates_at_hop
+                at_hop[distance] = at_hop.get(distance, 0) + 1
+                return record
+        if self._identity:
+            for record in self._table.find(tensor):
+                if record.serves(tensor, view):
+                    self.statistics.duplicates_by_identity += 1
+                    return record
+        return None
+
+
+def _chain(codecs: Sequence[Codec], last: Store) -> Store:
+    """One `Store` that offers a tensor to each codec in turn; what a codec keeps goes on to the codecs after it."""
+
+    def through(codec: Codec, rest: Store) -> Any:
+        def store(flat: torch.Tensor) -> Stored:
+            return codec.pack(flat, rest) or rest(flat)
+
+        return store
+
+    for codec in reversed(codecs):
+        last = through(codec, last)
+    return last

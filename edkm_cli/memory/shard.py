@@ -1,0 +1,109 @@
+"""Sharding over learners (eDKM, arXiv 2309.00964, section 2.2).
+
+In fully synchronous data-parallel training every learner holds the same weights, and therefore the same attention maps
+and index lists. Each of L learners keeps 1/L of the bytes; in backward they all-gather the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edkm_cli.config import UserError
+from edkm_cli.memory.mover import Store, Stored
+
+_CHUNK_BYTES = 1 << 24
+
+
+class Shard:
+    """A codec: every learner of a process group keeps one slice of the bytes. Bit-exact; nothing happens alone.
+
+    Everything offered to it must be the same on all learners, and offered (and in backward, asked back) in the same
+    order by all of them: packing compares checksums and unpacking gathers, so both are collective. Activations differ
+    between learners; therefore put `Shard` on a `MarshalSavedTensors` that encloses only what is computed from
+    replicated weights, such as clustering. A learner that drops out makes the others wait for the group's timeout.
+
+    Args:
+        group: the process group; None is the default group. Works with gloo and nccl. Without torch.distributed
+            initialised there is one learner.
+        verify: compare checksums (order, length and content) before slicing. Costs one pass and one small collective
+            for each tensor.
+
+    Raises:
+        UserError: in forward, on every learner, if the learners' tensors differ.
+    """
+
+    def __init__(self, group: Any = None, *, verify: bool = True) -> None:
+        self._group, self._verify = group, verify
+        self._sequence = 0
+
+    def pack(self, flat: torch.Tensor, store: Store) -> Stored | None:
+        """Store this learner's slice, ceil(bytes / L) of them or what is left; None in a group of one."""
+        world = _world_size(self._group)
+        if world == 1:
+            return None
+        data = flat.view(torch.uint8)
+        if self._verify:
+            self._compare(data)
+        self._sequence += 1
+        share = -(-data.numel() // world)
+        rank = dist.get_rank(self._group)
+        mine = data[rank * share : (rank + 1) * share]
+        return _Sharded(store(mine) if mine.numel() else None, flat, share, self._group)
+
+    def _compare(self, data: torch.Tensor) -> None:
+        own = torch.tensor([self._sequence, data.numel(), _checksum(data)], dtype=torch.int64)
+        own = own.to(_collective_device(data.device, self._group))
+        everyone = [torch.empty_like(own) for _ in range(_world_size(self._group))]
+        dist.all_gather(everyone, own, group=self._group)
+        reports = [report.tolist() for report in everyone]
+        different = [learner for learner, report in enumerate(reports) if report != reports[0]]
+        if different:
+            raise UserError(
+                f"Shard needs the same tensors on all {len(reports)} learners, but saved tensor {self._sequence} of "
+                f"learner {', '.join(map(str, different))} differs from learner 0's (its {data.numel()} bytes here); "
+                "load the same weights everywhere, and keep activations out of the sharded block"
+            )
+
+
+class _Sharded:
+    """A stored slice of a tensor; loading it is collective."""
+
+    def __init__(self, slice_: Stored | None, flat: torch.Tensor, share: int, group: Any) -> None:
+        self._slice, self._share, self._group = slice_, share, group
+        self._bytes, self._dtype, self._device = flat.numel() * flat.itemsize, flat.dtype, flat.device
+
+    def load(self) -> torch.Tensor:
+        device = _collective_device(self._device, self._group)
+        mine = torch.zeros(self._share, dtype=torch.uint8, device=device)
+        if self._slice is not None:
+            piece = self._slice.load()
+            mine[: piece.numel()] = piece.to(device)
+        world = _world_size(self._group)
+        whole = torch.empty(world * self._share, dtype=torch.uint8, device=device)
+        dist.all_gather(list(whole.chunk(world)), mine, group=self._group)
+        return whole[: self._bytes].to(self._device).view(self._dtype)
+
+
+def _world_size(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _collective_device(device: torch.device, group: Any) -> torch.device:
+    """Where a collective on a tensor of this device runs: gloo works in host memory, nccl on the device."""
+    return device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+
+
+def _checksum(data: torch.Tensor) -> int:
+    """A 64-bit sum of a uint8 tensor, sensitive to the position of every byte. Equal bytes give equal sums."""
+    total = 0
+    for chunk in data.split(_CHUNK_BYTES):
+        padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
+        padded[: chunk.numel()] = chunk
+        words = padded.view(torch.int64)
+        weights = torch.arange(1, 2 * words.numel(), 2, device=data.device)
+        mixed = (words * weights).sum() + (words >> 17).sum()
+        total = (total * 0x9E3779B97F4A7C15 + int(mixed.item())) & 0xFFFFFFFFFFFFFFFF
+    return total - (1 << 64) if total >= 1 << 63 else total

@@ -1,0 +1,130 @@
+"""Views and storages: which bytes of a storage a tensor reads, and which storages have been moved.
+
+A storage is known by the address of its `StorageImpl` *while a weak reference to it is held*: the weak reference keeps
+that address from being given to another storage, so equal addresses mean the same storage. The address of the data is
+never used, since an allocator hands it out again as soon as a tensor is freed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """The address of the tensor's `StorageImpl`; an identity only while the storage or a weak reference to it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in its storage. `offset` is in elements, `low` and `high` bound its bytes in the storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """The view of a strided tensor of at least one element."""
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        low = offset * tensor.itemsize
+        return cls(tensor.dtype, size, stride, offset, low, low + span * tensor.itemsize)
+
+    @property
+    def distinct_bytes(self) -> int:
+        """Bytes of the elements in memory; an expanded dimension (stride 0) counts once."""
+        elements = math.prod(length for length, step in zip(self.size, self.stride, strict=True) if step)
+        return min(elements * self.dtype.itemsize, self.high - self.low)
+
+    def rebuild(self, flat: torch.Tensor, *, low: int) -> torch.Tensor:
+        """This view on `flat`, a 1-D tensor that holds the storage's bytes from `low` on."""
+        start = self.low - low
+        if flat.dtype == self.dtype:
+            return flat.as_strided(self.size, self.stride, flat.storage_offset() + start // self.dtype.itemsize)
+        typed = flat.view(torch.uint8)[start : start + self.high - self.low].view(self.dtype)
+        return typed.as_strided(self.size, self.stride, typed.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The bytes of a storage that one move takes: a range, or, with `holes`, only the elements of that view."""
+
+    low: int
+    high: int
+    holes: View | None = None
+
+    @classmethod
+    def to_move(cls, view: View, storage_bytes: int) -> Region:
+        """What to move for this view: its own range where it is dense; the whole storage where it reads at least half
+        of it (its siblings will read the rest: one copy serves all); else only its elements, packed together.
+        """
+        if view.distinct_bytes == view.high - view.low:
+            return cls(view.low, view.high)
+        if 2 * view.distinct_bytes >= storage_bytes:
+            usable = storage_bytes - (storage_bytes - view.low) % view.dtype.itemsize
+            return cls(view.low % view.dtype.itemsize, usable)
+        return cls(view.low, view.high, holes=view)
+
+    def covers(self, view: View) -> bool:
+        """Whether this view can be rebuilt from the region."""
+        if self.holes is None:
+            return self.low <= view.low and view.high <= self.high
+        return self.holes == view
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The region as a 1-D tensor of `tensor`'s dtype. A view of the storage, or a packed copy if it has holes."""
+        if self.holes is None:
+            length = (self.high - self.low) // tensor.itemsize
+            return tensor.as_strided((length,), (1,), self.low // tensor.itemsize)
+        return self._without_expanded(tensor).contiguous().view(-1)
+
+    def scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inverse of `gather`: a 1-D tensor of the bytes `low` to `high`, those in holes undefined."""
+        if self.holes is None:
+            return flat
+        out = torch.empty((self.high - self.low) // flat.itemsize, dtype=flat.dtype, device=flat.device)
+        packed = self._without_expanded(self.holes.rebuild(out, low=self.low))
+        packed.copy_(flat.view(packed.shape))
+        return out
+
+    @staticmethod
+    def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
+        for dimension, step in enumerate(tensor.stride()):
+            if step == 0:
+                tensor = tensor.narrow(dimension, 0, 1)
+        return tensor
+
+
+class StorageTable:
+    """Moved things by the storage they came from. Holds things weakly; a thing must hold its `StorageWeakRef`."""
+
+    def __init__(self) -> None:
+        self._things: dict[int, weakref.WeakSet[Any]] = {}
+
+    def add(self, reference: StorageWeakRef, thing: Any) -> None:
+        """Remember `thing` under the storage until it dies."""
+        address = reference.cdata
+        self._things.setdefault(address, weakref.WeakSet()).add(thing)
+        weakref.finalize(thing, self._prune, address).atexit = False
+
+    def find(self, tensor: torch.Tensor) -> Iterable[Any]:
+        """Everything alive that was moved out of this tensor's storage."""
+        return list(self._things.get(storage_address(tensor), ()))
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    def _prune(self, address: int) -> None:
+        if address in self._things and not list(self._things[address]):
+            del self._things[address]
