@@ -70,6 +70,7 @@ def walk(tensor: torch.Tensor, *, hops: int) -> list[Visit]:
     The first visit, at distance 0, is the tensor's own edge. A tensor that requires no gradient has no edge: the list
     is empty. Pure: reads the graph and changes nothing.
     """
+    frontier: list[tuple[Any, int]]
     if tensor.grad_fn is not None:
         frontier = [(tensor.grad_fn, tensor.output_nr)]
     elif tensor.requires_grad:

@@ -36,7 +36,7 @@ class View:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         """The view of a strided tensor of at least one element."""
-        size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         low = offset * tensor.itemsize
         return cls(tensor.dtype, size, stride, offset, low, low + span * tensor.itemsize)

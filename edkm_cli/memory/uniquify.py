@@ -133,8 +133,8 @@ class _Key:
         number = (present.cumsum(0) - 1).to(torch.int32).to(torch.int16)  # 32,768 and above wrap: bits of a uint16
         index = torch.empty_like(bits)
         for start in range(0, bits.numel(), _CHUNK_ROWS):
-            chunk = slice(start, start + _CHUNK_ROWS)
-            index[chunk] = number[_unsigned(bits[chunk])]
+            piece = slice(start, start + _CHUNK_ROWS)
+            index[piece] = number[_unsigned(bits[piece])]
         return _Codes(version, first[present], index)
 
 
@@ -145,8 +145,7 @@ def _unsigned(bits: torch.Tensor) -> torch.Tensor:
 
 def _rows_as_words(flat: torch.Tensor, rows: int) -> torch.Tensor:
     """(rows, words): integer words, so that comparison is of bits (NaN equals itself, -0.0 is not 0.0)."""
-    width = flat.itemsize
-    return flat.view(_WORDS[width] if width in _WORDS else torch.uint8).view(rows, -1)
+    return flat.view(_WORDS.get(flat.itemsize, torch.uint8)).view(rows, -1)
 
 
 def _reproduces(rows: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> bool:

@@ -1,0 +1,346 @@
+"""The paper's two memory tables on this machine (eDKM, arXiv 2309.00964, section 2 and Table 1).
+
+Table 1 moves two views of one tensor to host memory, with and without marshaling. The ablation runs forward and
+backward of one clustered projection (width x width) in `learners` real processes under each set of techniques and
+counts the bytes that one learner keeps for backward. The dense layer is DKM as one writes it in plain PyTorch; what it
+saves, tensor by tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edkm_cli.clustering import clustered_linear
+from edkm_cli.config import UserError
+from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
+
+TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+TEMPERATURE = 0.05  # relative to the variance of the weights
+TOKENS = 4
+TIMEOUT_SECONDS = 3600.0
+
+
+def dense_attention_weight(weight: Tensor, centroids: Tensor, *, iterations: int) -> Tensor:
+    """DKM on a 16-bit weight (out, in) with centroids (k,), in the weight's dtype: the clustered weight (out, in).
+
+    The centroids move by the attention-weighted mean of the differences, which is the weighted mean of the weights
+    without its cancellation in 16 bits.
+    """
+    tau = TEMPERATURE * float(weight.detach().float().var())
+    for _ in range(iterations):
+        difference = weight.unsqueeze(-1) - centroids  # (out, in, k)
+        attention = torch.softmax(difference * difference / -tau, dim=-1)  # (out, in, k)
+        shift = (attention * difference).sum((0, 1))  # (k,)
+        centroids = centroids + shift / attention.sum((0, 1))
+    return attention @ centroids
+
+
+def run(
+    *,
+    width: int = 4096,
+    bits: int = 3,
+    iterations: int = 1,
+    learners: int = 8,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    log: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure both tables; the result is what `edkm ablate --json` writes.
+
+    Args:
+        width: the projection is width x width; 4096 is LLaMA-7B's attention layer.
+        bits: the LUT has 2**bits entries.
+        iterations: differentiated clustering iterations of the dense layer and of the closed form.
+        learners: processes that hold the same weight, on the gloo backend (nccl where each has a GPU of its own).
+        dtype: "bfloat16" or "float16".
+        device: "cpu" (tensors are copied as if they left a device) or "cuda".
+        log: called with one line for each step.
+
+    Returns:
+        `rows` (`technique`, `bytes` kept by one learner, `reduction`, `seconds` of forward and backward, `gradient` as a
+        checksum), `table1`, `saved_tensors`, `gradients_identical`, `command`, `versions`, `hardware`.
+
+    Raises:
+        UserError: an argument out of range, or learners that failed or did not finish in time.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)} (uniquification needs 16 bits), got {dtype!r}")
+    for name, value, most in (
+        ("width", width, 1 << 15),
+        ("bits", bits, 8),
+        ("iterations", iterations, 64),
+        ("learners", learners, 256),
+    ):
+        if not 1 <= value <= most:
+            raise UserError(f"{name} must be from 1 to {most}, got {value}")
+    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {device!r} needs a GPU and PyTorch finds none; use device 'cpu'")
+    setting = {"width": width, "bits": bits, "iterations": iterations, "dtype": dtype, "device": device}
+    log("table 1: two views of one tensor")
+    table1 = measure_table1(device)
+    log(f"ablation: {learners} learners, {width} x {width}, {bits} bits")
+    reports = _run_learners(setting, learners)
+    rows = [_merge(technique, [report["rows"][technique] for report in reports]) for technique in TECHNIQUES]
+    for row in rows:
+        row["reduction"] = rows[0]["bytes"] / max(row["bytes"], 1)
+    dense = [row["gradient"] for row in rows if row["technique"] != "closed-form"]
+    return {
+        "command": f"edkm ablate --width {width} --bits {bits} --iterations {iterations} --learners {learners} "
+        f"--dtype {dtype} --device {device}",
+        "setting": setting | {"learners": learners, "temperature": TEMPERATURE, "tokens": TOKENS},
+        "rows": rows,
+        "gradients_identical": all(gradient == dense[0] for gradient in dense),
+        "table1": table1,
+        "saved_tensors": reports[0]["saved_tensors"],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "hardware": hardware(device),
+    }
+
+
+def measure_table1(device: str = "cpu") -> dict[str, int]:
+    """The paper's Table 1: `x0` (1024, 1024) float32 and `x1 = x0.view(-1)`, saved on the device and moved to the CPU."""
+    moved = {}
+    for name, hops, identity in (("plain", None, False), ("marshaled", 4, True)):
+        x0 = torch.ones(1024, 1024, device=device, requires_grad=True) * 1.0
+        marshal = MarshalSavedTensors(hops=hops, identity=identity, force=True)
+        with marshal:
+            x1 = x0.view(-1)
+            loss = x0.square().sum() + x1.square().sum()
+        moved[name] = marshal.statistics.stored_bytes
+        device_bytes = x0.untyped_storage().nbytes()
+        loss.backward()
+    return {"device_bytes": device_bytes, "cpu_bytes_plain": moved["plain"], "cpu_bytes_marshaled": moved["marshaled"]}
+
+
+def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]:
+    """Every tensor that the graph of `output` keeps: the operation, its argument, shape, bytes and storage.
+
+    Storages are numbered in order of appearance, or called what `names` calls them (by `data_ptr`).
+    """
+    names = dict(names)
+    found: list[dict[str, Any]] = []
+    queue, seen = [output.grad_fn], set()
+    while queue:
+        node = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
+        for attribute in dir(node):
+            tensor = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                found.append(
+                    {
+                        "operation": node.name(),
+                        "argument": attribute.removeprefix("_saved_"),
+                        "shape": list(tensor.shape),
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "bytes": tensor.numel() * tensor.itemsize,
+                        "storage": names.setdefault(storage.data_ptr(), f"storage {len(names)}"),
+                    }
+                )
+    return found
+
+
+def hardware(device: str = "cpu") -> dict[str, Any]:
+    """The processor and, for a CUDA device, the GPU; for the record of a result."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    found: dict[str, Any] = {"cpu": model, "threads": torch.get_num_threads()}
+    if device.startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Both tables as text."""
+    table1 = result["table1"]
+    mib = 1 << 20
+    lines = [
+        "two views of one tensor       MiB",
+        f"  on the device            {table1['device_bytes'] / mib:8.2f}",
+        f"  on the CPU, plain        {table1['cpu_bytes_plain'] / mib:8.2f}",
+        f"  on the CPU, marshaled    {table1['cpu_bytes_marshaled'] / mib:8.2f}",
+        "",
+        "technique              bytes          MiB    reduction    seconds",
+    ]
+    lines += [
+        f"{row['technique']:<12} {row['bytes']:>15,} {row['bytes'] / mib:>12.4f} {row['reduction']:>11,.1f}x "
+        f"{row['seconds']:>9.2f}"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """A bar chart of the ablation, bytes on a logarithmic axis. Raises UserError where matplotlib is absent."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("a plot needs matplotlib, which is not installed; pip install 'edkm-cli[plot]'") from error
+    rows = result["rows"]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    bars = axes.bar([row["technique"] for row in rows], [max(row["bytes"], 1) for row in rows])
+    axes.bar_label(bars, [f"{row['reduction']:,.1f}x" for row in rows])
+    axes.set_yscale("log")
+    axes.set_ylabel("bytes kept for backward, one learner")
+    setting = result["setting"]
+    axes.set_title(f"{setting['width']} x {setting['width']}, {setting['bits']} bits, {setting['learners']} learners")
+    figure.savefig(path)
+
+
+def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row from all learners: the most any of them keeps, the slowest time, the gradient they agree on."""
+    gradients = {report["gradient"] for report in reports}
+    return {
+        "technique": technique,
+        "bytes": max(report["bytes"] for report in reports),
+        "seconds": max(report["seconds"] for report in reports),
+        "gradient": gradients.pop() if len(gradients) == 1 else None,
+        "statistics": reports[0]["statistics"],
+        "uniquify": reports[0]["uniquify"],
+    }
+
+
+def _run_learners(setting: dict[str, Any], learners: int) -> list[dict[str, Any]]:
+    """Start the processes, wait for them within bounds, read their reports. None outlives this call."""
+    with tempfile.TemporaryDirectory(prefix="edkm-ablate-") as folder:
+        processes = torch.multiprocessing.spawn(_learner, (setting, learners, folder), nprocs=learners, join=False)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        try:
+            while not processes.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"the {learners} learners did not finish within {TIMEOUT_SECONDS:.0f} seconds; use a smaller width"
+                    )
+        except torch.multiprocessing.ProcessExitedException as error:
+            raise UserError(
+                f"learner {error.error_index} of {learners} was ended from outside ({error}), often for lack of memory; "
+                "use a smaller width or fewer learners"
+            ) from error
+        finally:
+            for process in processes.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(learners)]
+
+
+def _learner(rank: int, setting: dict[str, Any], learners: int, folder: str) -> None:
+    """One process: every technique in turn. Without sharding, learners take turns, to bound the machine's memory."""
+    torch.set_num_threads(1)
+    device = torch.device(setting["device"])
+    own_gpus = device.type == "cuda" and torch.cuda.device_count() >= learners
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if own_gpus else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=learners
+    )
+    report: dict[str, Any] = {"rows": {}, "saved_tensors": []}
+    try:
+        layer = _Layer(setting, device)
+        for technique in TECHNIQUES:
+            for turn in range(1 if "S" in technique else learners):
+                if "S" in technique or turn == rank:
+                    report["rows"][technique] = layer.measure(technique)
+                dist.barrier()
+        if rank == 0:
+            report["saved_tensors"] = layer.account()
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Layer:
+    """The projection under test: the same weight, start and input in every process."""
+
+    def __init__(self, setting: dict[str, Any], device: torch.device) -> None:
+        width, count = setting["width"], 2 ** setting["bits"]
+        dtype = DTYPES[setting["dtype"]]
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(width, width, generator=generator).mul_(0.02).to(dtype)
+        self.weight = torch.nn.Parameter(weight.to(device))
+        self.centroids = torch.linspace(-0.04, 0.04, count).to(device, dtype)
+        self.x = torch.randn(TOKENS, width, generator=generator).to(device, dtype).requires_grad_()
+        self._iterations = setting["iterations"]
+
+    def dense(self) -> Tensor:
+        clustered = dense_attention_weight(self.weight, self.centroids, iterations=self._iterations)
+        return torch.nn.functional.linear(self.x, clustered)
+
+    def closed_form(self) -> Tensor:
+        return clustered_linear(
+            self.x,
+            self.weight,
+            self.centroids.float().unsqueeze(0),
+            granularity="tensor",
+            temperature=TEMPERATURE,
+            iterations=self._iterations,
+        )
+
+    def measure(self, technique: str) -> dict[str, Any]:
+        """Forward and backward once: bytes kept between the two, seconds, checksum of the gradient."""
+        uniquify = Uniquify([self.weight]) if "U" in technique else None
+        codecs = [codec for codec in (uniquify, Shard() if "S" in technique else None) if codec is not None]
+        plain = technique == "none"
+        marshal = MarshalSavedTensors(
+            hops=None if plain else 4,
+            codecs=codecs,
+            identity=not plain,
+            keep=(self.x,),
+            min_bytes=0,
+            force=True,
+        )
+        self.weight.grad = self.x.grad = None
+        if technique == "closed-form":
+            with torch.no_grad():
+                self.closed_form()  # kernels are compiled at their first use
+        began = time.perf_counter()
+        with marshal:
+            output = self.closed_form() if technique == "closed-form" else self.dense()
+            kept_bytes = marshal.statistics.stored_bytes
+            output.float().square().sum().backward()
+        if self.weight.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        assert self.weight.grad is not None
+        counts = None
+        if uniquify is not None:
+            counts = {name: getattr(uniquify, name) for name in ("packed", "refused", "index_bytes", "table_bytes")}
+        return {
+            "bytes": kept_bytes,
+            "seconds": seconds,
+            "gradient": _digest(self.weight.grad),
+            "statistics": marshal.statistics.as_dict(),
+            "uniquify": counts,
+        }
+
+    def account(self) -> list[dict[str, Any]]:
+        """The dense layer's saved tensors by name."""
+        names = {self.x.data_ptr(): "x (input)", self.weight.data_ptr(): "weight (parameter)"}
+        return saved_tensors(self.dense(), names | {self.centroids.data_ptr(): "centroids"})
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
