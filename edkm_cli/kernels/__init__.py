@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import cpu, palette_torch
+from edkm_cli.kernels import cpu, kmeans_torch, palette_torch
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -32,6 +32,7 @@ __all__ = [
     "centroid_dtype",
     "from_groups",
     "iterate",
+    "kmeans",
     "lookup",
     "nearest",
     "passes",
@@ -69,3 +70,8 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
     """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
     return (cpu if cpu.supports(weight) else palette_torch).sum_by_entry(weight, centroids, grad, tile)
+
+
+def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+    """Centroids (groups, k) float32, ascending, of float32 values (groups, n), weighted by importance if given."""
+    return (cpu if cpu.supports(values) else kmeans_torch).kmeans(values, importance, k)

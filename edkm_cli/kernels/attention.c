@@ -146,6 +146,7 @@ void edkm_moments(
     const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, double *shift, double *mass,
     int64_t first, int64_t last
 ) {
+    unsigned mode = flush_tiny();
     float w[BLOCK] __attribute__((aligned(64)));
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
@@ -158,12 +159,14 @@ void edkm_moments(
             WITH_CONSTANT_K(k, moments_block(w, count, c, K, scale, to_shift, to_mass));
         }
     }
+    restore(mode);
 }
 
 void edkm_soft(
     const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const Matrix *out, int64_t first,
     int64_t last
 ) {
+    unsigned mode = flush_tiny();
     float w[BLOCK] __attribute__((aligned(64)));
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
@@ -175,12 +178,14 @@ void edkm_soft(
             store((void *)out->data, out->dtype, layout, rect, w);
         }
     }
+    restore(mode);
 }
 
 void edkm_soft_backward(
     const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const Matrix *grad,
     const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
 ) {
+    unsigned mode = flush_tiny();
     float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
@@ -196,12 +201,14 @@ void edkm_soft_backward(
             store((void *)grad_weight->data, FLOAT32, layout, rect, g);
         }
     }
+    restore(mode);
 }
 
 void edkm_moments_backward(
     const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const float *moved,
     const float *pull, const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
 ) {
+    unsigned mode = flush_tiny();
     float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
@@ -217,6 +224,7 @@ void edkm_moments_backward(
             store((void *)grad_weight->data, FLOAT32, layout, rect, g);
         }
     }
+    restore(mode);
 }
 
 /* out = grad_weight + pull_group (w - mean_group) */

@@ -248,3 +248,20 @@ class CpuTableKernels:
         out = torch.empty(weight.shape, dtype=_writable(weight.dtype))
         self._run("blend", weight.numel(), weight, _matrix(upstream), pairs, _matrix(out))
         return out.to(weight.dtype)
+
+
+def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+    """Optimal centroids (groups, k) of float32 values (groups, n), weighted by importance (groups, n) if given."""
+    groups, size = values.shape
+    values, centroids = values.contiguous(), torch.empty(groups, k, dtype=torch.float32)
+    masses, compiled = None if importance is None else importance.contiguous(), library()
+    assert compiled is not None, "callers ask `supports` first"
+
+    def work(first: int, last: int) -> None:
+        sizes = (ctypes.c_int64(v) for v in (size, k))
+        edges = (ctypes.c_int64(v) for v in (first, last))
+        if compiled.edkm_kmeans(_pointer(values), _pointer(masses), *sizes, _pointer(centroids), *edges):
+            raise MemoryError(f"k-means of groups of {size} weights")
+
+    _parallel(work, groups, values.numel())
+    return centroids

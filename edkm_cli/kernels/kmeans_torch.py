@@ -1,0 +1,58 @@
+"""Weighted one-dimensional k-means in plain PyTorch: Lloyd's iteration on sorted values from several starts, best kept.
+
+Where the C kernel can't run. It converges to a local optimum per start; `kmeans.c` finds the global one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_STEPS = 100
+_CHUNK = 1 << 22
+
+
+def _starts(values: Tensor, mass: Tensor, k: int) -> list[Tensor]:
+    """Starting centroids (groups, k) at quantiles of mass, of count, of the value range, and of mass * distance^2."""
+    size, spots = values.shape[1], (torch.arange(k, dtype=torch.float64, device=values.device) + 0.5) / k
+    by_range = values[:, :1] + (values[:, -1:] - values[:, :1]) * spots
+    starts = [values[:, (spots * size).long()], by_range]
+    spread = (values - values.mean(1, keepdim=True)).square()
+    for density in (mass, mass * spread, (mass * (spread + spread.mean(1, keepdim=True))).sqrt()):
+        below = density.cumsum(1)
+        at = torch.searchsorted(below, spots * below[:, -1:]).clamp_max(size - 1)
+        starts.append(values.gather(1, at))
+    return starts
+
+
+def _lloyd(values: Tensor, sums: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """(centroids, the part of the squares they explain) after convergence; sums (2, groups, n + 1) are prefix sums."""
+    edges = None
+    for _ in range(_STEPS):
+        inner = torch.searchsorted(values, (centroids[:, 1:] + centroids[:, :-1]) / 2, right=True)
+        if edges is not None and torch.equal(inner, edges):
+            break
+        edges = inner
+        ends = torch.nn.functional.pad(inner, (1, 0)), torch.nn.functional.pad(inner, (0, 1), value=values.shape[1])
+        mass, moment = (s.gather(1, ends[1]) - s.gather(1, ends[0]) for s in sums)
+        centroids = torch.where(mass > 0, moment / mass.clamp_min(1e-300), centroids).sort(1).values
+    return centroids, (2 * moment * centroids - mass * centroids.square()).sum(1)
+
+
+def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+    """`cpu.kmeans`, to a local optimum."""
+    parts = []
+    at_once = max(1, _CHUNK // values.shape[1])
+    for first in range(0, values.shape[0], at_once):
+        chunk, order = values[first : first + at_once].double().sort(1)
+        mass = torch.ones_like(chunk)
+        if importance is not None:
+            mass = importance[first : first + at_once].double().gather(1, order)
+            mass = torch.where(mass.sum(1, keepdim=True) > 0, mass, 1.0)
+        mass = mass / mass.sum(1, keepdim=True)
+        sums = torch.stack((mass, mass * chunk)).cumsum(2)
+        sums = torch.nn.functional.pad(sums, (1, 0))
+        runs = [_lloyd(chunk, sums, start.sort(1).values) for start in _starts(chunk, mass, k)]
+        best = torch.stack([explained for _, explained in runs]).argmax(0)
+        parts.append(torch.stack([c for c, _ in runs])[best, torch.arange(len(chunk), device=chunk.device)])
+    return torch.cat(parts).float()
