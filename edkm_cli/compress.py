@@ -17,7 +17,7 @@ from torch import Tensor
 from edkm_cli import data, models, report
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity, weight_files_bytes
-from edkm_cli.export.checkpoint import decoded_parameters, write_checkpoint
+from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.format import QuantizationSpec, read_spec, write_json
 from edkm_cli.hf import load
@@ -192,7 +192,6 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
         measure("trained", model)
     with clock.phase("export"):
         write_checkpoint(model, tokenizer, staging, spec, track=watch.track)
-        parameters = decoded_parameters(model)
         exported = load(staging, dtype=getattr(torch, dtype), device=device)
     measure("exported", exported)
 
@@ -209,7 +208,7 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
         },
         "weights_bytes": weight_files_bytes(staging),
         "original_weights_bytes": 2 * original.parameters,
-        "parameters": parameters,
+        "parameters": size.parameters,
         "decoder_bits_per_weight": decoder_bits_per_weight(
             swaps, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype
         ),

@@ -100,18 +100,17 @@ def footprint(model: nn.Module) -> Footprint:
     total_bytes = total_weights = decoder_bytes = decoder_weights = 0
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        names = module._non_persistent_buffers_set
-        own = [t for t in own if all(module._buffers.get(name) is not t for name in names)]
-        fresh = [t for t in own if t.data_ptr() not in seen or t.numel() == 0]
-        seen.update(t.data_ptr() for t in fresh)
-        size = sum(t.numel() * t.element_size() for t in fresh)
-        weights = _weights_of(module, fresh)
+        buffers = {k: t for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        own = {k: t for k, t in (*module._parameters.items(), *buffers.items()) if t is not None}
+        fresh = {k: t for k, t in own.items() if _identity(t) not in seen}
+        seen.update(map(_identity, fresh.values()))
+        size = sum(t.numel() * t.element_size() for t in fresh.values())
+        weights = sum(_dense_numel(module, k, t) for k, t in fresh.items())
         total_bytes, total_weights = total_bytes + size, total_weights + weights
         if isinstance(module, (nn.Linear, PalettizedLinear)) and module is not head:
-            bias = module.bias.numel() if module.bias is not None else 0
-            decoder_bytes += size - bias * (module.bias.element_size() if module.bias is not None else 0)
-            decoder_weights += weights - bias
+            bias = fresh.get("bias")
+            decoder_bytes += size - (0 if bias is None else bias.numel() * bias.element_size())
+            decoder_weights += weights - (0 if bias is None else bias.numel())
     return Footprint(
         total_bytes,
         8 * decoder_bytes / decoder_weights if decoder_weights else float("nan"),
@@ -120,17 +119,19 @@ def footprint(model: nn.Module) -> Footprint:
     )
 
 
-def _weights_of(module: nn.Module, fresh: list[Tensor]) -> int:
-    """How many weights of the dense model the tensors stand for."""
-    if not isinstance(module, PALETTIZED):
-        return sum(t.numel() for t in fresh)
-    bias: Any = getattr(module, "bias", None)
-    count = 0 if bias is None else bias.numel()
-    indices: Any = module.indices
-    if any(t is indices for t in fresh):
-        columns: Any = module.in_features if isinstance(module, PalettizedLinear) else module.columns
-        count += indices.shape[0] * columns
-    return count
+def _identity(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; on the meta device, for the same tensor."""
+    return tensor.data_ptr() or id(tensor)
+
+
+def _dense_numel(module: nn.Module, name: str, tensor: Tensor) -> int:
+    """How many numbers of the dense model a tensor stands for: all weights for indices, none for LUTs and scales."""
+    if not isinstance(module, PALETTIZED) or name == "bias":
+        return tensor.numel()
+    if name != "indices":
+        return 0
+    columns: Any = module.in_features if isinstance(module, PalettizedLinear) else module.columns
+    return tensor.shape[0] * columns
 
 
 def peak_memory_bytes(device: str) -> int:

@@ -68,8 +68,9 @@ class EdkmQuantizer(HfQuantizer):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        dequantize_model(model, dtype or torch.float32)
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
+        dequantize_model(model, getattr(torch, name))
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -124,7 +125,7 @@ def skeleton(config: Any, spec: QuantizationSpec, dtype: torch.dtype | None = No
 
 def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors a checkpoint stores, tied ones once, in the order of the model's state dict."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = set(model.all_tied_weights_keys)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 

@@ -10,6 +10,7 @@ from edkm_cli.evaluate import footprint, weight_files_bytes
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import check_checkpoint, skeleton
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.nn.swap import is_tied
 from edkm_cli.report import megabytes, table
 
 
@@ -37,7 +38,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
         else:
             layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
         layers.append(layer)
-    tied = bool(getattr(model, "all_tied_weights_keys", None))
+    tied = is_tied(model)
     return {
         "directory": str(directory),
         "quantization_config": asdict(spec),

@@ -97,20 +97,3 @@ def write_checkpoint(
         tokenizer.save_pretrained(directory)
     write_checksums(directory, written)
 
-
-def decoded_parameters(model: nn.Module) -> int:
-    """Parameters of the dense model that a trained model stands for, ties once."""
-    seen: set[int] = set()
-    total = 0
-    for module in model.modules():
-        if isinstance(module, ClusteredLinear):
-            total += module.weight.numel() + (0 if module.bias is None else module.bias.numel())
-            continue
-        tensors = [*module._parameters.values()]
-        if hasattr(module, "scale") and hasattr(module, "rows"):
-            tensors.append(module.indices)
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                total += tensor.numel() if tensor.dtype != torch.uint8 else module.rows * module.columns
-    return total

@@ -179,7 +179,7 @@ class ClusteredLinear(nn.Module):
         """
         lut = self._lut()
         indices = nearest_indices(self.weight, lut, granularity=self.clustering.granularity)
-        ascending, order = lut.sort(1, stable=True)
+        ascending, order = lut.sort(dim=1, stable=True)
         rank = torch.empty_like(order).scatter_(
             1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
         )

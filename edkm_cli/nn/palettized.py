@@ -66,11 +66,12 @@ class _RowScaled(_Packed):
 
     scale: Tensor
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec):
+    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, own: bool = True):
         super().__init__()
         assert spec.embedding_bits is not None
         self.rows, self.columns, self.bits = rows, columns, spec.embedding_bits
-        self._register(spec.embedding_tensors(rows, columns))
+        if own:
+            self._register(spec.embedding_tensors(rows, columns))
 
     def _decode(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         levels = unpack(packed, self.bits, self.columns).float() - 2 ** (self.bits - 1)
@@ -110,15 +111,35 @@ class PalettizedEmbedding(_RowScaled):
 
 
 class PalettizedHead(_RowScaled):
-    """The output embedding. Tied to the input embedding, both hold the same buffers."""
+    """The output embedding. Tied, it has no tensors of its own and decodes those of the input embedding.
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, bias: Tensor | None):
-        super().__init__(rows, columns, spec)
+    A reference, not shared buffers: moving a module to a device copies each buffer it holds, which would untie them.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        spec: QuantizationSpec,
+        *,
+        bias: Tensor | None,
+        tied_to: PalettizedEmbedding | None = None,
+    ):
+        super().__init__(rows, columns, spec, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
+        self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
+    @property
+    def tied_to(self) -> PalettizedEmbedding | None:
+        return self._tied_to[0]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense weight (rows, columns)."""
+        return super().dequantize(dtype) if self.tied_to is None else self.tied_to.dequantize(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize(x.dtype), self.bias)
+        return nn.functional.linear(x, self.dequantize(x.dtype).to(x.device), self.bias)
 
 
 PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding, PalettizedHead)

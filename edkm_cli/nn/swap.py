@@ -41,7 +41,7 @@ def is_tied(model: Any) -> bool:
     """Whether the output embedding is the input embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, PalettizedHead):
-        return head.indices is embedding.indices
+        return head.tied_to is not None
     return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
 
 
@@ -104,10 +104,6 @@ def decoder_bits_per_weight(swaps: list[Swap], *, bits: int, granularity: str, l
     return total / weights
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    model.set_submodule(name, module)
-
-
 def swap_linears(
     model: nn.Module,
     swaps: list[Swap],
@@ -124,46 +120,37 @@ def swap_linears(
             clustered = ClusteredLinear.from_linear(
                 linear, clustering, importance=importance(swap.name), temperature=temperature, name=swap.name
             )
-            _replace(model, swap.name, clustered)
+            model.set_submodule(swap.name, clustered)
             yield swap.name
 
 
 def palettize_embeddings(model: Any, swaps: list[Swap], spec: QuantizationSpec) -> None:
-    """Round the planned embeddings to their palette, in place; tied ones share their buffers."""
+    """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's."""
     tied = is_tied(model)
     for swap in swaps:
         if swap.role == LINEAR or swap.reason:
             continue
         dense: Any = model.get_submodule(swap.name)
-        palettized = _empty(dense, swap, spec).to(dense.weight.device)
+        palettized = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
         if not (tied and swap.role == HEAD):
             palettized.fill(dense.weight)
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
-        _replace(model, swap.name, palettized)
-    if tied:
-        tie_palettes(model)
+        model.set_submodule(swap.name, palettized)
 
 
-def _empty(dense: Any, swap: Swap, spec: QuantizationSpec) -> Any:
+def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:
+    """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
     rows, columns = swap.shape
+    if swap.role == LINEAR:
+        return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name)
     if swap.role == EMBEDDING:
         return PalettizedEmbedding(rows, columns, spec, padding_idx=dense.padding_idx, dtype=dense.weight.dtype)
-    if swap.role == HEAD:
+    if not tied:
         return PalettizedHead(rows, columns, spec, bias=dense.bias)
-    return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name)
-
-
-def tie_palettes(model: Any) -> None:
-    """Make a palettized output embedding hold the input embedding's buffers, and tell transformers' saving code."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not (isinstance(head, PalettizedHead) and isinstance(embedding, PalettizedEmbedding)):
-        return
-    names = {id(module): name for name, module in model.named_modules()}
-    keys = {f"{names[id(head)]}.{b}": f"{names[id(embedding)]}.{b}" for b in ("indices", "scale")}
-    head.indices, head.scale = embedding.indices, embedding.scale
-    model._tied_weights_keys = keys
-    model.all_tied_weights_keys = dict(keys)
+    # transformers ties parameters by name; here there is nothing left for it to tie.
+    model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
+    return PalettizedHead(rows, columns, spec, bias=dense.bias, tied_to=model.get_input_embeddings())
 
 
 def palettize_skeleton(model: Any, spec: QuantizationSpec) -> None:
@@ -181,9 +168,7 @@ def palettize_skeleton(model: Any, spec: QuantizationSpec) -> None:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))
         with torch.device(module.weight.device):
-            _replace(model, name, _empty(module, swap, spec))
-    if tied:
-        tie_palettes(model)
+            model.set_submodule(name, _empty(model, module, swap, spec, tied=tied))
 
 
 def dequantize_model(model: Any, dtype: torch.dtype) -> None:
@@ -193,7 +178,7 @@ def dequantize_model(model: Any, dtype: torch.dtype) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in list(model.named_modules()):
         if isinstance(module, PALETTIZED):
-            _replace(model, name, to_dense(module, dtype))
+            model.set_submodule(name, to_dense(module, dtype))
     if tied and isinstance(head, PalettizedHead):
         head_name, embedding_name = names[id(head)], names[id(embedding)]
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight

@@ -1,0 +1,46 @@
+# edkm: `make demo` and `make test` set up everything they need on a machine with Python 3.11+ and the package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := edkm_cli tests scripts
+
+.PHONY: help venv demo test check fix bench clean model
+
+help:  ## what the targets do
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+
+venv: $(STAMP)  ## .venv with the project and everything its tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "edkm needs Python 3.11 or newer, got " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	PYTHON=$(BIN)/python scripts/install.sh -e ".[dev]"
+	@touch $@
+
+model: venv  ## SmolLM2-135M into the cache
+	@PYTHON=$(BIN)/python scripts/get_smollm2.sh
+
+demo: venv model  ## compress SmolLM2-135M to 3 bits, trained a little, exported, reloaded, evaluated
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
+
+test: venv model  ## all tests
+	$(BIN)/python -m pytest -q
+
+check: venv  ## lint, format, types, import contract, fast tests
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m "not slow and not real_model"
+
+fix: venv  ## repair lint and format
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: venv  ## the clustering engine on this machine, JSON into out/
+	@mkdir -p out
+	$(BIN)/edkm bench clustering --json out/bench_clustering.json
+
+clean:  ## remove the environment and all outputs
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

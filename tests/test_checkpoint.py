@@ -1,0 +1,240 @@
+"""Export, reload, save again: the reloaded model is the in-memory hard model bit for bit, and files stay the same."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import cluster, export, tiny_llama, tiny_qwen
+from transformers import AutoModelForCausalLM
+
+import edkm_cli
+from edkm_cli.config import UserError
+from edkm_cli.evaluate import footprint
+from edkm_cli.hf import check_checkpoint, load
+from edkm_cli.inspect import inspect_checkpoint
+from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
+from edkm_cli.nn.swap import is_tied
+from edkm_cli.packing import packed_width
+
+
+def files_of(directory):
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.suffix in (".safetensors", ".json") and path.name != "checksums.json"
+    }
+
+
+def assert_round_trip(model, spec, ids, tmp_path, **options):
+    directory = export(model, spec, tmp_path / "one", **options)
+    loaded = load(directory)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded.save_pretrained(tmp_path / "two", **options)
+    assert files_of(tmp_path / "two") == files_of(directory)
+    return loaded
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_width_round_trips(bits, ids, tmp_path):
+    model, spec = cluster(tiny_llama(hidden=24, inner=37), bits=bits)
+    assert_round_trip(model, spec, ids, tmp_path)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x8", "block:1x8", "block:12x4"])
+def test_every_geometry_round_trips(granularity, ids, tmp_path):
+    model, spec = cluster(tiny_llama(), granularity=granularity)
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    measured = footprint(loaded).decoder_bits_per_weight
+    assert measured == pytest.approx(inspect_checkpoint(tmp_path / "one")["decoder_bits_per_weight"])
+
+
+@pytest.mark.parametrize("lut_dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+def test_every_lut_dtype_round_trips(lut_dtype, ids, tmp_path):
+    model, spec = cluster(tiny_llama(), lut_dtype=lut_dtype)
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    assert loaded.model.layers[0].mlp.up_proj.lut.dtype == getattr(torch, lut_dtype)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("embedding_bits", [8, 5, None])
+def test_tied_and_untied_embeddings_round_trip(tied, embedding_bits, ids, tmp_path):
+    model, spec = cluster(tiny_llama(tied=tied), embedding_bits=embedding_bits)
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    assert is_tied(loaded) is tied
+    names = inspect_checkpoint(tmp_path / "one")["layers"]
+    assert isinstance(loaded.model.embed_tokens, PalettizedEmbedding) is (embedding_bits is not None)
+    if tied and embedding_bits:
+        assert isinstance(loaded.lm_head, PalettizedHead)
+        assert loaded.lm_head.tied_to is loaded.model.embed_tokens
+        assert sum(layer["name"] == "lm_head" and bool(layer["bytes"]) for layer in names) == 0
+
+
+def test_biases_round_trip(ids, tmp_path):
+    model, spec = cluster(tiny_llama(bias=True))
+    assert model.model.layers[0].mlp.down_proj.bias is not None
+    assert_round_trip(model, spec, ids, tmp_path)
+
+
+def test_another_family_round_trips(ids, tmp_path):
+    model, spec = cluster(tiny_qwen())
+    assert_round_trip(model, spec, ids, tmp_path)
+
+
+def test_skipped_modules_stay_dense(ids, tmp_path):
+    model, spec = cluster(tiny_llama(), skip=("*.down_proj", "model.embed_tokens"))
+    assert spec.skipped[0] == "model.embed_tokens"
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
+    assert is_tied(loaded)
+
+
+def test_shards_equal_those_of_save_pretrained(ids, tmp_path):
+    model, spec = cluster(tiny_llama(tied=False))
+    assert_round_trip(model, spec, ids, tmp_path, max_shard_size="4KB")
+    assert len(list((tmp_path / "one").glob("model-*.safetensors"))) > 2
+    edkm_cli.load(tmp_path / "one")
+
+
+def test_bfloat16_models_round_trip_and_keep_their_tables(ids, tmp_path):
+    model, spec = cluster(tiny_llama().bfloat16())
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.model.layers[0].mlp.up_proj.lut.dtype == torch.float16
+
+
+def test_casts_change_activations_but_neither_tables_nor_scales(ids, tmp_path):
+    model, spec = cluster(tiny_llama())
+    directory = export(model, spec, tmp_path / "one")
+    loaded = load(directory, dtype=torch.bfloat16)
+    assert loaded(ids).logits.dtype == torch.bfloat16
+    assert torch.equal(
+        loaded.float().model.layers[0].mlp.up_proj.dequantize(), model.model.layers[0].mlp.up_proj.hard_weight()
+    )
+    assert loaded.model.embed_tokens.scale.dtype == torch.float32
+
+
+def test_weights_stay_packed_in_memory_and_dequantize_on_request(ids, tmp_path):
+    model, spec = cluster(tiny_llama())
+    loaded = load(export(model, spec, tmp_path / "one"))
+    layer = loaded.model.layers[0].mlp.up_proj
+    assert isinstance(layer, PalettizedLinear)
+    assert layer.indices.shape == (40, packed_width(24, 3))
+    assert not list(layer.parameters())
+    before = loaded(ids).logits
+    loaded.dequantize()
+    assert type(loaded.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert is_tied(loaded)
+    assert torch.equal(loaded(ids).logits, before)
+    loaded.save_pretrained(tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert torch.equal(dense(ids).logits, before)
+
+
+def test_a_loaded_model_generates(ids, tmp_path):
+    model, spec = cluster(tiny_llama())
+    loaded = load(export(model, spec, tmp_path / "one"))
+    written = loaded.generate(ids[:1], max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert written.shape == (1, 22)
+
+
+def test_from_pretrained_after_the_import_and_edkm_load_agree(ids, tmp_path):
+    model, spec = cluster(tiny_llama())
+    directory = export(model, spec, tmp_path / "one")
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(plain(ids).logits, edkm_cli.load(directory)(ids).logits)
+
+
+def test_a_trained_but_unsorted_lut_exports_the_same_weights(ids, tmp_path):
+    model, spec = cluster(tiny_llama())
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.centroids.copy_(layer.centroids.flip(1))
+        layer.weight[0, 0] = layer._lut()[0, 2:4].mean()  # a tie: the lower index wins, whatever its value
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    lut = loaded.model.layers[0].self_attn.q_proj.lut.float()
+    assert torch.equal(lut, lut.sort(1).values)
+
+
+class TestDamage:
+    """Each damage is found by the check that every command of ours runs, with one line that names it."""
+
+    @pytest.fixture()
+    def directory(self, tmp_path):
+        model, spec = cluster(tiny_llama())
+        return export(model, spec, tmp_path / "one")
+
+    def refuse(self, directory, message):
+        with pytest.raises(UserError, match=message) as caught:
+            check_checkpoint(directory)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(UserError):
+            load(directory)
+
+    def test_truncated(self, directory):
+        file = directory / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-5])
+        self.refuse(directory, "truncated")
+        (directory / "checksums.json").unlink()
+        self.refuse(directory, "not a whole safetensors file")
+
+    def test_altered_byte(self, directory):
+        data = bytearray((directory / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (directory / "model.safetensors").write_bytes(data)
+        self.refuse(directory, "sha256")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"bits": 4}, "must be uint8"),
+            ({"granularity": "row:2"}, "must be float16"),
+            ({"granularity": "row:5"}, "does not divide"),
+            ({"lut_dtype": "float32"}, "must be float32"),
+            ({"embedding_bits": None}, "must skip"),
+            ({"format_version": 9}, "format_version"),
+        ],
+    )
+    def test_altered_config(self, directory, change, message):
+        (directory / "checksums.json").unlink()
+        config = json.loads((directory / "config.json").read_text())
+        config["quantization_config"].update(change)
+        (directory / "config.json").write_text(json.dumps(config))
+        self.refuse(directory, message)
+
+    def test_missing_weights(self, directory):
+        (directory / "checksums.json").unlink()
+        (directory / "model.safetensors").unlink()
+        self.refuse(directory, "no model.safetensors")
+
+    def test_missing_shard(self, tmp_path):
+        model, spec = cluster(tiny_llama())
+        directory = export(model, spec, tmp_path / "sharded", max_shard_size="4KB")
+        (directory / "checksums.json").unlink()
+        next(iter(sorted(directory.glob("model-*.safetensors")))).unlink()
+        self.refuse(directory, "which its index names")
+
+    def test_a_nan_in_a_table_is_refused(self, directory, tmp_path):
+        from safetensors.torch import load_file, save_file
+
+        (directory / "checksums.json").unlink()
+        tensors = load_file(directory / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.lut"][0, 0] = float("nan")
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match="must be finite"):
+            load(directory)
+
+    def test_a_missing_tensor_is_refused_not_filled_at_random(self, directory):
+        from safetensors.torch import load_file, save_file
+
+        (directory / "checksums.json").unlink()
+        tensors = load_file(directory / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.indices"]
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        self.refuse(directory, "got nothing")
+
+    def test_a_dense_model_is_not_taken_for_ours(self, model_directory, tmp_path):
+        shutil.copytree(model_directory, tmp_path / "dense")
+        with pytest.raises(UserError, match="must be a checkpoint written by edkm"):
+            check_checkpoint(tmp_path / "dense")

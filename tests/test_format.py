@@ -1,0 +1,114 @@
+"""The checkpoint's schema and files: specs refuse what they do not know, bytes are safetensors' own."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from edkm_cli.config import UserError
+from edkm_cli.format import QuantizationSpec, SafetensorsWriter, read_spec, verify_checksums, write_checksums
+
+GOOD = {
+    "quant_method": "edkm",
+    "bits": 3,
+    "granularity": "row:1",
+    "lut_dtype": "float16",
+    "embedding_bits": 8,
+    "skipped": [],
+    "format_version": 1,
+}
+
+
+def test_a_spec_survives_its_mapping():
+    assert QuantizationSpec.from_mapping(GOOD).to_mapping() == GOOD
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 9}, "bits must be 1 to 8, got 9"),
+        ({"bits": True}, "bits must be"),
+        ({"bits": "3"}, "bits must be"),
+        ({"granularity": "col:1"}, "granularity must be"),
+        ({"lut_dtype": "int4"}, "lut_dtype must be one of"),
+        ({"embedding_bits": 1}, "embedding_bits must be"),
+        ({"format_version": 2}, "format_version must be 1"),
+        ({"extra": 1}, "unknown keys"),
+        ({"quant_method": "gptq"}, "quant_method"),
+    ],
+)
+def test_a_broken_spec_is_refused_with_the_rule_and_the_value(change, message):
+    with pytest.raises(UserError, match=message):
+        QuantizationSpec.from_mapping({**GOOD, **change})
+
+
+def test_all_faults_of_a_spec_are_reported_at_once():
+    with pytest.raises(UserError, match=r"bits.*granularity"):
+        QuantizationSpec.from_mapping({**GOOD, "bits": 0, "granularity": "row:0"})
+
+
+def test_a_directory_without_quantization_is_no_checkpoint_of_ours(tmp_path):
+    assert read_spec(tmp_path) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert read_spec(tmp_path) is None
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(UserError, match="must be a JSON file"):
+        read_spec(tmp_path)
+
+
+def test_the_streaming_writer_gives_the_bytes_of_safetensors_in_any_order(tmp_path):
+    tensors = {
+        "b.indices": torch.arange(7, dtype=torch.uint8),
+        "a.lut": torch.randn(3, 4).half(),
+        "a.indices": torch.arange(5, dtype=torch.uint8)[None],
+        "norm": torch.randn(9),
+        "bf": torch.randn(3).bfloat16(),
+        "f8": torch.randn(5).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(2.5),
+    }
+    save_file(tensors, tmp_path / "reference.safetensors", metadata={"format": "pt"})
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(tmp_path / "streamed.safetensors", announced) as writer:
+        for name in reversed(list(tensors)):
+            writer.write(name, tensors[name])
+    assert (tmp_path / "streamed.safetensors").read_bytes() == (tmp_path / "reference.safetensors").read_bytes()
+
+
+def test_an_unfinished_file_never_appears(tmp_path):
+    announced = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match="never written"), SafetensorsWriter(path, announced) as writer:
+        writer.write("a", torch.zeros(2))
+    assert not path.exists()
+    with pytest.raises(ZeroDivisionError), SafetensorsWriter(path, announced) as writer:
+        writer.write("a", torch.zeros(2) / (1 // 0))
+    assert list(tmp_path.glob("*.tmp")) in ([], [tmp_path / "model.safetensors.tmp"])
+    assert not path.exists()
+
+
+def test_the_writer_refuses_what_was_not_announced(tmp_path):
+    with pytest.raises(ValueError, match="announced as"), SafetensorsWriter(
+        tmp_path / "m", {"a": (torch.float32, (2,))}
+    ) as writer:
+        writer.write("a", torch.zeros(3))
+
+
+def test_checksums_catch_truncation_alteration_absence_and_escape(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"0123456789")
+    write_checksums(tmp_path, ["model.safetensors"])
+    verify_checksums(tmp_path)
+    file.write_bytes(b"012345678")
+    with pytest.raises(UserError, match=r"must have 10 bytes, got 9"):
+        verify_checksums(tmp_path)
+    file.write_bytes(b"0123456780")
+    with pytest.raises(UserError, match="sha256"):
+        verify_checksums(tmp_path)
+    file.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        verify_checksums(tmp_path)
+    (tmp_path / "checksums.json").write_text(json.dumps({"../secret": {"bytes": 1, "sha256": "0"}}))
+    with pytest.raises(UserError, match="own directory"):
+        verify_checksums(tmp_path)
