@@ -1,0 +1,154 @@
+"""clustered_linear: equal to linear on the clustered weight, in every mode, checkpointed, accumulated, autocast."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from edkm_cli.clustering import (
+    clustered_linear,
+    dense_dkm,
+    iterate_centroids,
+    kmeans_start,
+    lookup,
+    nearest_indices,
+    round_lut,
+    snap,
+)
+from edkm_cli.config import UserError
+from edkm_cli.kernels import cpu
+
+GRANULARITIES = ("tensor", "row:1", "block:4x16")
+SETTINGS = {"temperature": 0.03, "iterations": 2}
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def path(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(cpu, "supports", lambda weight: False)
+
+
+def make(granularity, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(16, 32, generator=generator) * 0.05).to(dtype)
+    x = torch.randn(2, 5, 32, generator=generator).to(dtype)
+    start = kmeans_start(weight, 8, granularity=granularity)
+    start = start.double() if dtype == torch.float64 else start
+    bias = torch.randn(16, generator=generator).to(dtype)
+    return [t.requires_grad_() for t in (x, weight, start, bias)]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_soft_mode_is_linear_on_the_dense_reference(granularity):
+    inputs = make(granularity, torch.float64)
+    x, weight, start, bias = inputs
+    ours = clustered_linear(x, weight, start, bias, granularity=granularity, **SETTINGS)
+    reference = linear(x, dense_dkm(weight, start, granularity=granularity, **SETTINGS)[0], bias)
+    torch.testing.assert_close(ours, reference)
+    for a, b in zip(
+        torch.autograd.grad(ours.sin().sum(), inputs), torch.autograd.grad(reference.sin().sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("lut_dtype", [None, "float16", "float8_e4m3fn"])
+def test_hard_mode_multiplies_with_what_export_stores_and_keeps_the_dkm_gradient(path, granularity, lut_dtype):
+    x, weight, start, _ = make(granularity)
+    options = {"granularity": granularity, **SETTINGS}
+    final = iterate_centroids(weight, start, **options)
+    lut = round_lut(final, lut_dtype)
+    stored = lookup(nearest_indices(weight, lut, granularity=granularity), lut, granularity=granularity)
+    y = clustered_linear(x, weight, start, mode="hard", lut_dtype=lut_dtype, **options)
+    torch.testing.assert_close(y, linear(x, stored), rtol=0, atol=0)
+    upstream = torch.randn(y.shape)
+    (hard,) = torch.autograd.grad(y, weight, upstream)
+    (soft,) = torch.autograd.grad(clustered_linear(x, weight, start, **options), weight, upstream)
+    assert torch.equal(hard, soft)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_straight_through_passes_the_gradient_on_and_sums_it_by_entry(path, granularity, dtype):
+    x, weight, start, _ = make(granularity, dtype)
+    y = clustered_linear(x, weight, start, granularity=granularity, mode="straight-through", lut_dtype="float16")
+    upstream = torch.randn(y.shape).to(dtype)
+    grad_weight, grad_start = torch.autograd.grad(y, (weight, start), upstream)
+    expected = upstream.reshape(-1, 16).t() @ x.detach().reshape(-1, 32)
+    assert torch.equal(grad_weight, expected)
+    lut = round_lut(start.detach(), "float16").requires_grad_()
+    indices = nearest_indices(weight, lut, granularity=granularity)
+    sums = torch.zeros_like(start)
+    groups = {"tensor": (16, 32), "row:1": (1, 32), "block:4x16": (4, 16)}[granularity]
+    for r in range(16):
+        for c in range(32):
+            group = (r // groups[0]) * (32 // groups[1]) + c // groups[1]
+            sums[group, indices[r, c].long()] += expected[r, c].float()
+    torch.testing.assert_close(grad_start, sums.detach(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard", "straight-through"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_checkpointing_gives_the_same_gradients(mode, granularity):
+    inputs = make(granularity, torch.bfloat16)
+
+    def layer(x, weight, start, bias):
+        return clustered_linear(x, weight, start, bias, granularity=granularity, mode=mode, **SETTINGS).relu()
+
+    plain = torch.autograd.grad(layer(*inputs).float().square().sum(), inputs)
+    kept = torch.autograd.grad(checkpoint(layer, *inputs, use_reentrant=False).float().square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard", "straight-through"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_micro_batches_that_share_the_iterations_add_up_to_the_whole_batch(mode, granularity):
+    x, weight, start, bias = make(granularity)
+    options = {"granularity": granularity, "mode": mode, **SETTINGS}
+    whole = torch.autograd.grad(clustered_linear(x, weight, start, bias, **options).sum(), (weight, start, bias))
+    shared = iterate_centroids(weight, start, granularity=granularity, **SETTINGS)
+    parts = [
+        torch.autograd.grad(
+            clustered_linear(part, weight, start, bias, new_centroids=shared, **options).sum(), (weight, start, bias)
+        )
+        for part in x.split(1)
+    ]
+    for total, *pieces in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(sum(pieces), total, rtol=2e-4, atol=2e-5)
+
+
+def test_reused_iterations_change_no_bit():
+    x, weight, start, bias = make("row:1")
+    options = {"granularity": "row:1", **SETTINGS}
+    shared = iterate_centroids(weight, start, **options)
+    a = clustered_linear(x, weight, start, bias, **options)
+    b = clustered_linear(x, weight, start, bias, new_centroids=shared, **options)
+    assert torch.equal(a, b)
+    assert torch.equal(torch.autograd.grad(a.sum(), weight)[0], torch.autograd.grad(b.sum(), weight)[0])
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard", "straight-through"])
+def test_a_float32_weight_serves_bfloat16_activations_and_autocast(mode):
+    x, weight, start, bias = make("row:1")
+    options = {"granularity": "row:1", "mode": mode, **SETTINGS}
+    y = clustered_linear(x.bfloat16(), weight, start, bias, **options)
+    assert y.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = clustered_linear(x, weight, start, bias, **options)
+    assert torch.equal(y, cast)
+    grads = torch.autograd.grad(cast.float().sum(), (x, weight, start, bias))
+    assert [g.dtype for g in grads] == [torch.float32] * 4
+
+
+def test_unknown_modes_and_dtypes_are_user_errors():
+    x, weight, start, _ = make("row:1")
+    with pytest.raises(UserError, match="soft, hard, straight-through"):
+        clustered_linear(x, weight, start, granularity="row:1", mode="sharp")
+    with pytest.raises(UserError, match="float8_e4m3fn"):
+        clustered_linear(x, weight, start, granularity="row:1", lut_dtype="int8")
+
+
+def test_snap_has_the_dtype_of_the_lut_not_of_the_weight():
+    weight = torch.randn(4, 8).bfloat16()
+    start = kmeans_start(weight, 4, granularity="row:1")
+    assert snap(weight, start, granularity="row:1").dtype == torch.float32

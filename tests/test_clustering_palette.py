@@ -1,0 +1,90 @@
+"""Hard assignment: nearest entries, LUT rounding, lookup, and temperature schedules."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edkm_cli.clustering import SCHEDULES, kmeans_start, lookup, nearest_indices, round_lut, snap, temperature_at
+from edkm_cli.config import UserError
+from edkm_cli.kernels import cpu, palette_torch
+from edkm_cli.kernels.build import library
+
+LUT_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["tensor", "row:1", "row:3", "block:2x5", "block:3x20"]),
+    st.sampled_from([2, 5, 8, 16, 256]),
+    st.sampled_from(LUT_DTYPES),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 10**6),
+)
+def test_lookup_of_the_indices_is_snap_bit_for_bit(granularity, k, lut_dtype, dtype, seed):
+    torch.manual_seed(seed)
+    weight = torch.randn(6, 20).to(dtype)
+    centroids = kmeans_start(weight, k, granularity=granularity)[:, torch.randperm(k)]  # unsorted on purpose
+    lut = round_lut(centroids, lut_dtype)
+    indices = nearest_indices(weight, lut, granularity=granularity)
+    snapped = snap(weight, centroids, granularity=granularity, lut_dtype=lut_dtype)
+    assert torch.equal(lookup(indices, lut, granularity=granularity), snapped)
+    assert torch.equal(snap(snapped, lut, granularity=granularity), snapped)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([2, 8, 21]), st.integers(1, 40), st.integers(0, 10**6))
+def test_compiled_kernels_find_the_reference_s_indices(k, columns, seed):
+    if library() is None:
+        pytest.skip("no C compiler here")
+    torch.manual_seed(seed)
+    # A coarse grid, so that ties are common
+    weight, grad = torch.randint(-8, 8, (4, columns)) / 4.0, torch.randn(4, columns)
+    centroids = torch.randint(-8, 8, (4, k)) / 4.0
+    tile = (1, columns)
+    assert torch.equal(cpu.nearest(weight, centroids, tile), palette_torch.nearest(weight, centroids, tile))
+    assert torch.equal(
+        cpu.snap(weight, centroids, tile, torch.bfloat16)[0],
+        palette_torch.snap(weight, centroids, tile, torch.bfloat16)[0],
+    )
+    torch.testing.assert_close(
+        cpu.sum_by_entry(weight, centroids, grad, tile),
+        palette_torch.sum_by_entry(weight, centroids, grad, tile),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_ties_go_to_the_lower_index():
+    weight, centroids = torch.tensor([[0.0, 0.5, -0.5]]), torch.tensor([[1.0, -1.0, 1.0]])
+    assert nearest_indices(weight, centroids, granularity="tensor").tolist() == [[0, 0, 1]]
+
+
+def test_luts_are_clamped_to_what_their_dtype_can_hold():
+    lut = torch.tensor([[-1e6, -449.0, 0.07, 1e6]])
+    assert round_lut(lut, "float8_e4m3fn").tolist() == [[-448.0, -448.0, 0.0703125, 448.0]]
+    assert round_lut(lut, "float16")[0, 0] == -65504
+    assert torch.equal(round_lut(lut, None), lut)
+    with pytest.raises(UserError, match="lut_dtype"):
+        round_lut(lut, "float64")
+
+
+def test_an_index_outside_the_lut_is_refused():
+    with pytest.raises((IndexError, RuntimeError)):
+        lookup(torch.full((2, 4), 9, dtype=torch.uint8), torch.zeros(1, 8), granularity="tensor")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_run_from_start_to_end(schedule):
+    values = [temperature_at(s, 11, schedule=schedule, start=0.1, end=0.001) for s in range(11)]
+    assert values[0] == pytest.approx(0.1)
+    assert values[-1] == pytest.approx(0.1 if schedule == "constant" else 0.001)
+    assert values == sorted(values, reverse=True)
+    assert temperature_at(0, 1, schedule=schedule, start=0.1, end=0.001) == pytest.approx(0.1)
+
+
+def test_schedules_reject_what_they_do_not_know():
+    with pytest.raises(UserError, match="constant, linear"):
+        temperature_at(0, 2, schedule="step", start=1, end=1)
+    with pytest.raises(UserError, match="positive"):
+        temperature_at(0, 2, schedule="linear", start=1, end=0)
