@@ -124,9 +124,15 @@ def skeleton(config: Any, spec: QuantizationSpec, dtype: torch.dtype | None = No
 
 
 def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors a checkpoint stores, tied ones once, in the order of the model's state dict."""
+    """The tensors a checkpoint stores, tied ones once, in the order in which `save_pretrained` fills shards."""
     tied = set(model.all_tied_weights_keys)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    state = model.state_dict()
+    return {name: state[name] for name in sorted(state, key=_natural_order) if name not in tied}
+
+
+def _natural_order(name: str) -> list[tuple[int, int | str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
 
 
 def expected_tensors(directory: Path, spec: QuantizationSpec) -> dict[str, str]:

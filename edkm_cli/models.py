@@ -139,7 +139,10 @@ def load_dense(
         except Exception as error:
             raise _loading_error(source, error) from error
     model.config._name_or_path = source.name
-    return model.to(device=device, dtype=target).eval()
+    for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
+        parameter.data = parameter.data.to(target)
+    model.config.dtype = target
+    return model.to(device).eval()
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:

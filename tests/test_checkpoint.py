@@ -42,7 +42,7 @@ def test_every_width_round_trips(bits, ids, tmp_path):
     assert_round_trip(model, spec, ids, tmp_path)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x8", "block:1x8", "block:12x4"])
+@pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x8", "block:1x8", "block:2x4"])
 def test_every_geometry_round_trips(granularity, ids, tmp_path):
     model, spec = cluster(tiny_llama(), granularity=granularity)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
@@ -98,7 +98,10 @@ def test_shards_equal_those_of_save_pretrained(ids, tmp_path):
 
 
 def test_bfloat16_models_round_trip_and_keep_their_tables(ids, tmp_path):
-    model, spec = cluster(tiny_llama().bfloat16())
+    dense = tiny_llama()
+    for parameter in dense.parameters():  # as loading does: rotary frequencies stay in float32
+        parameter.data = parameter.data.bfloat16()
+    model, spec = cluster(dense)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
     assert loaded.dtype == torch.bfloat16
     assert loaded.model.layers[0].mlp.up_proj.lut.dtype == torch.float16
@@ -110,7 +113,7 @@ def test_casts_change_activations_but_neither_tables_nor_scales(ids, tmp_path):
     loaded = load(directory, dtype=torch.bfloat16)
     assert loaded(ids).logits.dtype == torch.bfloat16
     assert torch.equal(
-        loaded.float().model.layers[0].mlp.up_proj.dequantize(), model.model.layers[0].mlp.up_proj.hard_weight()
+        loaded.model.to(torch.float64).layers[0].mlp.up_proj.dequantize(), model.model.layers[0].mlp.up_proj.hard_weight()
     )
     assert loaded.model.embed_tokens.scale.dtype == torch.float32
 
