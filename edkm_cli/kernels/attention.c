@@ -57,8 +57,8 @@ INLINE void soft_block(float *w, int64_t count, const float *c, int k, float sca
     for (int64_t v = 0; v * LANES < count; v++) {
         vf x = *(vf *)(w + v * LANES), mean = {};
         attend(x, c, k, scale, valid(v, count), a);
-        for (int j = 0; j < k; j++) mean += a[j] * (x - c[j]);
-        *(vf *)(w + v * LANES) = x - mean;
+        for (int j = 0; j < k; j++) mean += a[j] * c[j];
+        *(vf *)(w + v * LANES) = mean;
     }
 }
 
@@ -71,9 +71,9 @@ INLINE void soft_backward_block(
     for (int64_t v = 0; v * LANES < count; v++) {
         vf x = *(const vf *)(w + v * LANES), upstream = *(vf *)(g + v * LANES), mean = {}, grad = {};
         attend(x, c, k, scale, valid(v, count), a);
-        for (int j = 0; j < k; j++) mean += a[j] * (x - c[j]);
+        for (int j = 0; j < k; j++) mean += a[j] * c[j];
         for (int j = 0; j < k; j++) {
-            vf d = x - c[j], direct = upstream * a[j], part = direct * (mean - d) * d;
+            vf d = x - c[j], direct = upstream * a[j], part = direct * (c[j] - mean) * d;
             grad += part;
             sums[j] += direct + part * twice;
             tau_sum += part * d;

@@ -38,6 +38,11 @@ def attention(values: Tensor, centroids: Tensor, tau: Tensor) -> tuple[Tensor, T
     return torch.softmax(logits, -1), offset
 
 
+def soft(weights: Tensor, centroids: Tensor) -> Tensor:
+    """w~_i = sum_j A_ij c_j, (groups, n)."""
+    return torch.matmul(weights, centroids[:, :, None])[:, :, 0]
+
+
 class TorchPasses:
     """The passes over a weight (out, in) of any floating dtype on any device."""
 
@@ -87,19 +92,18 @@ class TorchPasses:
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
         clustered = torch.empty(self._values.shape, dtype=dtype, device=self._values.device)
         for chunk, values in self._cut(centroids.shape[1]):
-            weights, offset = attention(values, *self._at(chunk, centroids, tau))
-            clustered[chunk] = (values - (weights * offset).sum(-1)).to(dtype)
+            at = self._at(chunk, centroids, tau)
+            clustered[chunk] = soft(attention(values, *at)[0], at[0]).to(dtype)
         return from_groups(clustered, self._weight.shape, self._tile)
 
     def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         grad_groups, k = to_groups(grad, self._tile), centroids.shape[1]
         grad_centroids, grad_tau = self._sums(k), self._sums()
         for chunk, values in self._cut(k):
-            tau_here = tau[chunk[0]].to(self._compute)
-            weights, offset = attention(values, *self._at(chunk, centroids, tau))
+            c, tau_here = self._at(chunk, centroids, tau)
+            weights, offset = attention(values, c, tau_here)
             upstream = grad_groups[chunk].to(self._compute)[:, :, None]
-            # p_ij = g_i A_ij (c_j - w~_i); both differences are taken from w_i
-            share = upstream * weights * ((weights * offset).sum(-1, keepdim=True) - offset)
+            share = upstream * weights * (c[:, None, :] - soft(weights, c)[:, :, None])
             self._pile(chunk, (share * offset).sum(-1) * (-2.0 / tau_here[:, None]))
             direct, through = (upstream * weights).sum(1, dtype=torch.float64), (share * offset).sum(1)
             grad_centroids[chunk[0]] += direct + through.double() * (2.0 / tau[chunk[0], None])

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.attention_torch import attention
+from edkm_cli.kernels.attention_torch import attention, soft
 
 PATTERNS = 1 << 16
 _CHUNK = 1 << 20
@@ -104,14 +104,15 @@ class TablePasses:
         return self._counts @ (weights * offset), self._counts @ weights
 
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
-        weights, offset = attention(self._values, centroids.double(), tau)
-        return self._kernels.gather(self._weight, self._table((self._values - (weights * offset).sum(-1))[0], dtype))
+        weights, _ = attention(self._values, centroids.double(), tau)
+        return self._kernels.gather(self._weight, self._table(soft(weights, centroids.double())[0], dtype))
 
     def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         self._grad = grad
         sums = self._kernels.sum_by_pattern(self._weight, grad)[self._patterns]  # (u,)
-        weights, offset = attention(self._values, centroids.double(), tau)
-        share = weights * ((weights * offset).sum(-1, keepdim=True) - offset)  # (1, u, k), for a gradient of 1
+        c = centroids.double()
+        weights, offset = attention(self._values, c, tau)
+        share = weights * (c[:, None, :] - soft(weights, c)[:, :, None])  # (1, u, k), for a gradient of 1
         self._slope += (share * offset).sum(-1)[0] * (-2.0 / tau)
         grad_centroids = sums @ weights + sums @ (share * offset) * (2.0 / tau)
         return grad_centroids, (sums @ (share * offset.square())).sum(-1) / tau / tau
