@@ -1,0 +1,39 @@
+"""bench_clustering measures every method and names the keys that other things read."""
+
+import json
+
+import pytest
+import torch
+
+from edkm_cli.bench import bench_clustering, format_table
+from edkm_cli.config import UserError
+
+
+def test_a_small_run_has_every_row_and_key():
+    messages = []
+    result = bench_clustering(width=128, tokens=16, granularities=("tensor", "row:1"), log=messages.append)
+    json.dumps(result)
+    methods = [(row["method"], row.get("granularity")) for row in result["rows"]]
+    assert ("dense", "tensor") in methods
+    assert {("fused", g) for g in ("tensor", "row:1")} <= set(methods)
+    assert {("straight-through", g) for g in ("tensor", "row:1")} <= set(methods)
+    for row in result["rows"]:
+        if "skipped" in row:
+            assert row["method"] == "coremltools"
+            continue
+        assert row["forward_seconds"] > 0
+        assert row["backward_seconds"] > 0
+        assert row["saved_bytes_per_weight"] == 0 or row["method"] in ("dense", "coremltools")
+    assert result["linear_forward_backward_seconds"] > 0
+    assert {"command", "versions", "hardware"} <= result.keys()
+    assert messages
+    table = format_table(result)
+    assert len(table.splitlines()) == len(result["rows"]) + 2
+
+
+def test_what_is_not_there_is_a_user_error():
+    with pytest.raises(UserError, match="dtype"):
+        bench_clustering(dtype="int8")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="CUDA"):
+            bench_clustering(device="cuda")
