@@ -146,11 +146,11 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
     spec = spec_of(config, swaps)
 
     with clock.phase("load"):
-        watch.say(f"loading {config.model} ({dtype}, {device})")
         tokenizer = models.load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         tokens = data.training_tokens(list(config.data), tokenizer)
         held_out = evaluation_tokens(config, tokenizer)
         blocks = data.Blocks(tokens, config.sequence_length, seed=config.seed)
+        watch.say(f"loading {config.model} ({dtype}, {device})")
         model = models.load_dense(
             source, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code, progress=False
         )

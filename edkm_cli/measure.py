@@ -35,8 +35,8 @@ def evaluate_model(
     _check_dtype(dtype)
     source = models.resolve(name)
     documents = texts.load_documents(data, "all" if Path(data).suffix else "test")
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
     tokens = texts.tokenize(documents, tokenizer)
     start = time.perf_counter()
     measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track)
@@ -79,10 +79,10 @@ def generate_text(
     if not prompt:
         raise UserError("the prompt must not be empty; give a text to continue")
     source = models.resolve(name)
+    model = load_any(name, dtype=dtype, device=device)
     tokenizer = models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
         raise UserError(f"--chat needs a chat template, but the tokenizer of {name} has none; leave --chat out")
-    model = load_any(name, dtype=dtype, device=device)
     if dequantize:
         dequantize_model(model, getattr(torch, dtype))
     text = prompt

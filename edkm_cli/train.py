@@ -76,7 +76,9 @@ def train(
     Returns the model. Raises UserError if the loss stops being finite.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # a second run in one process may choose another precision
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
         gradient_accumulation_steps=config.gradient_accumulation,
@@ -143,4 +145,4 @@ def train(
             show(f"loss {total:.4f}")
     for layer in layers.values():
         layer.commit()
-    return accelerator.unwrap_model(model).eval()
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()

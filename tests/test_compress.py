@@ -1,0 +1,169 @@
+"""Whole runs on a tiny model: the report, the files, reproducibility, and outputs that are never half there."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import edkm_cli
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.measure import evaluate_model
+from edkm_cli.plan import dry_run
+
+
+def settings(model_directory, text_file, output, **changes):
+    values = {
+        "model": str(model_directory),
+        "output": str(output),
+        "data": (str(text_file),),
+        "calibration_tokens": 256,
+        "sequence_length": 48,
+        "context": 64,
+        "eval_windows": 2,
+        "steps": 4,
+        "learning_rate": 1e-3,
+        "lut_learning_rate": 1e-3,
+        "device": "cpu",
+    }
+    return CompressConfig(**{**values, **changes})
+
+
+def weights_of(directory):
+    return (directory / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"distill": False},
+        {"mode": "soft", "iterations": 2},
+        {"mode": "hard", "temperature_schedule": "cosine"},
+        {"gradient_accumulation": 2, "batch_size": 2},
+        {"gradient_checkpointing": True},
+        {"granularity": "tensor", "dtype": "bfloat16"},
+        {"granularity": "block:4x8", "lut_dtype": "float8_e4m3fn"},
+        {"mixed_precision": "bf16"},
+        {"embedding_bits": 16},
+        {"importance": "none"},
+        {"importance": "activation", "steps": 0},
+    ],
+    ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",
+)
+def test_a_run_leaves_a_model_that_loads_and_measures_as_reported(model_directory, text_file, tmp_path, changes):
+    config = settings(model_directory, text_file, tmp_path / "out", **changes)
+    result = compress(config)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report == json.loads(json.dumps(result))
+    measured = report["perplexity"]
+    assert (measured["trained"] is None) is (config.steps == 0)
+    assert measured["exported"] == measured["trained" if config.steps else "start"]
+    assert set(os.listdir(tmp_path)) == {"out"}
+    for name in ("README.md", "config.json", "generation_config.json", "tokenizer.json", "checksums.json"):
+        assert (tmp_path / "out" / name).is_file()
+    again = evaluate_model(
+        str(tmp_path / "out"),
+        data=str(text_file),
+        context=64,
+        max_windows=2,
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        device="cpu",
+    )
+    assert again["weights_bytes"] == report["weights_bytes"]
+    assert again["decoder_bits_per_weight"] == pytest.approx(report["decoder_bits_per_weight"])
+
+
+def test_training_lowers_the_loss_and_the_gap_to_the_original(model_directory, text_file, tmp_path):
+    config = settings(model_directory, text_file, tmp_path / "out", bits=2, steps=40, learning_rate=3e-3)
+    compress(config)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    first, last = (sum(line["loss"] for line in part) / 8 for part in (lines[:8], lines[-8:]))
+    assert last < 0.8 * first
+    assert lines[-1]["tokens"] == 40 * 48
+
+
+def test_the_same_seed_gives_the_same_files(model_directory, text_file, tmp_path):
+    for name in ("a", "b"):
+        compress(settings(model_directory, text_file, tmp_path / name))
+    assert weights_of(tmp_path / "a") == weights_of(tmp_path / "b")
+    compress(settings(model_directory, text_file, tmp_path / "c", seed=1))
+    assert weights_of(tmp_path / "a") != weights_of(tmp_path / "c")
+
+
+@pytest.mark.parametrize("mode", ["straight-through", "hard", "soft"])
+def test_methods_edkm_and_dkm_give_the_same_model(model_directory, text_file, tmp_path, mode):
+    models = []
+    for method in ("edkm", "dkm"):
+        compress(settings(model_directory, text_file, tmp_path / method, method=method, mode=mode))
+        models.append(edkm_cli.load(tmp_path / method))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(models[0](tokens).logits, models[1](tokens).logits, rtol=1e-2, atol=1e-3)
+
+
+def test_accumulation_and_checkpointing_do_not_change_the_result(model_directory, text_file, tmp_path):
+    compress(settings(model_directory, text_file, tmp_path / "a", batch_size=2))
+    compress(settings(model_directory, text_file, tmp_path / "b", gradient_accumulation=2, gradient_checkpointing=True))
+    losses = []
+    for name in "ab":
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_an_existing_result_is_kept_unless_overwritten_by_a_whole_one(model_directory, text_file, tmp_path):
+    config = settings(model_directory, text_file, tmp_path / "out", steps=0)
+    compress(config)
+    before = weights_of(tmp_path / "out")
+    with pytest.raises(UserError, match="not empty"):
+        compress(config)
+    failing = settings(model_directory, text_file, tmp_path / "out", learning_rate=1e30, steps=3, bits=2)
+    with pytest.raises(UserError, match="finite"):
+        compress(failing, overwrite=True)
+    assert weights_of(tmp_path / "out") == before
+    edkm_cli.load(tmp_path / "out")
+    compress(settings(model_directory, text_file, tmp_path / "out", steps=0, bits=2), overwrite=True)
+    assert weights_of(tmp_path / "out") != before
+    assert set(os.listdir(tmp_path)) == {"out"}
+
+
+def test_a_compressed_model_is_not_compressed_again(model_directory, text_file, tmp_path):
+    compress(settings(model_directory, text_file, tmp_path / "out", steps=0))
+    with pytest.raises(UserError, match="compressed already"):
+        compress(settings(tmp_path / "out", text_file, tmp_path / "again", steps=0))
+
+
+def test_a_directory_that_is_not_ours_is_never_removed(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious.txt").write_text("keep")
+    with pytest.raises(UserError, match="holds something else"):
+        OutputDirectory(tmp_path / "out")
+
+
+def test_a_full_disk_is_found_out_before_the_work(tmp_path):
+    with pytest.raises(UserError, match="free some"):
+        OutputDirectory(tmp_path / "out").require_space(10**18)
+
+
+def test_a_dry_run_predicts_the_file_and_writes_nothing(model_directory, text_file, tmp_path):
+    config = settings(model_directory, text_file, tmp_path / "out", steps=0)
+    plan = dry_run(config)
+    assert not (tmp_path / "out").exists()
+    result = compress(config)
+    header = 12_000  # the safetensors header of so small a model is not small
+    assert plan["weights_bytes"] <= result["weights_bytes"] <= plan["weights_bytes"] + header
+    assert plan["decoder_bits_per_weight"] == result["decoder_bits_per_weight"]
+    assert plan["peak_memory_bytes"]["total"] == sum(
+        value for name, value in plan["peak_memory_bytes"].items() if name != "total"
+    )
+
+
+def test_llama_7b_is_planned_without_a_hub():
+    plan = dry_run(CompressConfig(model="llama-7b", device="cpu", gradient_checkpointing=True))
+    assert plan["original_weights_bytes"] == pytest.approx(2 * 6_738_415_616)
+    assert 2.5e9 < plan["weights_bytes"] < 2.9e9
+    assert plan["decoder_bits_per_weight"] == pytest.approx(3.03, abs=0.01)

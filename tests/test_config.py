@@ -1,0 +1,70 @@
+"""Configuration: defaults < file < flags, and every fault of it at once."""
+
+import pytest
+
+from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory, read_yaml
+from edkm_cli.granularity import Granularity
+
+
+def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("bits: 4\nsteps: 7\ndata: text.txt\nlearning_rate: 3e-5\n")
+    config = build_config(file, {"steps": 9, "bits": None})
+    assert (config.bits, config.steps, config.data, config.learning_rate) == (4, 9, ("text.txt",), 3e-5)
+    assert config.granularity == CompressConfig().granularity
+
+
+def test_all_faults_come_at_once_with_a_suggestion(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("bitz: 3\nbits: 9\ngranularity: row:x\nsteps: many\ndistill: 3\nmethod: best\n")
+    with pytest.raises(UserError) as caught:
+        build_config(file, {})
+    message = str(caught.value)
+    for part in ("'bitz' (did you mean 'bits'?)", "bits must be", "granularity", "steps must be a whole number",
+                 "distill must be true or false", "method must be one of"):  # fmt: skip
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b\n", "must hold a mapping"), ("a: [", "must be YAML"), ("\xff", "")],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=message):
+        read_yaml(file)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        build_config(tmp_path / "none.yaml", {})
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(configs_directory().glob("*.yaml"))])
+def test_every_shipped_configuration_is_valid(name):
+    if name == "models.yaml" or name.startswith("compare"):
+        return
+    build_config(configs_directory() / name, {})
+
+
+@pytest.mark.parametrize("text", ["tensor", "row:1", "row:32", "block:8x64"])
+def test_granularities_survive_their_text(text):
+    assert str(Granularity.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["row:0", "row:-1", "row:", "block:8", "block:0x4", "Tensor", "", "row:1x2"])
+def test_other_granularities_are_refused(text):
+    with pytest.raises(UserError, match="granularity must be"):
+        Granularity.parse(text)
+
+
+def test_groups_bits_and_the_nearest_geometry():
+    assert Granularity.parse("row:2").groups(8, 5) == 4
+    assert Granularity.parse("block:4x5").groups(8, 15) == 6
+    assert Granularity.parse("tensor").groups(8, 5) == 1
+    assert Granularity.parse("row:1").bits_per_weight(1, 576, bits=3, lut_bits=16) == pytest.approx(3 + 128 / 576)
+    assert Granularity.parse("block:8x64").bits_per_weight(64, 64, bits=3, lut_bits=8) == 3.125
+    with pytest.raises(UserError, match=r"q_proj.*\(8, 5\).*nearest that fits is row:2"):
+        Granularity.parse("row:3").groups(8, 5, layer="q_proj")

@@ -1,0 +1,68 @@
+"""Perplexity against an independent computation, and sizes against arithmetic."""
+
+import math
+
+import pytest
+import torch
+from conftest import cluster, tiny_llama
+
+from edkm_cli.config import UserError
+from edkm_cli.evaluate import decode_speed, footprint, perplexity
+
+
+def test_perplexity_is_that_of_the_protocol():
+    model = tiny_llama()
+    tokens = torch.randint(0, 257, (103,), generator=torch.Generator().manual_seed(0))
+    nll, count = 0.0, 0
+    for window in range(3):  # 103 tokens: six windows of 16, the first three of them
+        ids = tokens[16 * window : 16 * window + 16]
+        logits = model(ids[None]).logits[0].double()
+        for position in range(15):
+            nll -= float(logits[position].log_softmax(0)[ids[position + 1]])
+            count += 1
+    result = perplexity(model, tokens, context=16, max_windows=3)
+    assert result.perplexity == pytest.approx(math.exp(nll / count), rel=1e-6)
+    assert (result.windows, result.context, result.tokens) == (3, 16, 103)
+    assert perplexity(model, tokens, context=16).windows == 6
+
+
+def test_a_short_text_is_one_short_window_and_no_text_is_refused():
+    model = tiny_llama()
+    assert perplexity(model, torch.arange(9), context=2048).context == 9
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        perplexity(model, torch.arange(1), context=16)
+
+
+def test_training_mode_is_given_back():
+    model = tiny_llama().train()
+    perplexity(model, torch.arange(9), context=8)
+    assert model.training
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_footprint_of_a_dense_model(tied):
+    model = tiny_llama(tied=tied)
+    size = footprint(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert size.parameters == parameters
+    assert size.weights_bytes == 4 * parameters
+    assert size.decoder_bits_per_weight == size.model_bits_per_weight == 32
+
+
+def test_footprint_of_a_compressed_model_counts_tables_and_scales(tmp_path):
+    from conftest import export
+
+    from edkm_cli.hf import load
+
+    model = tiny_llama()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    clustered, spec = cluster(model, granularity="row:1")
+    size = footprint(load(export(clustered, spec, tmp_path)))
+    # (24 + 12 + 12 + 24 + 40 + 40) rows of 24 and 24 rows of 40, 3 bits, 8 fp16 entries a row
+    weights, rows = 152 * 24 + 24 * 40, 176
+    assert size.decoder_bits_per_weight == pytest.approx(3 + 8 * 16 * rows / weights)
+    assert size.parameters == parameters
+
+
+def test_decode_speed_is_a_rate():
+    assert decode_speed(tiny_llama(), torch.arange(8), new_tokens=4) > 0

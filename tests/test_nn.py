@@ -1,0 +1,183 @@
+"""ClusteredLinear, the swap plan and the sensitivity of weights, on tiny models."""
+
+import copy
+
+import pytest
+import torch
+from conftest import cluster, tiny_llama, tiny_qwen
+
+from edkm_cli.config import UserError
+from edkm_cli.nn.clustered import Clustering, ClusteredLinear, clustered_layers
+from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead
+from edkm_cli.nn.sensitivity import collect_importance
+from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
+
+MODES = ["straight-through", "hard", "soft"]
+
+
+def layer_of(mode, method, granularity="row:1", dtype=torch.float32):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 16).to(dtype)
+    clustering = Clustering(3, granularity, "float16", method=method, mode=mode, iterations=2)
+    return ClusteredLinear.from_linear(linear, clustering, temperature=0.05, name="layer").train()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x8"])
+def test_the_closed_form_and_the_dense_reference_train_alike(mode, granularity):
+    fast, dense = layer_of(mode, "edkm", granularity), layer_of(mode, "dkm", granularity)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    for layer in (fast, dense):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(fast(x), dense(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fast.weight.grad, dense.weight.grad, rtol=2e-4, atol=1e-5)
+    torch.testing.assert_close(fast.bias.grad, dense.bias.grad, rtol=1e-5, atol=1e-5)
+    if mode == "straight-through":
+        torch.testing.assert_close(fast.centroids.grad, dense.centroids.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forward_pass_changes_no_state_and_commit_does(mode):
+    layer = layer_of(mode, "edkm")
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer(torch.randn(3, 24)).sum().backward()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+    layer.commit()
+    assert torch.equal(layer.centroids, before["centroids"]) is (mode == "straight-through")
+    assert torch.equal(layer.weight, before["weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_add_up_to_the_batch(mode):
+    whole, parts = layer_of(mode, "edkm"), layer_of(mode, "edkm")
+    x = torch.randn(8, 24)
+    whole(x).square().sum().backward()
+    for part in x.split(2):
+        parts(part).square().sum().backward()
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_is_the_snapped_weight():
+    layer = layer_of("soft", "edkm").eval()
+    indices, lut = layer.snapped()
+    expected = torch.gather(lut.float(), 1, indices.long())
+    assert torch.equal(layer.hard_weight(), expected)
+    x = torch.randn(3, 24)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, expected, layer.bias))
+
+
+def test_hard_training_forward_is_the_snapped_weight_too():
+    layer = layer_of("straight-through", "edkm")
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(layer(x), layer.eval()(x), rtol=0, atol=0)
+
+
+def test_a_nan_in_a_weight_names_the_layer():
+    linear = torch.nn.Linear(8, 4)
+    linear.weight.data[1, 2] = float("nan")
+    with pytest.raises(UserError, match=r"model\.layers\.3\.up_proj"):
+        ClusteredLinear.from_linear(linear, Clustering(3, "row:1", "float16"), name="model.layers.3.up_proj")
+
+
+def test_the_plan_names_every_linear_and_why_some_stay():
+    swaps = plan_swaps(tiny_llama(tied=False), embedding_bits=None, skip=("*.mlp.*",))
+    reasons = {swap.name: swap.reason for swap in swaps}
+    assert len(swaps) == 2 + 2 * 7
+    assert reasons["model.layers.0.self_attn.q_proj"] == ""
+    assert "--skip" in reasons["model.layers.1.mlp.up_proj"]
+    assert "dense" in reasons["lm_head"]
+    assert "dense" in reasons["model.embed_tokens"]
+
+
+def test_skipping_a_tied_head_skips_the_embedding():
+    reasons = {swap.name: swap.reason for swap in plan_swaps(tiny_llama(), embedding_bits=8, skip=("lm_head",))}
+    assert reasons["lm_head"]
+    assert reasons["model.embed_tokens"]
+
+
+def test_a_skip_that_matches_nothing_and_a_model_with_nothing_left_are_refused():
+    with pytest.raises(UserError, match=r"lm_haed.*match none"):
+        plan_swaps(tiny_llama(), embedding_bits=8, skip=("lm_haed",))
+    with pytest.raises(UserError, match="none is left"):
+        plan_swaps(tiny_llama(), embedding_bits=8, skip=("*_proj",))
+
+
+def test_a_geometry_that_does_not_divide_names_the_layer_and_the_nearest():
+    swaps = plan_swaps(tiny_llama(), embedding_bits=8)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ .*nearest that fits is block:8x"):
+        check_geometry(swaps, "block:8x64")
+
+
+def test_decoder_bits_are_those_of_the_design():
+    swaps = plan_swaps(tiny_llama(hidden=32, inner=64), embedding_bits=8)
+    assert decoder_bits_per_weight(swaps, bits=3, granularity="block:8x32", lut_dtype="float8_e4m3fn") == 3.25
+    assert decoder_bits_per_weight(swaps, bits=3, granularity="tensor", lut_dtype="float16") < 3.2
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen])
+def test_tied_embeddings_are_rounded_once_and_stay_tied(make):
+    model = make()
+    dense = model.get_input_embeddings().weight.detach().clone()
+    cluster(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, PalettizedEmbedding)
+    assert isinstance(head, PalettizedHead)
+    assert torch.equal(embedding.dequantize(), head.dequantize())
+    bound = dense.abs().amax(1, keepdim=True) / 127 / 2
+    assert bool(((embedding.dequantize() - dense).abs() <= bound * 1.001).all())
+    ids = torch.tensor([[5, 0, 5]])
+    assert torch.equal(embedding(ids), embedding.dequantize()[ids])
+    moved = copy.deepcopy(model)
+    assert moved.get_output_embeddings().tied_to is moved.get_input_embeddings()
+
+
+def test_activation_importance_is_the_mean_squared_input(ids):
+    model = tiny_llama()
+    name, seen = "model.layers.1.mlp.up_proj", []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    importance = collect_importance(model, [name], [ids[:1], ids[1:]], kind="activation")[name]
+    handle.remove()
+    torch.testing.assert_close(importance, torch.cat(seen).flatten(0, 1).square().mean(0))
+
+
+def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids):
+    model = tiny_llama()
+    name = "model.layers.0.self_attn.v_proj"
+    importance = collect_importance(model, [name], [ids[:1]], kind="gradient")[name]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    # The reference: capture x and g, then square each token's outer product.
+    captured = {}
+    layer = model.get_submodule(name)
+    layer.register_forward_hook(lambda module, inputs, output: captured.update(x=inputs[0], y=output))
+    logits = model(ids[:1]).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+    (g,) = torch.autograd.grad(loss, captured["y"])
+    outer = g[0][:, :, None] * captured["x"][0].detach()[:, None, :]
+    torch.testing.assert_close(importance, outer.square().mean(0), rtol=1e-4, atol=1e-9)
+
+
+def test_an_unknown_importance_is_refused(ids):
+    with pytest.raises(UserError, match="importance must be one of"):
+        collect_importance(tiny_llama(), [], [ids], kind="magic")
+
+
+def test_sensitivity_moves_the_start_towards_what_matters():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 8, bias=False)
+    importance = torch.ones(64)
+    importance[:4] = 1000.0
+    clustering = Clustering(2, "row:1", "float32")
+    plain = ClusteredLinear.from_linear(linear, clustering)
+    weighted = ClusteredLinear.from_linear(linear, clustering, importance=importance)
+
+    def error(layer):
+        return ((layer.hard_weight() - linear.weight)[:, :4]).square().sum()
+
+    assert error(weighted) < error(plain)
+
+
+def test_every_linear_of_the_decoder_is_clustered():
+    model, _ = cluster(tiny_llama())
+    assert len(clustered_layers(model)) == 14
