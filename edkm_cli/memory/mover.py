@@ -134,6 +134,7 @@ class Moved:
         self._buffer = lane.pool.take(self._bytes)
         self._event = lane.outward(self._buffer, data)
         self._ready: tuple[torch.Tensor, Any] | None = None
+        self.loaded = False
         mover.statistics.moved_bytes += self._bytes
         mover.statistics.stored(self._bytes)
 
@@ -151,6 +152,7 @@ class Moved:
         assert self._ready is not None
         tensor, event = self._ready
         self._ready = None
+        self.loaded = True
         self._mover.prefetch_before(self._number)
         self._lane.wait(tensor, event)
         return tensor.view(self._dtype)
@@ -184,10 +186,10 @@ class Mover:
         return moved
 
     def prefetch_before(self, number: int) -> None:
-        """Start copying back the tensors that were moved just before this one and are still needed."""
+        """Start copying back the tensors that were moved just before this one, unless someone has had them already."""
         for earlier in range(number - 1, number - 1 - self._prefetch, -1):
             moved = self._by_number.get(earlier)
-            if moved is not None:
+            if moved is not None and not moved.loaded:
                 moved.prefetch()
 
     def release_pools(self) -> None:

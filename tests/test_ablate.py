@@ -1,0 +1,119 @@
+"""The ablation: the paper's ratios from real processes, with the same gradient under every technique."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from edkm_cli import ablate
+from edkm_cli.config import UserError
+
+
+def test_table_1_is_the_papers():
+    assert ablate.measure_table1() == {
+        "device_bytes": 4 << 20,
+        "cpu_bytes_plain": 8 << 20,
+        "cpu_bytes_marshaled": 4 << 20,
+    }
+
+
+def test_the_dense_layer_computes_dkm():
+    weight = torch.randn(16, 24, dtype=torch.float64) * 0.02
+    centroids = torch.linspace(-0.04, 0.04, 8, dtype=torch.float64)
+    tau = ablate.TEMPERATURE * float(weight.float().var())
+    w, c = weight.view(-1, 1), centroids
+    for _ in range(3):
+        attention = torch.softmax(-((w - c) ** 2) / tau, 1)
+        c = (attention * w).sum(0) / attention.sum(0)
+    found = ablate.dense_attention_weight(weight, centroids, iterations=3)
+    torch.testing.assert_close(found, (attention @ c).view(16, 24))
+
+
+def test_the_dense_layer_saves_six_maps_in_two_storages():
+    layer = ablate._Layer(
+        {"width": 64, "bits": 3, "iterations": 1, "dtype": "bfloat16", "device": "cpu"}, torch.device("cpu")
+    )
+    saved = layer.account()
+    maps = [entry for entry in saved if entry["bytes"] == 64 * 64 * 8 * 2]
+    assert len(maps) == 6
+    assert len({entry["storage"] for entry in maps}) == 2
+    assert [entry["operation"] for entry in saved if entry["bytes"] == 64 * 64 * 2] == ["MmBackward0"]
+
+
+@pytest.fixture(scope="module")
+def result():
+    lines = []
+    found = ablate.run(width=192, learners=2, log=lines.append)
+    assert lines
+    return found
+
+
+def test_every_technique_gives_the_same_gradient_and_the_expected_bytes(result):
+    assert result["gradients_identical"]
+    assert all(row["gradient"] is not None for row in result["rows"])
+    rows = {row["technique"]: row for row in result["rows"]}
+    assert tuple(rows) == ablate.TECHNIQUES
+    weights = 192 * 192
+    small = 64
+    assert rows["none"]["bytes"] - (6 * 16 + 2) * weights in range(small)
+    assert rows["M"]["bytes"] - (2 * 16 + 2) * weights in range(small)
+    assert rows["M+S"]["bytes"] - rows["M"]["bytes"] // 2 in range(small)
+    assert rows["M+U"]["bytes"] - 2 * weights - rows["M+U"]["uniquify"]["table_bytes"] in range(small)
+    assert rows["M+U+S"]["bytes"] - rows["M+U"]["bytes"] // 2 in range(small)
+    assert rows["closed-form"]["reduction"] >= 10_000
+
+
+def test_the_result_is_json_and_a_table(result, tmp_path):
+    assert json.loads(json.dumps(result))["setting"]["learners"] == 2
+    text = ablate.format_table(result)
+    assert all(technique in text for technique in ablate.TECHNIQUES)
+
+
+def test_the_plot_is_a_picture_and_needs_matplotlib(result, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    ablate.plot(result, tmp_path / "ablation.png")
+    assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="matplotlib"):
+        ablate.plot(result, tmp_path / "other.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 0}, "width must be from 1"),
+        ({"bits": 9}, "bits must be from 1 to 8, got 9"),
+        ({"learners": 0}, "learners"),
+        ({"iterations": 0}, "iterations"),
+        ({"dtype": "float32"}, "16 bits"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        ablate.run(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_a_user_error():
+    with pytest.raises(UserError, match="needs a GPU"):
+        ablate.run(device="cuda")
+
+
+def test_learners_that_do_not_finish_are_ended(monkeypatch):
+    monkeypatch.setattr(ablate, "TIMEOUT_SECONDS", 0.0)
+    with pytest.raises(UserError, match="did not finish within"):
+        ablate.run(width=64, learners=2, log=lambda line: None)
+    assert not torch.multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_the_papers_reductions_at_width_1024_with_8_learners():
+    found = ablate.run(width=1024, learners=8, log=lambda line: None)
+    reduction = {row["technique"]: row["reduction"] for row in found["rows"]}
+    assert reduction["M"] >= 2.5
+    assert reduction["M+U"] >= 15
+    assert reduction["M+S"] >= 20
+    assert reduction["M+U+S"] >= 120
+    assert reduction["closed-form"] >= 10_000
+    assert found["gradients_identical"]
