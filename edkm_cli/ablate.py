@@ -92,7 +92,10 @@ def run(
     table1 = measure_table1(device)
     log(f"ablation: {learners} learners, {width} x {width}, {bits} bits")
     reports = _run_learners(setting, learners)
-    rows = [_merge(technique, [report["rows"][technique] for report in reports]) for technique in TECHNIQUES]
+    rows = [
+        _merge(technique, [report["rows"][technique] for report in reports if technique in report["rows"]])
+        for technique in TECHNIQUES
+    ]
     for row in rows:
         row["reduction"] = rows[0]["bytes"] / max(row["bytes"], 1)
     dense = [row["gradient"] for row in rows if row["technique"] != "closed-form"]
@@ -209,12 +212,13 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
 
 
 def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row from all learners: the most any of them keeps, the slowest time, the gradient they agree on."""
+    """One row from the learners that measured it: most bytes, slowest time, and the gradient if they agree on one."""
     gradients = {report["gradient"] for report in reports}
     return {
         "technique": technique,
         "bytes": max(report["bytes"] for report in reports),
         "seconds": max(report["seconds"] for report in reports),
+        "learners_measured": len(reports),
         "gradient": gradients.pop() if len(gradients) == 1 else None,
         "statistics": reports[0]["statistics"],
         "uniquify": reports[0]["uniquify"],
@@ -246,7 +250,10 @@ def _run_learners(setting: dict[str, Any], learners: int) -> list[dict[str, Any]
 
 
 def _learner(rank: int, setting: dict[str, Any], learners: int, folder: str) -> None:
-    """One process: every technique in turn. Without sharding, learners take turns, to bound the machine's memory."""
+    """One process: every technique in turn. Without sharding learners have nothing to say to each other and do the same
+    work on the same weight: learner 0 measures and the others wait, which bounds the machine's memory and keeps the
+    times honest.
+    """
     torch.set_num_threads(1)
     device = torch.device(setting["device"])
     own_gpus = device.type == "cuda" and torch.cuda.device_count() >= learners
@@ -260,10 +267,9 @@ def _learner(rank: int, setting: dict[str, Any], learners: int, folder: str) -> 
     try:
         layer = _Layer(setting, device)
         for technique in TECHNIQUES:
-            for turn in range(1 if "S" in technique else learners):
-                if "S" in technique or turn == rank:
-                    report["rows"][technique] = layer.measure(technique)
-                dist.barrier()
+            if "S" in technique or rank == 0:
+                report["rows"][technique] = layer.measure(technique)
+            dist.barrier()
         if rank == 0:
             report["saved_tensors"] = layer.account()
         (Path(folder) / f"{rank}.json").write_text(json.dumps(report))

@@ -90,6 +90,7 @@ def step(arguments: argparse.Namespace) -> dict[str, Any]:
         times["marshal"].append(timed_step(loss_of, marshal))
         identical &= all(torch.equal(a, b) for a, b in zip(reference, gradients(), strict=True))
         reports.append(marshal.statistics)
+        print({name: round(values[-1], 2) for name, values in times.items()}, file=sys.stderr, flush=True)
     counts = reports[-1]
     # What save_on_cpu would move if it, too, left parameters alone.
     activations_bytes = counts.offered_bytes - counts.kept_bytes

@@ -168,7 +168,7 @@ def _learner(rank, folder):
         assert stored_bytes["S"] <= stored_bytes["M"] / 3 + 64
         assert stored_bytes["US"] < stored_bytes["S"]
 
-        with pytest.raises(UserError, match="same tensors on all 3 learners, .* learner 2 differs"):
+        with pytest.raises(UserError, match=r"same tensors on all 3 learners, .* learner 2 differs"):
             Shard().pack(torch.full((64,), float(rank == 2)), mover.store)
         dist.barrier()
     finally:
