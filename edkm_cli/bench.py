@@ -160,7 +160,7 @@ def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[dict[st
 
     width = _COREMLTOOLS_WIDTH
     weight = torch.randn(width, width) * 0.02
-    model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
     model[0].weight.data.copy_(weight)
     settings = {"n_bits": bits, "milestone": 0, "cluster_dim": 1, "kmeans_max_iter": iterations, "weight_threshold": 0}
     config = DKMPalettizerConfig.from_dict({"global_config": settings})

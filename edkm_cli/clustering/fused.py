@@ -19,9 +19,9 @@ from edkm_cli.kernels import Spread, Tile
 from edkm_cli.kernels.closed_form import Passes
 
 
-def open_passes(weight: Tensor, tile: Tile, temperature: float, name: str) -> tuple[Passes, Spread]:
+def open_passes(weight: Tensor, tile: Tile, k: int, temperature: float, name: str) -> tuple[Passes, Spread]:
     """The passes over a weight and its groups' temperatures. Raises UserError if the weight isn't finite."""
-    passes = kernels.passes(weight.detach(), tile)
+    passes = kernels.passes(weight.detach(), tile, k)
     mean, variance = passes.spread()
     if not bool(variance.isfinite().all()):
         raise non_finite(name)
@@ -33,7 +33,7 @@ class _FusedDkm(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, centroids: Tensor, tile: Tile, temperature: float, iterations: int, name: str
     ) -> tuple[Tensor, Tensor]:
-        passes, spread = open_passes(weight, tile, temperature, name)
+        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
         final = kernels.iterate(passes, centroids.to(kernels.centroid_dtype(weight)), spread.tau, iterations)
         if not bool(final.isfinite().all()):
             raise non_finite(name)
@@ -48,7 +48,7 @@ class _FusedDkm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_centroids: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, centroids = ctx.saved_tensors
         tile, temperature, iterations, name = ctx.options
-        passes, spread = open_passes(weight, tile, temperature, name)
+        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
         start = centroids.to(kernels.centroid_dtype(weight))
         grad_weight, grad_start = kernels.backward(passes, start, spread, iterations, grad, grad_centroids)
         return grad_weight, grad_start.to(centroids.dtype), None, None, None, None
@@ -103,9 +103,9 @@ def iterate_centroids(
     (`clustered_linear(new_centroids=...)`). Arguments and errors as for `fused_dkm`.
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    passes, spread = open_passes(weight, tile, temperature, name)
+    passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     final = kernels.iterate(passes, start, spread.tau, iterations)
     if not bool(final.isfinite().all()):
         raise non_finite(name)
-    return final.clone() if final is centroids else final
+    return final.clone() if iterations == 0 else final

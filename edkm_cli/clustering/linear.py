@@ -25,6 +25,7 @@ MODES = ("soft", "hard", "straight-through")
 
 class _Options(NamedTuple):
     tile: Tile
+    k: int
     temperature: float
     iterations: int
     mode: str
@@ -36,14 +37,14 @@ def _final_centroids(weight: Tensor, centroids: Tensor, options: _Options) -> Te
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     if options.mode == "straight-through":
         return start
-    passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
     return kernels.iterate(passes, start, spread.tau, options.iterations)
 
 
 def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     """The weight that forward multiplies with, in `dtype`: computed in float32 and rounded once."""
     if options.mode == "soft":
-        passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+        passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
         return passes.soft(final, spread.tau, dtype)
     lut = round_lut(final, options.lut_dtype).to(final.dtype)
     snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
@@ -63,7 +64,7 @@ def _weight_gradients(
             lut = round_lut(start, options.lut_dtype).to(start.dtype)
             entries = kernels.sum_by_entry(weight.detach(), lut, grad, options.tile).to(centroids.dtype)
         return grad.to(weight.dtype) if wanted[0] else None, entries
-    passes, spread = open_passes(weight, options.tile, options.temperature, options.name)
+    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
     grad_weight, grad_start = kernels.backward(passes, start, spread, options.iterations, grad, None)
     return grad_weight, grad_start.to(centroids.dtype)
 
@@ -163,7 +164,7 @@ def clustered_linear(
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    options = _Options(tile, temperature, iterations, mode, parse_lut_dtype(lut_dtype), name)
+    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, parse_lut_dtype(lut_dtype), name)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))

@@ -5,6 +5,10 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -43,10 +47,34 @@ __all__ = [
 ]
 
 
-def passes(weight: Tensor, tile: Tile) -> Passes:
-    """The fastest passes there are for this weight."""
+@functools.cache
+def _triton() -> bool:
+    """Whether Triton can be imported; it is optional."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
+    """Triton's passes for this weight, or None. Imported late: importing Triton takes longer than most commands."""
+    if not _triton():
+        return None
+    from edkm_cli.kernels import triton_dkm, triton_table
+
+    if is_table(weight, tile):
+        return TablePasses(weight.contiguous(), triton_table.TritonTableKernels())
+    return cast("Passes", triton_dkm.TritonPasses(weight, tile)) if triton_dkm.supports(weight, tile, k) else None
+
+
+def is_table(weight: Tensor, tile: Tile) -> bool:
+    """Whether distinct values are few enough for a table: 16 bits a weight and one LUT."""
+    return weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape)
+
+
+def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
+    """The fastest passes there are for this weight and k centroids."""
+    if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k)) is not None:
+        return on_gpu
     on_cpu = cpu.supports(weight)
-    if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):
+    if is_table(weight, tile):
         return TablePasses(weight.contiguous(), cpu.CpuTableKernels() if on_cpu else TorchTableKernels())
     return cpu.CpuPasses(weight, tile) if on_cpu else TorchPasses(weight, tile)
 

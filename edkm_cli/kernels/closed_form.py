@@ -12,7 +12,7 @@ centroids have nearly converged, and a cluster that attracts nothing stays where
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ class Spread(NamedTuple):
     mean: Tensor
     tau: Tensor
     slope: Tensor
-
-    def to(self, device: torch.device) -> Spread:
-        return Spread(self.mean.to(device), self.tau.to(device), self.slope.to(device))
 
 
 class Passes(Protocol):
@@ -62,6 +59,19 @@ class Passes(Protocol):
         """Number of weights that share one LUT."""
 
 
+@runtime_checkable
+class WholePasses(Protocol):
+    """Passes that keep a group in registers and so run all iterations, and all of backward, in one go."""
+
+    def iterate(self, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
+        """What `iterate` below computes."""
+
+    def backward(
+        self, start: Tensor, spread: Spread, iterations: int, grad: Tensor | None, grad_centroids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `backward` below computes."""
+
+
 def centroid_dtype(weight: Tensor) -> torch.dtype:
     """float64 for float64 weights, float32 for all others."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -81,6 +91,8 @@ def step(centroids: Tensor, shift: Tensor, mass: Tensor) -> Tensor:
 
 def iterate(passes: Passes, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
     """The centroids after `iterations` updates."""
+    if isinstance(passes, WholePasses):
+        return passes.iterate(centroids, tau, iterations)
     for _ in range(iterations):
         centroids = step(centroids, *passes.moments(centroids, tau))
     return centroids
@@ -94,6 +106,8 @@ def backward(
     The intermediate centroids are computed again: k numbers a group are cheap to keep for the length of this call and
     too many to keep between forward and backward.
     """
+    if isinstance(passes, WholePasses):
+        return passes.backward(start, spread, iterations, grad, grad_centroids)
     path, masses = [start], []
     for _ in range(iterations):
         shift, mass = passes.moments(path[-1], spread.tau)

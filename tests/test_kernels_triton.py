@@ -1,0 +1,96 @@
+"""The Triton kernels in Triton's interpreter against the plain passes, in a process of its own.
+
+`TRITON_INTERPRET=1` must be set before Triton is imported, so this file runs itself: pytest starts
+`python tests/test_kernels_triton.py`, which checks everything and exits with 0.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = [
+    (dtype, shape, tile, k)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for shape, tile, k in (((3, 40), (1, 40), 8), ((4, 24), (2, 24), 4), ((2, 64), (1, 64), 16))
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_kernels_agree_with_the_plain_passes_in_the_interpreter():
+    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    root = Path(__file__).parent.parent
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_near(ours, exact, plain, what):
+    """Twice the plain passes' error plus one rounding of what is stored, at the scale of the largest entry."""
+    scale = exact.abs().max().double()
+    floor = 4 * torch.finfo(ours.dtype if ours.dtype.itemsize == 2 else torch.float32).eps * scale + 1e-6
+    error, allowed = (ours.double() - exact).abs().max(), 2 * (plain.double() - exact).abs().max() + floor
+    assert error <= allowed, f"{what}: {error} > {allowed}"
+
+
+def check_groups(dtype, shape, tile, k):
+    from edkm_cli.kernels import TorchPasses, closed_form, triton_dkm
+
+    weight, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    start = torch.linspace(-1.5, 1.5, k).repeat(shape[0] // tile[0], 1)
+    assert triton_dkm.supports(weight, tile, k)
+    results = []
+    for passes, real in (
+        (triton_dkm.TritonPasses(weight, tile), torch.float32),
+        (TorchPasses(weight.double(), tile), torch.float64),
+        (TorchPasses(weight, tile), torch.float32),
+    ):
+        spread = closed_form.relative_temperature(*passes.spread(), 0.05)
+        final = closed_form.iterate(passes, start.to(real), spread.tau, 3)
+        soft = passes.soft(final, spread.tau, real)
+        upstream = grad if real == torch.float32 else grad.double()
+        backward = closed_form.backward(passes, start.to(real), spread, 3, upstream, torch.ones_like(final))
+        results.append((final, soft, *backward))
+    for what, ours, exact, plain in zip(("centroids", "soft", "dw", "dc"), *results, strict=True):
+        assert_near(ours, exact, plain, (what, dtype, shape, k))
+
+
+def check_constant_rows():
+    from edkm_cli.kernels import closed_form, triton_dkm
+
+    weight = torch.full((2, 16), 0.25)
+    passes, start = triton_dkm.TritonPasses(weight, (1, 16)), torch.tensor([[0.25, 0.5]]).repeat(2, 1)
+    spread = closed_form.relative_temperature(*passes.spread(), 0.05)
+    assert torch.equal(closed_form.iterate(passes, start, spread.tau, 2), start)
+    gradient, _ = closed_form.backward(passes, start, spread, 2, torch.ones(2, 16), None)
+    assert gradient.isfinite().all()
+
+
+def check_table(dtype):
+    from edkm_cli.kernels.table import TorchTableKernels
+    from edkm_cli.kernels.triton_table import TritonTableKernels
+
+    weight, grad = torch.randn(40, 50).to(dtype), torch.randn(40, 50).to(dtype)
+    ours, plain, table = TritonTableKernels(), TorchTableKernels(), torch.randn(1 << 16)
+    assert torch.equal(ours.count_patterns(weight), plain.count_patterns(weight))
+    torch.testing.assert_close(ours.sum_by_pattern(weight, grad), plain.sum_by_pattern(weight, grad))
+    assert torch.equal(ours.gather(weight, table), plain.gather(weight, table))
+    for upstream in (grad, None):
+        torch.testing.assert_close(
+            ours.blend(weight, upstream, table, table), plain.blend(weight, upstream, table, table)
+        )
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for case in CASES:
+        check_groups(*case)
+    check_constant_rows()
+    check_table(torch.bfloat16)
+    check_table(torch.float16)
