@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +83,7 @@ def compress_command(
             "Recompute activations.", "gradient_checkpointing", "--gradient-checkpointing/--no-gradient-checkpointing"
         ),
     ] = None,
+    offload: Annotated[str | None, _option("none; cpu: saved tensors go to host memory.", "offload")] = None,
     dtype: Annotated[str | None, _option("float32, bfloat16, float16; auto: by device.", "dtype")] = None,
     mixed_precision: Annotated[str | None, _option("no or bf16.", "mixed_precision")] = None,
     device: Annotated[str | None, _option("auto, cpu, cuda or cuda:N.", "device")] = None,
@@ -204,6 +206,75 @@ def generate_command(
     _finish(result["text"], result, json_file)
 
 
+bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("clustering")
+def bench_clustering_command(
+    width: Annotated[int, typer.Option(min=1, help="The layer is width x width.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the layer's own linear.")] = 2048,
+    bits: Annotated[int, typer.Option(min=1, max=8, help="Bits of an index.")] = 3,
+    iterations: Annotated[int, typer.Option(min=1, help="Centroid updates.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Of the weight: bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    granularity: Annotated[
+        list[str] | None, typer.Option(help="Geometry of a fused row (repeatable); default: one of each kind.")
+    ] = None,
+    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure the dense reference, too (slow).")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """The clustering engine against the dense reference, the layer's own linear and, where installed, coremltools."""
+    _check_json_target(json_file)
+    from edkm_cli.bench import GRANULARITIES, bench_clustering, format_table
+    from edkm_cli.compress import choose_device
+    from edkm_cli.progress import Progress
+
+    result = bench_clustering(
+        width=width,
+        tokens=tokens,
+        bits=bits,
+        iterations=iterations,
+        dtype=dtype,
+        device=choose_device(device),
+        granularities=tuple(granularity or GRANULARITIES),
+        dense=dense,
+        log=Progress().say,
+    )
+    _finish(format_table(result), result, json_file)
+
+
+@app.command("ablate")
+def ablate_command(
+    width: Annotated[int, typer.Option(help="The projection is width x width; LLaMA-7B's is 4096.")] = 4096,
+    learners: Annotated[int, typer.Option(help="Processes to start.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits of an index.")] = 3,
+    iterations: Annotated[int, typer.Option(help="Differentiated centroid updates.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    device: Device = "auto",
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this file (.png, .svg).")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The paper's memory ablation on this machine: marshaling, uniquification, sharding, and the closed form."""
+    _check_json_target(json_file)
+    from edkm_cli.ablate import format_table, plot, run
+    from edkm_cli.compress import choose_device
+    from edkm_cli.progress import Progress
+
+    result = run(
+        width=width,
+        learners=learners,
+        bits=bits,
+        iterations=iterations,
+        dtype=dtype,
+        device=choose_device(device),
+        log=Progress().say,
+    )
+    if plot_file is not None:
+        plot(result, plot_file)
+    _finish(format_table(result), result, json_file)
+
+
 def _check_json_target(json_file: Path | None) -> None:
     """Fail before the work, not after it."""
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
@@ -237,6 +308,8 @@ def root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
+    for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")  # our own line says what went wrong
     try:
         app(args=arguments)
     except UserError as error:

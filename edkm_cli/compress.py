@@ -176,9 +176,10 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
     measure("start", model)
 
     staging = output.begin()
+    offloaded: dict[str, Any] = {}
     if config.steps:
         with clock.phase("train"):
-            model = train(
+            model, offloaded = train(
                 model,
                 teacher,
                 blocks,
@@ -216,6 +217,7 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
         "steps": config.steps,
         "training_tokens": config.steps * config.batch_size * config.gradient_accumulation * config.sequence_length,
         "seconds": clock.seconds,
+        **({"offload": offloaded} if offloaded else {}),
         "peak_memory_bytes": peak_memory_bytes(device),
         "swapped": [swap.to_mapping() for swap in swaps if not swap.reason],
         "skipped": [swap.to_mapping() for swap in swaps if swap.reason],

@@ -1,4 +1,4 @@
-"""User errors, and the configuration of a run: a frozen dataclass read from YAML and flags.
+"""The configuration of a run: a frozen dataclass read from YAML and flags.
 
 Standard library and yaml only: nothing here imports torch, so `--help` and the checks of a configuration are instant.
 """
@@ -12,9 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-
-class UserError(Exception):
-    """Something the user can mend. The message is one line: the rule, the actual value, the remedy. Exit status 2."""
+from edkm_cli.errors import UserError as UserError
+from edkm_cli.granularity import Granularity
 
 
 def configs_directory() -> Path:
@@ -61,6 +60,7 @@ class CompressConfig:
     gradient_accumulation: int = 1
     distill: bool = True
     gradient_checkpointing: bool = False
+    offload: str = "none"
     dtype: str = "auto"
     mixed_precision: str = "no"
     device: str = "auto"
@@ -74,8 +74,6 @@ class CompressConfig:
 
     def _faults(self) -> list[str]:
         """Every value out of its range, so that all are reported at once."""
-        from edkm_cli.granularity import Granularity
-
         faults = [f"{name} must be at least {low}, got {value}" for name, low, value in self._minima() if value < low]
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -112,6 +110,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "importance": ("gradient", "activation", "none"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "mixed_precision": ("no", "bf16"),
+    "offload": ("none", "cpu"),
 }
 
 

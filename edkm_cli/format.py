@@ -176,7 +176,7 @@ class SafetensorsWriter:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {announced}")
         self._file.seek(self._data_start + self._offsets[name])
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(data.numpy()))
+        self._file.write(data.numpy().data)
         self._missing.discard(name)
 
     def close(self) -> None:

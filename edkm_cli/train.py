@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distill import training_loss
 from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import clustered_layers
 
 
@@ -63,7 +65,7 @@ def train(
     metrics: Path,
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
-) -> Any:
+) -> tuple[Any, dict[str, Any]]:
     """Train the clustered model in place for `config.steps` optimizer steps.
 
     Args:
@@ -73,7 +75,7 @@ def train(
         metrics: one JSON line a step is appended here.
         track, show: progress.
 
-    Returns the model. Raises UserError if the loss stops being finite.
+    Returns (the model, what offloading moved: empty without it). Raises UserError if the loss stops being finite.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -94,6 +96,7 @@ def train(
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     layers = clustered_layers(model)
+    marshal = MarshalSavedTensors(device="cpu") if config.offload == "cpu" else None
     model.train()
     with open(metrics, "a", encoding="utf-8") as log:
         for step in track(range(config.steps), "training", config.steps):
@@ -113,9 +116,10 @@ def train(
                 index = step * config.gradient_accumulation + micro
                 ids = blocks.batch(index, config.batch_size).to(accelerator.device)
                 with accelerator.accumulate(model):
-                    with accelerator.autocast():
-                        loss = training_loss(model, teacher, ids)
-                    accelerator.backward(loss)
+                    with marshal or nullcontext():
+                        with accelerator.autocast():
+                            loss = training_loss(model, teacher, ids)
+                        accelerator.backward(loss)
                     total += float(loss.detach()) / config.gradient_accumulation
                     if not math.isfinite(total):
                         raise UserError(
@@ -145,4 +149,5 @@ def train(
             show(f"loss {total:.4f}")
     for layer in layers.values():
         layer.commit()
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+    moved = marshal.statistics.as_dict() if marshal else {}
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval(), moved

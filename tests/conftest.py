@@ -90,7 +90,7 @@ def export(model, spec, directory: Path, **options) -> Path:
     return directory
 
 
-@pytest.fixture()
+@pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(3))
 

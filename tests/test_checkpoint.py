@@ -113,7 +113,8 @@ def test_casts_change_activations_but_neither_tables_nor_scales(ids, tmp_path):
     loaded = load(directory, dtype=torch.bfloat16)
     assert loaded(ids).logits.dtype == torch.bfloat16
     assert torch.equal(
-        loaded.model.to(torch.float64).layers[0].mlp.up_proj.dequantize(), model.model.layers[0].mlp.up_proj.hard_weight()
+        loaded.model.to(torch.float64).layers[0].mlp.up_proj.dequantize(),
+        model.model.layers[0].mlp.up_proj.hard_weight(),
     )
     assert loaded.model.embed_tokens.scale.dtype == torch.float32
 
@@ -163,7 +164,7 @@ def test_a_trained_but_unsorted_lut_exports_the_same_weights(ids, tmp_path):
 class TestDamage:
     """Each damage is found by the check that every command of ours runs, with one line that names it."""
 
-    @pytest.fixture()
+    @pytest.fixture
     def directory(self, tmp_path):
         model, spec = cluster(tiny_llama())
         return export(model, spec, tmp_path / "one")

@@ -102,7 +102,7 @@ def test_a_config_file_is_overridden_by_flags(model_directory, text_file, tmp_pa
 
 
 def test_dry_run_writes_json_and_nothing_else(model_directory, tmp_path):
-    status, text, err = run("compress", "--model", model_directory, "--dry-run", "--json", tmp_path / "p.json")
+    status, _, err = run("compress", "--model", model_directory, "--dry-run", "--json", tmp_path / "p.json")
     assert status == 0, err
     plan = json.loads((tmp_path / "p.json").read_text())
     assert plan["peak_memory_bytes"]["total"] > 0

@@ -44,6 +44,7 @@ def weights_of(directory):
         {"mode": "hard", "temperature_schedule": "cosine"},
         {"gradient_accumulation": 2, "batch_size": 2},
         {"gradient_checkpointing": True},
+        {"offload": "cpu", "method": "dkm", "mode": "soft"},
         {"granularity": "tensor", "dtype": "bfloat16"},
         {"granularity": "block:4x8", "lut_dtype": "float8_e4m3fn"},
         {"mixed_precision": "bf16"},

@@ -35,10 +35,9 @@ def test_records_may_be_texts_or_alpaca(tmp_path):
 
 def test_parquet_files_are_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "r.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
     assert load_documents(str(path), "all").documents == ["one", "two"]
 
 

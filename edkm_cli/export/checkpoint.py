@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
@@ -96,4 +95,3 @@ def write_checkpoint(
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     write_checksums(directory, written)
-

@@ -22,6 +22,8 @@ from edkm_cli.clustering import (
     round_lut,
     snap,
 )
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import from_groups, to_groups
 
 METHODS = ("edkm", "dkm")
 
@@ -194,9 +196,6 @@ class ClusteredLinear(nn.Module):
 
 def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: str) -> Tensor:
     """centroids[group of a weight, its index], (out, in), by a differentiable gather."""
-    from edkm_cli.granularity import Granularity
-    from edkm_cli.kernels import from_groups, to_groups
-
     tile = Granularity.parse(granularity).tile(*indices.shape)
     grouped = to_groups(indices, tile).long()  # (groups, n)
     return from_groups(centroids.gather(1, grouped), tuple(indices.shape), tile)
