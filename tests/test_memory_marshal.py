@@ -393,17 +393,25 @@ def test_under_torch_compile_the_compiled_graph_is_marshaled(block):
     assert marshal.statistics.moved_bytes > 0
 
 
-def test_entering_inside_a_compiled_function_is_refused():
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_entering_inside_a_compiled_function_breaks_the_graph_or_is_refused(made, fullgraph):
     torch._dynamo.reset()
     marshal = forced()
 
-    @torch.compile(backend="eager", fullgraph=True)
-    def step(x):
-        with marshal:
-            return x.exp().sum()
+    @torch.compile(backend="eager", fullgraph=fullgraph)
+    def forward(x):
+        with marshal if made == "outside" else MarshalSavedTensors(force=True):
+            return x.exp().sin().sum()
 
-    with pytest.raises(Exception, match=r"(?s)MarshalSavedTensors|saved_tensors_hooks|context manager"):
-        step(torch.randn(4, requires_grad=True))
+    x = torch.randn(400, requires_grad=True)
+    if fullgraph:
+        with pytest.raises(Exception, match="MarshalSavedTensors"):
+            forward(x)
+    else:
+        forward(x).backward()
+        assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().sum(), x)[0])
+        assert made == "inside" or marshal.statistics.offered_tensors == 2
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"hops": -1}, {"prefetch": -1}, {"min_bytes": -5}])

@@ -130,7 +130,7 @@ class MarshalSavedTensors:
     Gradients are those of training without it, bit for bit (codecs state their own exactness). One object serves a whole
     run and may be entered again, also while it is entered; backward may come after the block. Nested inside another
     `saved_tensors_hooks`, the inner one gets the tensors, as PyTorch defines. Activation checkpointing, inside or
-    outside, `retain_graph` and `create_graph` work. Enter it outside a function given to `torch.compile`.
+    outside, `retain_graph` and `create_graph` work. Enter it around, not inside, a function given to `torch.compile`.
 
     Parameters (and views of them), `keep`, tensors of subclasses, sparse tensors and tensors below `min_bytes` stay.
 
@@ -146,7 +146,7 @@ class MarshalSavedTensors:
 
     Raises:
         ValueError: a device other than "cpu", negative `hops`, `prefetch` or `min_bytes`.
-        RuntimeError: on entering inside a compiled function; in backward, when a saved tensor was modified in place.
+        RuntimeError: where a compiler traces the entering; in backward, when a saved tensor was modified in place.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class MarshalSavedTensors:
     def __enter__(self) -> MarshalSavedTensors:
         if torch.compiler.is_compiling():
             raise RuntimeError("MarshalSavedTensors cannot be entered in a compiled function; enter it around the call")
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        pack, unpack = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self._entered.append(hooks)
         return self
