@@ -87,6 +87,22 @@ def check_table(dtype):
         )
 
 
+def check_palette(dtype, tile, k):
+    from edkm_cli.kernels import palette_torch, triton_palette
+
+    weight, grad = torch.randn(4, 24).to(dtype), torch.randn(4, 24).to(dtype)
+    lut = torch.randn((4 // tile[0]) * (24 // tile[1]), k)
+    arguments = weight, lut, tile
+    assert torch.equal(triton_palette.nearest(*arguments), palette_torch.nearest(*arguments))
+    ours, finite = triton_palette.snap(*arguments, torch.float32)
+    assert finite
+    assert torch.equal(ours, palette_torch.snap(*arguments, torch.float32)[0])
+    sums = triton_palette.sum_by_entry(weight, lut, grad, tile), palette_torch.sum_by_entry(weight, lut, grad, tile)
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
+    weight[1, 3] = float("nan")
+    assert not triton_palette.snap(*arguments, torch.float32)[1]
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for case in CASES:
@@ -94,3 +110,7 @@ if __name__ == "__main__":
     check_constant_rows()
     check_table(torch.bfloat16)
     check_table(torch.float16)
+    for tile in ((4, 24), (1, 24), (2, 8)):
+        for k in (5, 8):
+            check_palette(torch.float32, tile, k)
+            check_palette(torch.bfloat16, tile, k)

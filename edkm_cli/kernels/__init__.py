@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -79,25 +80,35 @@ def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
     return cpu.CpuPasses(weight, tile) if on_cpu else TorchPasses(weight, tile)
 
 
+def _palette(weight: Tensor) -> ModuleType:
+    """The module with the fastest `nearest`, `snap` and `sum_by_entry` for this weight."""
+    if weight.is_cuda and _triton():
+        from edkm_cli.kernels import triton_palette
+
+        if triton_palette.supports(weight):
+            return triton_palette
+    return cpu if cpu.supports(weight) else palette_torch
+
+
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     """Index of the nearest entry, (out, in) uint8; ties go to the lower index."""
-    return (cpu if cpu.supports(weight) else palette_torch).nearest(weight, centroids, tile)
+    return _palette(weight).nearest(weight, centroids, tile)
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """(the nearest entry of each weight in `dtype`, whether all weights are finite)."""
-    return (cpu if cpu.supports(weight) else palette_torch).snap(weight, centroids, tile, dtype)
+    return _palette(weight).snap(weight, centroids, tile, dtype)
+
+
+def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+    """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
+    return _palette(weight).sum_by_entry(weight, centroids, grad, tile)
 
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """centroids[group, index], (out, in), for centroids of a floating dtype."""
     on_cpu = cpu.supports(centroids) and not indices.is_cuda
     return (cpu if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
-
-
-def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-    """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
-    return (cpu if cpu.supports(weight) else palette_torch).sum_by_entry(weight, centroids, grad, tile)
 
 
 def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:

@@ -1,0 +1,107 @@
+"""Triton kernels for CUDA: the nearest LUT entry of each weight, and the sums an entry gathers (palette_torch.py).
+
+One program works on a run of weights in one matrix row and one tile, so that its LUT is k numbers read once. Distances
+are |w - c| in float32 and a strictly smaller one wins: the reference's index for every weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edkm_cli.kernels.tiles import Tile
+
+_MAX_RUN = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def supports(weight: Tensor) -> bool:
+    """Whether the kernels take this weight: on a GPU, float32 or 16-bit."""
+    return weight.is_cuda and weight.dtype in _DTYPES
+
+
+@triton.jit
+def _place(across, columns, tile_rows, tile_columns, RUN: tl.constexpr):
+    """(offsets of this program's weights, which of them are inside, their group)."""
+    runs = tl.cdiv(tile_columns, RUN)
+    row = tl.program_id(0)
+    tile_column = tl.program_id(1) // runs
+    at = (tl.program_id(1) % runs) * RUN + tl.arange(0, RUN)
+    offset = row.to(tl.int64) * columns + tile_column * tile_columns + at
+    return offset, at < tile_columns, (row // tile_rows) * across + tile_column
+
+
+@triton.jit
+def _nearest(w, lut, k):
+    """(index, entry) of the nearest of k entries."""
+    entry = tl.zeros_like(w) + tl.load(lut)
+    index = tl.zeros_like(w).to(tl.int32)
+    best = tl.abs(w - entry)
+    for j in range(1, k):
+        c = tl.load(lut + j)
+        distance = tl.abs(w - c)
+        closer = distance < best
+        best = tl.where(closer, distance, best)
+        entry = tl.where(closer, c, entry)
+        index = tl.where(closer, j, index)
+    return index, entry
+
+
+@triton.jit
+def _snap_kernel(
+    weight, luts, out, flawed, across, columns, tile_rows, tile_columns, k, INDEX: tl.constexpr, RUN: tl.constexpr
+):
+    offset, inside, group = _place(across, columns, tile_rows, tile_columns, RUN)
+    w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
+    index, entry = _nearest(w, luts + group * k, k)
+    if INDEX:
+        tl.store(out + offset, index.to(tl.uint8), mask=inside)
+    else:
+        tl.store(out + offset, entry.to(out.dtype.element_ty), mask=inside)
+        bad = tl.sum(tl.where(w - w == 0.0, 0, 1), 0)
+        tl.atomic_add(flawed, bad, mask=bad > 0)
+
+
+@triton.jit
+def _sum_kernel(weight, luts, grad, sums, across, columns, tile_rows, tile_columns, k, RUN: tl.constexpr):
+    offset, inside, group = _place(across, columns, tile_rows, tile_columns, RUN)
+    w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    index, _ = _nearest(w, luts + group * k, k)
+    for j in range(k):
+        tl.atomic_add(sums + group * k + j, tl.sum(tl.where(index == j, g, 0.0), 0).to(tl.float64))
+
+
+def _launch(weight: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, int, int, int], int]:
+    """(grid, (tiles across, columns, tile rows, tile columns), run length)."""
+    out_features, in_features = weight.shape
+    run = min(_MAX_RUN, triton.next_power_of_2(tile[1]))
+    across = in_features // tile[1]
+    return (out_features, across * triton.cdiv(tile[1], run)), (across, in_features, *tile), run
+
+
+def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
+    """`palette_torch.nearest`."""
+    grid, layout, run = _launch(weight, tile)
+    out, luts = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), centroids.float().contiguous()
+    _snap_kernel[grid](weight.contiguous(), luts, out, out, *layout, luts.shape[1], INDEX=True, RUN=run)
+    return out
+
+
+def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """`palette_torch.snap`."""
+    grid, layout, run = _launch(weight, tile)
+    out, luts = torch.empty(weight.shape, dtype=dtype, device=weight.device), centroids.float().contiguous()
+    flawed = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    _snap_kernel[grid](weight.contiguous(), luts, out, flawed, *layout, luts.shape[1], INDEX=False, RUN=run)
+    return out, not bool(flawed.item())
+
+
+def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+    """`palette_torch.sum_by_entry`."""
+    grid, layout, run = _launch(weight, tile)
+    luts, sums = centroids.float().contiguous(), torch.zeros(centroids.shape, dtype=torch.float64, device=weight.device)
+    _sum_kernel[grid](weight.contiguous(), luts, grad.contiguous(), sums, *layout, luts.shape[1], RUN=run)
+    return sums
