@@ -5,6 +5,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from edkm_cli.memory import MarshalSavedTensors
@@ -340,6 +342,45 @@ def test_every_layout_comes_back_with_its_strides(layout, dtype):
     assert torch.equal(seen[0][0], view)
     assert seen[0][1:] == (view.stride(), view.shape, view.dtype)
     assert marshal.statistics.stored_bytes == 0
+
+
+STEPS = {
+    "reverse": lambda t: t.permute(*reversed(range(t.dim()))),
+    "rows": lambda t: t[1:],
+    "every second": lambda t: t[..., ::2],
+    "first": lambda t: t.select(0, 0),
+    "last of two": lambda t: t.chunk(2, -1)[-1],
+    "new": lambda t: t.unsqueeze(0),
+    "expand": lambda t: t.unsqueeze(-1).expand(*t.shape, 3),
+    "diagonal": lambda t: t.diagonal(0, 0, 1) if t.dim() > 1 else t,
+    "flatten": lambda t: t.reshape(-1),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chains=st.lists(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), min_size=1, max_size=5),
+    hops=st.sampled_from([None, 0, 2, 4]),
+    identity=st.booleans(),
+)
+def test_any_chains_of_views_give_the_plain_gradient_and_cost_no_more_than_plain_copies(chains, hops, identity):
+    x = torch.randn(4, 6, 8, requires_grad=True)
+
+    def gradient():
+        total, base = 0, x * 2
+        for chain in chains:
+            view = base
+            for step in chain:
+                view = STEPS[step](view) if view.dim() else view
+            total = total + view.sin().sum() + view.square().sum()
+        return torch.autograd.grad(total, x)[0]
+
+    expected = gradient()
+    with forced(hops=hops, identity=identity) as marshal:
+        assert torch.equal(gradient(), expected)
+    assert marshal.statistics.stored_bytes == 0
+    if identity:
+        assert marshal.statistics.moved_bytes <= marshal.statistics.offered_bytes + 4 * x.numel()
 
 
 def test_a_narrow_slice_does_not_move_its_whole_storage():
