@@ -89,9 +89,10 @@ def test_an_unfinished_file_never_appears(tmp_path):
 
 
 def test_the_writer_refuses_what_was_not_announced(tmp_path):
-    with pytest.raises(ValueError, match="announced as"), SafetensorsWriter(
-        tmp_path / "m", {"a": (torch.float32, (2,))}
-    ) as writer:
+    with (
+        pytest.raises(ValueError, match="announced as"),
+        SafetensorsWriter(tmp_path / "m", {"a": (torch.float32, (2,))}) as writer,
+    ):
         writer.write("a", torch.zeros(3))
 
 
