@@ -23,7 +23,7 @@ from edkm_cli.granularity import Granularity
 Log = Callable[[str], None]
 GRANULARITIES = ("tensor", "row:1", "block:8x64")
 _TEMPERATURE = 0.02
-_RUNS = 3
+_RUNS = 7
 _COREMLTOOLS_WIDTH = 1024
 _GIB = 2**30
 

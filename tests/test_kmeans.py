@@ -102,6 +102,18 @@ def test_column_importance_is_elementwise_importance_of_equal_rows(granularity):
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("k", [4, 16])
+def test_importance_of_any_size_gives_finite_centroids(k):
+    torch.manual_seed(3)
+    weight, importance = torch.randn(64, 96), torch.rand(64, 96) ** 12
+    importance[:, ::3] = 1e-30
+    centroids = kmeans_start(weight, k, granularity="row:1", importance=importance)
+    assert centroids.isfinite().all()
+    assert (centroids.diff(dim=1) >= 0).all()
+    assert (centroids >= weight.amin(1, keepdim=True)).all()
+    assert (centroids <= weight.amax(1, keepdim=True)).all()
+
+
 def test_user_errors():
     weight = torch.randn(4, 16)
     with pytest.raises(UserError, match="2 to 256"):

@@ -130,8 +130,11 @@ static int64_t rank_of(const double *values, int64_t count, double limit) {
     return low;
 }
 
+/* Mean of an interval, kept inside it: a mass too small for the prefix sums leaves rounding, or 0 / 0. */
 static double mean_of(const Work *work, int64_t from, int64_t to) {
-    return (work->moment[to] - work->moment[from]) / (work->mass[to] - work->mass[from]);
+    double mass = work->mass[to] - work->mass[from], low = work->values[from], high = work->values[to - 1];
+    double mean = mass > 0 ? (work->moment[to] - work->moment[from]) / mass : work->values[(from + to) / 2];
+    return mean < low ? low : mean > high ? high : mean;
 }
 
 static void lloyd(const Work *work, int64_t u, int64_t k, int64_t *edges) {

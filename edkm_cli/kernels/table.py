@@ -18,6 +18,7 @@ from edkm_cli.kernels.attention_torch import attention, soft
 
 PATTERNS = 1 << 16
 _CHUNK = 1 << 20
+_ONE_THREAD_ENTRIES = 1 << 15
 
 
 class TableKernels(Protocol):
@@ -99,31 +100,58 @@ class TablePasses:
         mean = (self._values * self._counts).sum(1) / self.group_size
         return mean, ((self._values - mean[:, None]).square() * self._counts).sum(1) / self.group_size
 
+    def _cut(self, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(part of the table, its values (1, u'), their counts (u',)) small enough for PyTorch to stay on one thread.
+
+        Waking its threads for microseconds of work costs more than the work, and on a busy machine far more.
+        """
+        entries = max(1, _ONE_THREAD_ENTRIES // k) if self._values.device.type == "cpu" else PATTERNS
+        for first in range(0, self._counts.numel(), entries):
+            part = slice(first, first + entries)
+            yield part, self._values[:, part], self._counts[part]
+
     def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        weights, offset = attention(self._values, centroids.double(), tau)
-        return self._counts @ (weights * offset), self._counts @ weights
+        shift, mass = torch.zeros_like(centroids, dtype=torch.float64), torch.zeros_like(centroids, dtype=torch.float64)
+        for _, values, counts in self._cut(centroids.shape[1]):
+            weights, offset = attention(values, centroids.double(), tau)
+            weights = weights * counts[:, None]
+            shift += (weights * offset).sum(1)
+            mass += weights.sum(1)
+        return shift, mass
 
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
-        weights, _ = attention(self._values, centroids.double(), tau)
-        return self._kernels.gather(self._weight, self._table(soft(weights, centroids.double())[0], dtype))
+        clustered, c = torch.empty_like(self._counts), centroids.double()
+        for part, values, _ in self._cut(c.shape[1]):
+            clustered[part] = soft(attention(values, c, tau)[0], c)[0]
+        return self._kernels.gather(self._weight, self._table(clustered, dtype))
 
     def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         self._grad = grad
         sums = self._kernels.sum_by_pattern(self._weight, grad)[self._patterns]  # (u,)
         c = centroids.double()
-        weights, offset = attention(self._values, c, tau)
-        share = weights * (c[:, None, :] - soft(weights, c)[:, :, None])  # (1, u, k), for a gradient of 1
-        self._slope += (share * offset).sum(-1)[0] * (-2.0 / tau)
-        grad_centroids = sums @ weights + sums @ (share * offset) * (2.0 / tau)
-        return grad_centroids, (sums @ (share * offset.square())).sum(-1) / tau / tau
+        grad_centroids, grad_tau = torch.zeros_like(c), torch.zeros_like(tau)
+        for part, values, _ in self._cut(c.shape[1]):
+            upstream = sums[part, None]
+            weights, offset = attention(values, c, tau)
+            share = weights * (c[:, None, :] - soft(weights, c)[:, :, None])  # (1, u', k), for a gradient of 1
+            through = share * offset
+            self._slope[part] += through.sum(-1)[0] * (-2.0 / tau)
+            grad_centroids += (weights * upstream).sum(1) + (through * upstream).sum(1) * (2.0 / tau)
+            grad_tau += (through * offset * upstream).sum((1, 2))
+        return grad_centroids, grad_tau / tau / tau
 
     def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        weights, offset = attention(self._values, centroids.double(), tau)
-        upstream = pull[:, None, :] * (self._values[:, :, None] - moved.double()[:, None, :])
-        share = weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
-        self._offset += ((weights * pull[:, None, :]).sum(-1) - (share * offset).sum(-1) * (2.0 / tau))[0]
-        grad_centroids = self._counts @ (share * offset) * (2.0 / tau)
-        return grad_centroids, (self._counts @ (share * offset.square())).sum(-1) / tau / tau
+        c = centroids.double()
+        grad_centroids, grad_tau = torch.zeros_like(c), torch.zeros_like(tau)
+        for part, values, counts in self._cut(c.shape[1]):
+            weights, offset = attention(values, c, tau)
+            upstream = pull[:, None, :] * (values[:, :, None] - moved.double()[:, None, :])
+            through = weights * (upstream - (weights * upstream).sum(-1, keepdim=True)) * offset
+            self._offset[part] += ((weights * pull[:, None, :]).sum(-1) - through.sum(-1) * (2.0 / tau))[0]
+            through = through * counts[:, None]
+            grad_centroids += through.sum(1) * (2.0 / tau)
+            grad_tau += (through * offset).sum((1, 2))
+        return grad_centroids, grad_tau / tau / tau
 
     def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
         offset = self._offset + ((self._values - mean[:, None]) * pull[:, None])[0]
