@@ -295,11 +295,11 @@ def _check_json_target(json_file: Path | None) -> None:
 
 
 def _finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
-    print(text)
     if json_file is not None:
         partial = json_file.with_name(json_file.name + ".tmp")
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         partial.replace(json_file)
+    print(text, flush=True)
 
 
 def _version(value: bool) -> None:
@@ -329,6 +329,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Preempted as stop:
         print(f"edkm: {stop}", file=sys.stderr)
         sys.exit(143)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)

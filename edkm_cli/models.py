@@ -95,11 +95,10 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
-    """The transformers configuration; an alias's architecture is used where the weights are not on this machine."""
+    """The transformers configuration. An alias brings its architecture, so that planning needs neither hub nor files."""
     import transformers
 
-    path = source.path
-    if source.architecture and (path is None or not path.exists()):
+    if source.architecture:
         return transformers.AutoConfig.for_model(**source.architecture)
     _require_local(source)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}

@@ -125,7 +125,7 @@ def train(
     peaks = [group["lr"] for group in optimizer.param_groups]
     model, optimizer = accelerator.prepare(model, optimizer)
     layers = clustered_layers(model)
-    marshal = MarshalSavedTensors(device="cpu") if config.offload == "cpu" else None
+    marshal = MarshalSavedTensors(device="cpu", keep=model.buffers()) if config.offload == "cpu" else None
     model.train()
     with open(metrics, "a", encoding="utf-8") as log, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):

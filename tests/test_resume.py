@@ -22,7 +22,7 @@ from edkm_cli.resume import Checkpoints
 def argv(config):
     """The command line of a configuration."""
     return [
-        sys.executable, "-c", "from edkm_cli.cli import main; main()", "compress", "--model", config.model,
+        sys.executable, "-m", "edkm_cli", "compress", "--model", config.model,
         "--data", config.data[0], "-o", config.output, "--steps", str(config.steps), "--sequence-length", "48",
         "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256", "--device", "cpu", "--mode", config.mode,
         "--lr", "1e-3", "--lut-learning-rate", "1e-3", "--save-every", str(config.save_every), "--resume",
