@@ -276,7 +276,7 @@ def bench_clustering(
     linear_seconds = _linear_seconds(weight, tokens, linear_dtype)
     copy_bytes_per_second = _copy_bytes_per_second(weight)
     if dense:
-        log("dense, tensor (keeps about 300 bytes a weight)")
+        log("dense, tensor (keeps about 530 bytes a weight)")
         centroids = _starting_centroids(weight, bits, "tensor")
         options = {"granularity": "tensor", "temperature": _TEMPERATURE, "iterations": iterations}
         rows.append(
