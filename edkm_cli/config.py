@@ -42,7 +42,7 @@ class CompressConfig:
     temperature_end: float = 0.002
     temperature_schedule: str = "constant"
     importance: str = "gradient"
-    calibration_tokens: int = 8192
+    calibration_tokens: int = 4096
     # data
     data: tuple[str, ...] = ("builtin",)
     eval_data: str | None = None
@@ -98,10 +98,7 @@ class CompressConfig:
         ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep")
         return [
             *((name, 1, getattr(self, name)) for name in ones),
-            *(
-                (name, 0, getattr(self, name))
-                for name in ("steps", "calibration_tokens", "seed", "weight_decay", "save_every")
-            ),
+            *((name, 0, getattr(self, name)) for name in zeros),
             *((name, 2, getattr(self, name)) for name in ("sequence_length", "context")),
         ]
 

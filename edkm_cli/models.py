@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,29 +120,61 @@ def load_dense(
     what the perplexities of docs/results refer to. Raises UserError if the model cannot be had.
     """
     import torch
-    import transformers
 
     _require_local(source)
-    options: dict[str, Any] = {}
     target = getattr(torch, dtype)
-    if source.gguf_file:
-        options = {"gguf_file": source.gguf_file, "dtype": torch.bfloat16}
-        if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    else:
-        options = {"dtype": target}
     with _quiet_bars(not progress):
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
-            )
-        except Exception as error:
-            raise _loading_error(source, error) from error
+        if source.gguf_file:
+            model = _load_gguf(source)
+        else:
+            model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target)
     model.config._name_or_path = source.name
     for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
         parameter.data = parameter.data.to(target)
     model.config.dtype = target
     return model.to(device).eval()
+
+
+def _from_pretrained(source: ModelSource, **options: Any) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            source.location, local_files_only=source.is_local, **options
+        )
+    except Exception as error:
+        raise _loading_error(source, error) from error
+
+
+def _load_gguf(source: ModelSource) -> Any:
+    """A GGUF file as a bfloat16 model. That of an alias is decoded once: a copy (its size: two bytes a weight) is kept
+    beside it, which loads in a second where reading the GGUF takes twenty."""
+    import torch
+    import transformers
+
+    path = source.path
+    assert path is not None
+    decoded = path.with_suffix(f".bfloat16-{path.stat().st_size}")
+    if not (decoded / "config.json").is_file():
+        options: dict[str, Any] = {"gguf_file": source.gguf_file, "dtype": torch.bfloat16}
+        if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = _from_pretrained(source, **options)
+        if not (source.architecture and _keep_copy(model, decoded)):
+            return model
+    # From the copy in the first run, too: its configuration is the same in all runs.
+    return _from_pretrained(replace(source, location=str(decoded), gguf_file=None), dtype=torch.bfloat16)
+
+
+def _keep_copy(model: Any, directory: Path) -> bool:
+    """Save a model where it will be looked for, whole or not at all; False where the cache cannot be written to."""
+    partial = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    try:
+        model.save_pretrained(partial)
+        os.rename(partial, directory)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+    return (directory / "config.json").is_file()
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
