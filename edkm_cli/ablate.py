@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from edkm_cli.clustering import clustered_linear
 from edkm_cli.config import UserError
+from edkm_cli.environment import hardware, versions
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
@@ -107,7 +107,7 @@ def run(
         "gradients_identical": all(gradient == dense[0] for gradient in dense),
         "table1": table1,
         "saved_tensors": reports[0]["saved_tensors"],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": versions(),
         "hardware": hardware(device),
     }
 
@@ -155,19 +155,6 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
                         "storage": names.setdefault(storage.data_ptr(), f"storage {len(names)}"),
                     }
                 )
-    return found
-
-
-def hardware(device: str = "cpu") -> dict[str, Any]:
-    """The processor and, for a CUDA device, the GPU; for the record of a result."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].split(":", 1)[1].strip() if lines else model
-    found: dict[str, Any] = {"cpu": model, "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(device)
     return found
 
 

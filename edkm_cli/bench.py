@@ -5,11 +5,9 @@ One run measures everything on one machine, so that ratios are between neighbour
 
 from __future__ import annotations
 
-import platform
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from edkm_cli import clustering, kernels
 from edkm_cli.config import UserError
+from edkm_cli.environment import hardware, versions
 from edkm_cli.granularity import Granularity
 
 Log = Callable[[str], None]
@@ -205,27 +204,6 @@ def _copy_bytes_per_second(weight: Tensor) -> float:
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), weight.device, 10)
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": name, "threads": torch.get_num_threads(), "gpu": gpu}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("edkm-cli", "triton", "coremltools"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def bench_clustering(
     *,
     width: int = 4096,
@@ -302,8 +280,8 @@ def bench_clustering(
         "iterations": iterations,
         "temperature": _TEMPERATURE,
         "copy_bytes_per_second": copy_bytes_per_second,
-        "versions": _versions(),
-        "hardware": _hardware(place),
+        "versions": versions(),
+        "hardware": hardware(str(place)),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from edkm_cli import data, models, report
 from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity, weight_files_bytes
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
@@ -298,34 +298,3 @@ def start(
     for _ in track(swapped, "k-means start", len(names)):
         pass
     palettize_embeddings(model, swaps, spec)
-
-
-def versions() -> dict[str, str]:
-    import accelerate
-    import transformers
-
-    from edkm_cli import __version__
-
-    return {
-        "edkm_cli": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-    }
-
-
-def hardware(device: str) -> dict[str, Any]:
-    """What the run was measured on."""
-    described: dict[str, Any] = {"device": device, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        described["gpu"] = torch.cuda.get_device_name(device)
-    return described
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

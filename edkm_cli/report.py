@@ -100,7 +100,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
             f"(granularity `{config['granularity']}`, {bits} bits a weight, tables included), made by "
-            f"`edkm compress` {report['versions']['edkm_cli']} with {report['steps']} training steps.",
+            f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
             "",
             "## Use",
             "",

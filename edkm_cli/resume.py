@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.format import sha256_of, write_json
+from edkm_cli.format import sha256_of, sync, write_json
 
 # What may differ between a run and its resumption without changing the result.
 _FREE = ("output", "save_every", "keep", "trust_remote_code", "model")
@@ -66,11 +66,11 @@ class Checkpoints:
         partial.mkdir(parents=True)
         save_file(_tensors(model, optimizer), partial / "state.safetensors")
         write_json(partial / "state.json", {"step": step, "sha256": sha256_of(partial / "state.safetensors")})
-        _sync(partial / "state.safetensors")
-        _sync(partial)
+        sync(partial / "state.safetensors")
+        sync(partial)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(partial, target)
-        _sync(self.directory)
+        sync(self.directory)
         for old in self._all()[: -self._keep]:
             shutil.rmtree(old)
 
@@ -129,11 +129,3 @@ def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.opti
                 kind: tensor if kind == "step" else tensor.to(parameter.device)
                 for kind, tensor in moments[name].items()
             }
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import platform
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from edkm_cli.ablate import hardware
+from edkm_cli.environment import hardware, versions
 from edkm_cli.memory import MarshalSavedTensors
 
 
@@ -178,11 +177,7 @@ def main() -> None:
         "command": f"python scripts/bench_offload.py {arguments.what}{model} --tokens {arguments.tokens} "
         f"--repeats {arguments.repeats}",
         **result,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "hardware": hardware("cuda" if arguments.what == "block" else "cpu"),
     }
     text = json.dumps(result, indent=1)

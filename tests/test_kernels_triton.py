@@ -21,6 +21,7 @@ CASES = [
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.slow
 def test_triton_kernels_agree_with_the_plain_passes_in_the_interpreter():
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     root = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.config import UserError
-from edkm_cli.format import write_json
+from edkm_cli.format import sync, write_json
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 MARKER = "edkm-run.json"
@@ -72,8 +72,8 @@ class OutputDirectory:
         Wherever this is interrupted, `DIR` is the old result or the new one, whole.
         """
         for file in self.partial.iterdir():
-            _sync(file)
-        _sync(self.partial)
+            sync(file)
+        sync(self.partial)
         if not self.path.exists():
             os.rename(self.partial, self.path)
         else:
@@ -86,16 +86,8 @@ class OutputDirectory:
                 os.rename(old, self.partial)
             shutil.rmtree(self.partial)
         (self.path / MARKER).unlink()
-        _sync(self.path)
-        _sync(self.path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(self.path)
+        sync(self.path.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:

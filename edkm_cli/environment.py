@@ -1,0 +1,35 @@
+"""What a result was made with and on: versions and hardware, for the record."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("edkm-cli", "transformers", "accelerate", "triton", "coremltools")
+
+
+def versions() -> dict[str, str]:
+    """Python, torch and what else is installed of the packages that decide results."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: str = "cpu") -> dict[str, Any]:
+    """The processor and its threads, and for a CUDA device the GPU (else None)."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    except OSError:
+        pass  # not Linux
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {"device": device, "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
