@@ -50,8 +50,8 @@ class CompressConfig:
     context: int = 1024
     # training
     steps: int = 100
-    learning_rate: float = 2e-4
-    lut_learning_rate: float = 2e-4
+    learning_rate: float = 3e-4
+    lut_learning_rate: float = 3e-4
     warmup: float = 0.1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

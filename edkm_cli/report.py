@@ -59,7 +59,7 @@ def summary(report: dict[str, Any]) -> str:
         ["ratio", f"{ratio:.2f}x smaller"],
         ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits a weight, lookup tables included"],
         ["whole model", f"{report['model_bits_per_weight']:.3f} bits a weight"],
-        ["modules", f"{len(report['swapped'])} compressed, {len(report['skipped'])} left dense"],
+        ["modules", f"{len(report['swapped'])} compressed, {len(report['skipped'])} left dense{_reasons(report)}"],
         ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
         ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
         ["peak memory", megabytes(report["peak_memory_bytes"])],
@@ -77,6 +77,14 @@ def summary(report: dict[str, Any]) -> str:
             *(f"{name.ljust(width)}  {value}" for name, value in facts),
         ]
     )
+
+
+def _reasons(report: dict[str, Any]) -> str:
+    """Why modules stayed dense, each reason once with how many it holds for."""
+    reasons: dict[str, int] = {}
+    for entry in report["skipped"]:
+        reasons[entry["reason"]] = reasons.get(entry["reason"], 0) + 1
+    return f" ({'; '.join(f'{count}: {reason}' for reason, count in reasons.items())})" if reasons else ""
 
 
 def _phases(seconds: dict[str, float]) -> str:
