@@ -49,15 +49,18 @@ def test_three_bits_without_training_keep_the_model_usable_and_small(compressed)
     assert report["skipped"] == []
 
 
-def test_the_reloaded_model_writes_text(compressed):
+def test_the_reloaded_model_writes_the_same_text_packed_and_dequantized(compressed):
     _, directory = compressed
     model = edkm_cli.load(directory)
-    model.dequantize()
     tokenizer = models.load_tokenizer(models.resolve(str(directory)))
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     with torch.no_grad():
-        written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    assert "Paris" in tokenizer.decode(written[0])
+        packed = model.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        model.dequantize()
+        dense = model.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert packed.tolist() == dense.tolist()
+    assert tokenizer.decode(packed[0]).startswith("The capital of France is")
+    assert packed.shape[1] == prompt["input_ids"].shape[1] + 8
 
 
 @pytest.mark.parametrize(("context", "expected"), [(1024, 29.196), (2048, 19.130)])
