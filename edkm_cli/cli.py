@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -296,9 +295,9 @@ def _check_json_target(json_file: Path | None) -> None:
 
 def _finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
-        partial = json_file.with_name(json_file.name + ".tmp")
-        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        partial.replace(json_file)
+        from edkm_cli.format import write_json
+
+        write_json(json_file, result)
     print(text, flush=True)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from edkm_cli import data, models, report
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.environment import hardware, versions
-from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity, weight_files_bytes
+from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.format import QuantizationSpec, read_spec, write_json
@@ -228,7 +228,7 @@ def compress(
             "windows": min(config.eval_windows, max(1, held_out.numel() // config.context)),
             "tokens": held_out.numel(),
         },
-        "weights_bytes": weight_files_bytes(staging),
+        "weights_bytes": models.weight_files_bytes(staging),
         "original_weights_bytes": 2 * original.parameters,
         "parameters": size.parameters,
         "decoder_bits_per_weight": decoder_bits_per_weight(

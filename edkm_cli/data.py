@@ -62,8 +62,6 @@ def wikitext_rows(text: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(f"--data names a file that does not exist: {path}; check the path")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -79,6 +77,8 @@ def _local(path: Path) -> Documents:
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
         raise UserError(f"--data files must end in {', '.join(_SUFFIXES)}, got {path}")
+    if not path.is_file():
+        raise UserError(f"--data names a file that does not exist: {path}; check the path")
     if suffix == ".parquet":
         return _parquet(path)
     text = _read(path)
@@ -97,8 +97,6 @@ def _local(path: Path) -> Documents:
 
 
 def _parquet(path: Path) -> Documents:
-    if not path.is_file():
-        raise UserError(f"--data names a file that does not exist: {path}; check the path")
     try:
         import pyarrow.parquet
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,8 +142,3 @@ def peak_memory_bytes(device: str) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def weight_files_bytes(directory: str | Path) -> int:
-    """Bytes of a directory's safetensors files."""
-    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))

@@ -201,7 +201,7 @@ def load(directory: str | Path, *, dtype: torch.dtype | str = "auto", device: st
     Raises UserError for a directory that is none, truncated or altered.
     """
     check_checkpoint(directory)
-    with models._quiet_bars(True):
+    with models.quiet_bars(True):
         model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
     return model.to(device).eval()
 

@@ -123,7 +123,7 @@ def load_dense(
 
     _require_local(source)
     target = getattr(torch, dtype)
-    with _quiet_bars(not progress):
+    with quiet_bars(not progress):
         if source.gguf_file:
             model = _load_gguf(source)
         else:
@@ -183,7 +183,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
 
     _require_local(source)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with _quiet_bars(True):
+    with quiet_bars(True):
         try:
             return transformers.AutoTokenizer.from_pretrained(
                 source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
@@ -192,7 +192,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
             raise _loading_error(source, error) from error
 
 
-class _quiet_bars:
+class quiet_bars:
     """Turns transformers' own progress bars off for a while."""
 
     def __init__(self, quiet: bool):
@@ -219,4 +219,9 @@ def stored_bytes(source: ModelSource) -> int | None:
         return None
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return weight_files_bytes(path)
+
+
+def weight_files_bytes(directory: str | Path) -> int:
+    """Bytes of a directory's safetensors files."""
+    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
