@@ -1,0 +1,78 @@
+"""What a baseline reports, which layers it quantizes, and the one way in which stored sizes are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from edkm_cli.errors import UserError
+from edkm_cli.nn.swap import LINEAR, plan_swaps
+from edkm_cli.packing import packed_width
+
+SCALE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method made of a model.
+
+    Attributes:
+        bits_per_weight: of the quantized linears, all side information (scales, zero points, LUTs, stored orders)
+            counted.
+        stored_bytes: of the quantized linears as they would be packed, rows of indices padded to whole bytes.
+        training_tokens: tokens the method trained on; 0 for post-training methods.
+        calibration_tokens: tokens it took statistics from.
+        note: what a reader of a table must know besides ("activations at 8 bits").
+    """
+
+    bits_per_weight: float
+    stored_bytes: int
+    training_tokens: int = 0
+    calibration_tokens: int = 0
+    note: str = ""
+
+
+def decoder_linears(model: Any) -> dict[str, nn.Linear]:
+    """Module path -> layer of every linear a method quantizes: all but the output embedding, in model order."""
+    swaps = plan_swaps(model, embedding_bits=None)
+    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.role == LINEAR and not swap.reason}
+
+
+def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
+    """The width of a group in a row of `columns` weights; `group_size` 0 means the whole row.
+
+    Raises UserError, naming the layer, for a group size that does not divide the row.
+    """
+    if group_size < 0 or (group_size and columns % group_size):
+        raise UserError(
+            f"group_size must divide the {columns} columns of {layer}, got {group_size}; "
+            "choose a divisor, or 0 for one group a row"
+        )
+    return group_size or columns
+
+
+def check_bits(bits: int) -> None:
+    """Raises UserError unless 2 <= bits <= 8."""
+    if not 2 <= bits <= 8:
+        raise UserError(f"bits must be 2 to 8, got {bits}")
+
+
+def count_uniform(
+    shapes: Iterable[tuple[int, int]], *, bits: int, group_size: int, zero_bits: int, order_bits: int = 0
+) -> tuple[float, int]:
+    """(bits a weight, stored bytes) of uniformly quantized matrices (out, in).
+
+    Each group of `group_size` weights (0: each row) has a 16-bit scale and a zero point of `zero_bits` (0 in symmetric
+    schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
+    """
+    total_bits = weights = stored_bytes = 0
+    for rows, columns in shapes:
+        groups = rows * (columns // (group_size or columns))
+        side_bits = groups * (SCALE_BITS + zero_bits) + columns * order_bits
+        total_bits += rows * columns * bits + side_bits
+        stored_bytes += rows * packed_width(columns, bits) + (side_bits + 7) // 8
+        weights += rows * columns
+    return total_bits / weights, stored_bytes
