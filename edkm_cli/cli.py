@@ -70,7 +70,14 @@ def compress_command(
     warmup: Annotated[float | None, _option("Fraction of the steps.", "warmup")] = None,
     weight_decay: Annotated[float | None, _option("AdamW's, on clustered weights.", "weight_decay")] = None,
     max_grad_norm: Annotated[float | None, _option("Gradient clipping.", "max_grad_norm")] = None,
-    batch_size: Annotated[int | None, _option("Sequences in a micro-batch.", "batch_size")] = None,
+    optimizer: Annotated[str | None, _option("adamw, adamw-8bit (bitsandbytes), sgd.", "optimizer")] = None,
+    lora_rank: Annotated[
+        int | None, _option("Train low-rank updates of this rank; 0: the weights.", "lora_rank")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, _option("Scale of the updates: alpha / rank; default: twice the rank.", "lora_alpha")
+    ] = None,
+    batch_size: Annotated[int | None, _option("Sequences in a micro-batch, a process.", "batch_size")] = None,
     sequence_length: Annotated[int | None, _option("Tokens in a sequence.", "sequence_length")] = None,
     gradient_accumulation: Annotated[int | None, _option("Micro-batches a step.", "gradient_accumulation")] = None,
     distill: Annotated[
@@ -85,11 +92,23 @@ def compress_command(
     ] = None,
     offload: Annotated[str | None, _option("none; cpu: saved tensors go to host memory.", "offload")] = None,
     dtype: Annotated[str | None, _option("float32, bfloat16, float16; auto: by device.", "dtype")] = None,
-    mixed_precision: Annotated[str | None, _option("no or bf16.", "mixed_precision")] = None,
+    mixed_precision: Annotated[
+        str | None, _option("no, bf16; auto: bf16 where float32 weights train on a GPU.", "mixed_precision")
+    ] = None,
     device: Annotated[str | None, _option("auto, cpu, cuda or cuda:N.", "device")] = None,
+    sharding: Annotated[
+        str | None,
+        _option("Over processes: none (data parallel), full (FSDP2); auto: as accelerate says.", "sharding"),
+    ] = None,
+    timeout_minutes: Annotated[
+        int | None, _option("How long processes wait for one another.", "timeout_minutes")
+    ] = None,
     seed: Annotated[int | None, _option("Of shuffles and initialisation.", "seed")] = None,
     save_every: Annotated[int | None, _option("Steps between checkpoints; 0: none.", "save_every")] = None,
     keep: Annotated[int | None, _option("Checkpoints to keep.", "keep")] = None,
+    log_with: Annotated[
+        list[str] | None, _option("tensorboard, wandb (repeatable); metrics.jsonl is always written.", "log_with")
+    ] = None,
     trust_remote_code: Annotated[
         bool | None, _option("Run code that comes with a hub model.", "trust_remote_code", "--trust-remote-code")
     ] = None,

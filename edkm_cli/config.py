@@ -55,6 +55,9 @@ class CompressConfig:
     warmup: float = 0.1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    optimizer: str = "adamw"
+    lora_rank: int = 0
+    lora_alpha: float | None = None
     batch_size: int = 1
     sequence_length: int = 1024
     gradient_accumulation: int = 1
@@ -62,11 +65,14 @@ class CompressConfig:
     gradient_checkpointing: bool = False
     offload: str = "none"
     dtype: str = "auto"
-    mixed_precision: str = "no"
+    mixed_precision: str = "auto"
     device: str = "auto"
+    sharding: str = "auto"
+    timeout_minutes: int = 30
     seed: int = 0
     save_every: int = 50
     keep: int = 2
+    log_with: tuple[str, ...] = ()
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +91,11 @@ class CompressConfig:
                 faults.append(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.warmup <= 1:
             faults.append(f"warmup must be a fraction of the steps, 0 to 1, got {self.warmup}")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            faults.append(f"lora_alpha must be positive, got {self.lora_alpha}")
+        for tracker in self.log_with:
+            if tracker not in TRACKERS:
+                faults.append(f"log_with must be of {', '.join(TRACKERS)}, got {tracker!r}")
         if not self.data:
             faults.append("data must name at least one data set or file")
         try:
@@ -94,8 +105,8 @@ class CompressConfig:
         return faults
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
-        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every")
-        ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep")
+        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank")
+        ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep", "timeout_minutes")
         return [
             *((name, 1, getattr(self, name)) for name in ones),
             *((name, 0, getattr(self, name)) for name in zeros),
@@ -103,6 +114,7 @@ class CompressConfig:
         ]
 
 
+TRACKERS = ("tensorboard", "wandb")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bits": tuple(range(1, 9)),
     "embedding_bits": (*range(2, 9), 16),
@@ -112,7 +124,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "temperature_schedule": ("constant", "linear", "cosine", "exponential"),
     "importance": ("gradient", "activation", "none"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "mixed_precision": ("no", "bf16"),
+    "mixed_precision": ("auto", "no", "bf16"),
+    "optimizer": ("adamw", "adamw-8bit", "sgd"),
+    "sharding": ("auto", "none", "full"),
     "offload": ("none", "cpu"),
 }
 
