@@ -1,0 +1,218 @@
+"""LLM-QAT: quantization-aware training on text that the model writes itself (arXiv 2305.17888).
+
+A pretrained model's training data is rarely at hand, and fine-tuning text narrows what the model knows. So the
+uncompressed model writes its own (section 2.1): the first token of a sequence is drawn at random from the vocabulary, the
+tokens up to the third, fourth or fifth (a third of the sequences each) are its most likely ones, and the rest are
+sampled from its whole distribution at temperature 1.
+
+The student computes with fake-quantized weights, symmetric by the largest magnitude of each output row (section 2.2), and
+gradients pass the rounding as if it were not there. The paper's quantizer clips nothing, since a model's outliers matter.
+The loss is the cross entropy of the student against the uncompressed model's whole distribution (section 2.3,
+equation 4), computed here as the KL divergence, which differs from it by the teacher's entropy and so has the same
+gradient. AdamW without decay, learning rate 2e-5 with a cosine and no warm-up, as the paper has it for 100,000 sequences
+of 2,048 tokens on 8 GPUs; a run of a few dozen steps needs a larger one.
+
+The paper also quantizes activations and the key-value cache, per token; here both are options, off by default. Embeddings
+and head neither change nor train.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from edkm_cli.baselines.fake_quant import NO_QUANTIZATION, FakeQuantize, quantize_inputs, quantize_outputs
+from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.data import Blocks
+from edkm_cli.distill import training_loss
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import Track, no_progress
+
+_GREEDY_UP_TO = (3, 4, 5)
+
+
+def quantize(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    bits: int,
+    group_size: int,
+    seed: int = 0,
+    track: Track = no_progress,
+    steps: int = 50,
+    learning_rate: float = 2e-5,
+    batch_size: int = 1,
+    sequence_length: int = 1024,
+    sequences: int = 0,
+    generation_batch_size: int = 16,
+    activation_bits: int = NO_QUANTIZATION,
+    kv_bits: int = NO_QUANTIZATION,
+) -> Outcome:
+    """Train `model` in place on text of its own.
+
+    Args:
+        model: a dense causal LM in float32.
+        batches: not used, the method is data-free.
+        bits: of a weight, 2 to 8.
+        group_size: weights of a row that share a scale, 0: the row (as the paper has it).
+        seed: of the text and of its order.
+        steps: optimizer steps; 0 rounds the weights without training.
+        learning_rate: its peak.
+        batch_size: sequences in a step.
+        sequence_length: tokens in a sequence.
+        sequences: how many are written; 0: as many as the steps take. Fewer are seen repeatedly.
+        generation_batch_size: how many are written at a time.
+        activation_bits, kv_bits: 2 to 8 bits of each linear's input, and of keys and values; 16: as they are. Hooks
+            that stay on the model.
+
+    Raises UserError for a value out of range, or if the loss stops being finite.
+    """
+    check_bits(bits)
+    _check(
+        steps, learning_rate, batch_size, sequence_length, sequences, generation_batch_size, activation_bits, kv_bits
+    )
+    linears = decoder_linears(model)
+    for name, layer in linears.items():
+        columns_in_group(group_size, layer.in_features, layer=name)
+    count = (sequences or steps * batch_size) if steps else 0
+    text = write_text(
+        model, sequences=count, length=sequence_length, batch_size=generation_batch_size, seed=seed, track=track
+    )
+    teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
+    for layer in linears.values():
+        parametrize.register_parametrization(layer, "weight", _Quantized(bits, group_size), unsafe=True)
+    if activation_bits != NO_QUANTIZATION:
+        quantize_inputs(linears.values(), activation_bits)
+    if kv_bits != NO_QUANTIZATION:
+        cached = (layer for name, layer in linears.items() if name.endswith(("k_proj", "v_proj")))
+        quantize_outputs(cached, kv_bits)
+    if teacher is not None:
+        blocks = Blocks(text.flatten(), sequence_length, seed=seed)
+        train(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
+    for layer in linears.values():
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    shapes = [(layer.out_features, layer.in_features) for layer in linears.values()]
+    bits_per_weight, stored_bytes = count_uniform(shapes, bits=bits, group_size=group_size, zero_bits=0)
+    return Outcome(
+        bits_per_weight,
+        stored_bytes,
+        training_tokens=steps * batch_size * sequence_length,
+        note=_note(text.numel(), activation_bits, kv_bits),
+    )
+
+
+@torch.no_grad()
+def write_text(
+    model: Any, *, sequences: int, length: int, batch_size: int = 16, seed: int = 0, track: Track = no_progress
+) -> Tensor:
+    """Text by the model itself, (sequences, length) int64 on its device (section 2.1).
+
+    Sequences do not end: what follows an end-of-sequence token is the next text, as where documents are joined.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    written = torch.randint(model.config.get_text_config().vocab_size, (sequences, 1), generator=generator)
+    parts = list(written.to(device).split(batch_size)) if sequences else []
+    greedy = torch.tensor(_GREEDY_UP_TO).repeat(-(-sequences // 3))[:sequences].to(device).split(batch_size)
+    for index in track(range(len(parts)), "writing training text", len(parts)):
+        cache = None
+        newest = parts[index]
+        for position in range(1, length):
+            output = model(input_ids=newest, past_key_values=cache, use_cache=True)
+            cache, logits = output.past_key_values, output.logits[:, -1].float()
+            newest = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(device)
+            newest = torch.where(position < greedy[index][:, None], logits.argmax(-1, keepdim=True), newest)
+            parts[index] = torch.cat([parts[index], newest], dim=1)
+    return torch.cat(parts) if parts else written.to(device)
+
+
+class _Quantized(nn.Module):
+    """A parametrization: the weight (out, in) as the layer computes with it; its scale is stored in float16."""
+
+    def __init__(self, bits: int, group_size: int):
+        super().__init__()
+        self._bits, self._group_size = bits, group_size
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return FakeQuantize.apply(weight, self._bits, self._group_size, torch.float16)
+
+
+def train(
+    model: Any,
+    teacher: Any,
+    blocks: Blocks,
+    *,
+    steps: int,
+    learning_rate: float,
+    batch_size: int = 1,
+    track: Track = no_progress,
+) -> list[float]:
+    """Distil the teacher's distribution into the fake-quantized model, in place; returns the loss of every step.
+
+    Raises UserError if it stops being finite.
+    """
+    frozen = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in required if id(parameter) not in frozen]
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    device = trained[0].device
+    losses = []
+    for step in track(range(steps), "training", steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        loss = training_loss(model, teacher, blocks.batch(step, batch_size).to(device))
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            raise UserError(
+                f"the training loss must stay finite, but is {losses[-1]} at step {step}; use a smaller learning_rate"
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in required:
+        parameter.requires_grad_(True)
+    return losses
+
+
+def _check(
+    steps: int,
+    learning_rate: float,
+    batch_size: int,
+    sequence_length: int,
+    sequences: int,
+    generation_batch_size: int,
+    activation_bits: int,
+    kv_bits: int,
+) -> None:
+    for name, low, value in (
+        ("steps", 0, steps),
+        ("sequences", 0, sequences),
+        ("batch_size", 1, batch_size),
+        ("generation_batch_size", 1, generation_batch_size),
+        ("sequence_length", 2, sequence_length),
+    ):
+        if value < low:
+            raise UserError(f"{name} must be at least {low}, got {value}")
+    if not learning_rate > 0:
+        raise UserError(f"learning_rate must be positive, got {learning_rate}")
+    for name, value in (("activation_bits", activation_bits), ("kv_bits", kv_bits)):
+        if value != NO_QUANTIZATION and not 2 <= value <= 8:
+            raise UserError(f"{name} must be 2 to 8, or {NO_QUANTIZATION} for no quantization, got {value}")
+
+
+def _note(written_tokens: int, activation_bits: int, kv_bits: int) -> str:
+    parts = [f"data-free: {written_tokens:,} tokens of its own text"]
+    if activation_bits != NO_QUANTIZATION:
+        parts.append(f"activations at {activation_bits} bits per token")
+    if kv_bits != NO_QUANTIZATION:
+        parts.append(f"keys and values at {kv_bits} bits per token")
+    return ", ".join(parts)
