@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -130,6 +130,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
 }
 
+_Config = TypeVar("_Config", bound=Any)
+
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file with a mapping. Raises UserError where it is none."""
@@ -152,18 +154,23 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     """
     values = read_yaml(file) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
-    hints = get_type_hints(CompressConfig)
+    return from_mapping(CompressConfig, values)
+
+
+def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    """A configuration dataclass from its defaults and these values. Raises UserError that lists all faults at once."""
+    hints = get_type_hints(kind)
     faults, clean = [], {}
     for name, value in values.items():
         if name not in hints:
             faults.append(f"unknown key {name!r}{_suggestion(str(name), list(hints))}")
             continue
         try:
-            clean[name] = _coerce(name, value, hints[name])
+            clean[name] = coerce(name, value, hints[name])
         except ValueError as error:
             faults.append(str(error))
-    known = {field.name: field.default for field in fields(CompressConfig)}
-    probe = CompressConfig()
+    known = {field.name: field.default for field in fields(kind)}
+    probe = kind()
     for name, value in clean.items():  # one at a time, to collect every fault
         try:
             probe = replace(probe, **{name: value})
@@ -171,7 +178,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
             faults.append(str(error).removeprefix("configuration: "))
     if faults:
         raise UserError("configuration: " + "; ".join(faults))
-    return CompressConfig(**{**known, **clean})
+    return kind(**{**known, **clean})
 
 
 def _suggestion(name: str, known: list[str]) -> str:
@@ -181,7 +188,7 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _coerce(name: str, value: Any, hint: Any) -> Any:
+def coerce(name: str, value: Any, hint: Any) -> Any:
     """`value` as the field's type. Raises ValueError saying what was expected. Accepts 2e-4, which YAML reads as text."""
     wanted = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
     if value is None and type(None) in get_args(hint):
