@@ -1,0 +1,165 @@
+"""LoRA under clustering (arXiv 2106.09685): what is clustered is `w0 + s B A`, and only A, B and the LUTs train.
+
+w0 stays as it was loaded, 16 bits a weight and without gradient or optimizer state; the sum exists inside one layer's
+forward or backward at a time (`edkm_cli.clustering.linear`). So a model trains in little more than its own bytes, and
+the plain w0 is the uncompressed model: the teacher of distillation costs no second copy.
+
+peft does what it is good at: configuration, injection, initialisation, scaling, the adapter's file format. Its usual
+layer wraps the one it adapts, which renames every parameter (`q_proj.base_layer.weight`) and hides the layer from
+whoever looks for it under its path. `ClusteredLora` takes the layer's place instead and *is* a `ClusteredLinear`:
+training, export and checkpoints see the names they know, and snap the trained sum, never a merge rounded to w0's dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from edkm_cli.clustering.linear import LowRank
+from edkm_cli.config import UserError
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+
+_ADAPTER = "default"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class ClusteredLora(ClusteredLinear, LoraLayer):
+    """A `ClusteredLinear` with peft's `lora_A` (rank, in) and `lora_B` (out, rank), float32, instead of a trained weight.
+
+    It shares the storage of the layer it replaces. peft makes it: see `add_lora`.
+    """
+
+    # peft's layers look for these two in a layer that they wrap; here they are parameters of the layer itself.
+    weight: Any = property(lambda self: nn.Module.__getattr__(self, "weight"))
+    bias: Any = property(lambda self: nn.Module.__getattr__(self, "bias"))
+
+    def __init__(self, layer: ClusteredLinear, adapter_name: str, *, r: int, lora_alpha: float, **options: Any):
+        super().__init__(
+            layer.weight,
+            layer.bias,
+            layer.centroids,
+            layer.clustering,
+            temperature=layer.temperature,
+            name=layer.name,
+        )
+        # peft asks the wrapped layer for its shape; a linear without memory answers, and nothing stays wrapped.
+        LoraLayer.__init__(self, nn.Linear(self.in_features, self.out_features, bias=False, device="meta"))
+        del self.base_layer
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **options)
+
+    def low_rank(self) -> LowRank:
+        return LowRank(self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight, self.scaling[_ADAPTER])
+
+    def without_update(self) -> ClusteredLinear:
+        """A plain layer with the float32 sum as its weight: it snaps to the same indices."""
+        layer = ClusteredLinear(
+            self.effective_weight(),
+            self.bias,
+            self.centroids,
+            self.clustering,
+            temperature=self.temperature,
+            name=self.name,
+        )
+        return layer.train(self.training)
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> None:
+    """Freeze a clustered model and give each `ClusteredLinear` a low-rank update to train, in place.
+
+    The update is `alpha / rank * B @ A`. A starts at random (Kaiming uniform, from `seed` alone), B at zero, so nothing
+    changes yet. What trains: A, B and, in mode `straight-through`, the LUT entries. Norms, biases, embeddings and
+    skipped linears do not. Parameters keep their names; A and B are `<path>.lora_A.default.weight` and `lora_B`.
+
+    Raises UserError if the rank is below 1 or alpha is not a positive number.
+    """
+    if rank < 1:
+        raise UserError(f"--lora-rank must be at least 1 to train with LoRA, got {rank}; 0 trains the weights themselves")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise UserError(f"--lora-alpha must be a positive number, got {alpha}; twice the rank is usual")
+    names = list(clustered_layers(model))
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
+    config._register_custom_module({ClusteredLinear: ClusteredLora})
+    training = model.training
+    with torch.random.fork_rng(devices=[]):  # A is drawn on the CPU, then moved
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    model.train(training)
+    # peft's own freezing takes all that a tuner layer holds for the adapter's, also w0.
+    model.requires_grad_(False)
+    for layer in clustered_layers(model).values():
+        assert isinstance(layer, ClusteredLora)
+        layer.lora_A.requires_grad_(True)
+        layer.lora_B.requires_grad_(True)
+        layer.centroids.requires_grad_(layer.clustering.mode == "straight-through")
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Fold the updates into the weights, in place: each layer becomes a plain `ClusteredLinear` that trains as usual.
+
+    Its weight is the float32 sum, so evaluation and export stay the same to the bit; a 16-bit model grows. Export does
+    not need this.
+    """
+    for name, layer in clustered_layers(model).items():
+        if isinstance(layer, ClusteredLora):
+            model.set_submodule(name, layer.without_update())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+@contextmanager
+def dense_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is the uncompressed one: each `ClusteredLora` multiplies with its plain w0, in evaluation mode.
+
+    With dense embeddings the logits are those of the model before it was clustered, to the bit. For distillation: run
+    the teacher's forward inside, under `torch.no_grad()`. The student's forward *and backward* belong outside.
+
+    Raises ValueError if a clustered layer's weight is trained: it is not the uncompressed model's any more.
+    """
+    layers = clustered_layers(model)
+    for name, layer in layers.items():
+        if layer.weight.requires_grad:
+            raise ValueError(f"the weight of {name} is trained, so the uncompressed model needs a copy of its own")
+    training = model.training
+    model.eval()
+    for layer in layers.values():
+        layer.dense = True
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.dense = False
+        model.train(training)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of each layer, named as in peft's adapter files."""
+    trained = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    tensors = get_peft_model_state_dict(model, state_dict=trained, adapter_name=_ADAPTER)
+    return {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def save_adapter(model: nn.Module, directory: Path, *, base_model: str | None = None) -> list[str]:
+    """Write the updates as an ordinary peft adapter into an existing directory; returns the files' names.
+
+    `peft.PeftModel.from_pretrained(uncompressed_model, directory)` adds them to the dense weights, without clustering.
+    `base_model` is the hub id or directory that the adapter names as its own.
+    """
+    config = copy.copy(model.peft_config[_ADAPTER])  # type: ignore[index]
+    config.base_model_name_or_path = base_model
+    config.target_modules = sorted(config.target_modules)
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
+    save_file(tensors, directory / _WEIGHTS_FILE, metadata={"format": "pt"})
+    return ["adapter_config.json", _WEIGHTS_FILE]
