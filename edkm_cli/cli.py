@@ -11,7 +11,7 @@ import typer
 
 from edkm_cli import __version__
 from edkm_cli.config import CompressConfig, UserError, build_config
-from edkm_cli.errors import Preempted
+from edkm_cli.errors import PeerLost, Preempted
 
 app = typer.Typer(
     name="edkm",
@@ -147,7 +147,8 @@ def compress_command(
         resume=resume,
         observer=Observer(progress.track, progress.show, progress.say),
     )
-    _finish(summary(result), result, json_file)
+    if _RANK in ("", "0"):
+        _finish(summary(result), result, json_file)
 
 
 def _fields() -> list[str]:
@@ -157,31 +158,50 @@ def _fields() -> list[str]:
 @app.command("eval")
 def eval_command(
     model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
-    data: Annotated[str, typer.Option(help="wikitext2, builtin or a local file.")] = "wikitext2",
+    data: Annotated[
+        str | None, typer.Option(help="wikitext2, builtin or a local file. [default: wikitext2; none with --tasks]")
+    ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 2048,
     max_windows: Annotated[int | None, typer.Option(min=1, help="The first so many windows; default: all.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = "auto",
     speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas: piqa,hellaswag,mmlu ...")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(help="Directory with task files (*.yaml) of your own; they are run as programs.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of a task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a task's prompt.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of tasks.")] = 1,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a hub model's code.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Perplexity, size and bits per weight of any causal LM."""
+    """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
     _check_json_target(json_file)
     from edkm_cli.compress import choose_device
     from edkm_cli.measure import evaluate_model
     from edkm_cli.progress import Progress
     from edkm_cli.report import evaluation_summary
 
+    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
+    if tasks is not None and not names:
+        raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got nothing")
     result = evaluate_model(
         model,
-        data=data,
+        data=data or (None if names else "wikitext2"),
         context=context,
         max_windows=max_windows,
         dtype=dtype,
         device=choose_device(device),
         speed=speed,
         trust_remote_code=trust_remote_code,
+        benchmarks=names,
+        task_path=task_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
         track=Progress().track,
     )
     _finish(evaluation_summary(result), result, json_file)
@@ -335,6 +355,13 @@ def root(
     """Options of every command."""
 
 
+_RANK = os.environ.get("RANK", "")
+
+
+def _speaker() -> str:
+    return f" (process {_RANK})" if _RANK not in ("", "0") else ""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
     for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
@@ -342,10 +369,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments)
     except UserError as error:
-        print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not error.everywhere or _RANK in ("", "0"):
+            print(f"edkm: error{_speaker()}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except PeerLost as error:
+        print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly exit would wait for the lost process
     except Preempted as stop:
-        print(f"edkm: {stop}", file=sys.stderr)
+        if _RANK in ("", "0"):
+            print(f"edkm: {stop}", file=sys.stderr)
         sys.exit(143)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edkm_cli import data, models, report
 from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distill import FrozenTeacher
+from edkm_cli.distributed import World, local, open_world, peers
 from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.format import QuantizationSpec, read_spec, write_json
+from edkm_cli.format import QuantizationSpec, digest, read_spec, write_json
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.sensitivity import collect_importance
 from edkm_cli.nn.swap import (
     LINEAR,
@@ -34,7 +37,8 @@ from edkm_cli.nn.swap import (
     swap_linears,
 )
 from edkm_cli.resume import Checkpoints, fingerprint, require_same
-from edkm_cli.train import train
+from edkm_cli.train import freeze_dense_embeddings, step_sequences, train
+from edkm_cli.weights import SafetensorsReader, build_sharded
 
 _CALIBRATION_LENGTH = 1024
 
@@ -74,11 +78,18 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(dtype: str, device: str) -> str:
-    """`auto` is bfloat16 on CUDA and float32 on a CPU."""
+def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:
+    """`auto` is float32 on a CPU, and on CUDA bfloat16, but float32 for the `master` weights of sharded training."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
+    return "bfloat16" if device.startswith("cuda") and not master else "float32"
+
+
+def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str:
+    """`auto` is bf16 where float32 weights train on a GPU: matrix products then run in bfloat16."""
+    if mixed_precision != "auto":
+        return mixed_precision
+    return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
 
 
 def meta_model(config: CompressConfig) -> Any:
@@ -123,12 +134,12 @@ def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     return data.tokenize(data.load_documents(name, split), tokenizer)
 
 
-def calibration_batches(tokens: Tensor, config: CompressConfig, device: str) -> list[Tensor]:
+def calibration_batches(tokens: Tensor, config: CompressConfig) -> list[Tensor]:
     """The first blocks of a seeded shuffle, together at most `calibration_tokens` tokens (and at least one block)."""
     length = min(_CALIBRATION_LENGTH, tokens.numel(), max(config.calibration_tokens, 2))
     blocks = data.Blocks(tokens, length, seed=config.seed)
     count = max(1, min(len(blocks), config.calibration_tokens // length))
-    return [blocks.batch(index, 1).to(device) for index in range(count)]
+    return [blocks.batch(index, 1) for index in range(count)]
 
 
 def compress(
@@ -136,122 +147,280 @@ def compress(
 ) -> dict[str, Any]:
     """Run `edkm compress` and return its report (design section 9's keys).
 
+    Where a launcher started several processes, all call this; the first one writes and reports.
+
     With `resume`, an unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same weights
     as if it had not been interrupted; where there is none, the run starts, and a finished one is returned as it is.
 
-    Raises UserError for anything the user can mend, before the first expensive step wherever that is possible; the
-    output directory then is as it was.
+    Raises UserError for anything the user can mend, before the first expensive step wherever that is possible, PeerLost
+    where another process is gone; the output directory then is as it was.
     """
-    watch = observer or Observer()
-    clock = Clock()
-    finished = finished_report(config) if resume else None
-    if finished is not None:
-        watch.say(f"{config.output} is finished already")
-        return finished
-    output = OutputDirectory(config.output, overwrite=overwrite)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    torch.manual_seed(config.seed)
-    source = models.resolve(config.model)
-    meta, swaps = plan(config)
-    del meta
-    spec = spec_of(config, swaps)
+    world = open_world(choose_device(config.device), sharding=config.sharding, timeout_minutes=config.timeout_minutes)
+    watch = observer if observer is not None and world.main else Observer()
+    with peers(world):
+        finished = world.on_main(lambda: finished_report(config)) if resume else None
+        if finished is not None:
+            watch.say(f"{config.output} is finished already")
+            return finished
+        return Run(config, world, watch).run(overwrite=overwrite, resume=resume)
 
-    with clock.phase("load"):
-        tokenizer = models.load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-        tokens = data.training_tokens(list(config.data), tokenizer)
-        held_out = evaluation_tokens(config, tokenizer)
-        blocks = data.Blocks(tokens, config.sequence_length, seed=config.seed)
-        watch.say(f"loading {config.model} ({dtype}, {device})")
-        model = models.load_dense(
-            source, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code, progress=False
+
+class Run:
+    """One run: its settings, what it has measured so far, and its steps in order, each a method."""
+
+    def __init__(self, config: CompressConfig, world: World, watch: Observer):
+        self.config, self.world, self.watch = config, world, watch
+        self.clock = Clock()
+        self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
+        self.dtype = choose_dtype(config.dtype, world.device, master=world.sharded and not config.lora_rank)
+        self.source = models.resolve(config.model)
+        meta, self.swaps = plan(config)
+        self.parameters = sum(parameter.numel() for parameter in meta.parameters())
+        self.spec = spec_of(config, self.swaps)
+
+    def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
+        config, world = self.config, self.world
+        output = self._open_output(overwrite)
+        torch.manual_seed(config.seed)
+        with self.clock.phase("load"):
+            tokenizer = models.load_tokenizer(self.source, trust_remote_code=config.trust_remote_code)
+            tokens = data.training_tokens(list(config.data), tokenizer)
+            self.held_out = evaluation_tokens(config, tokenizer)
+            blocks = data.Blocks(tokens, config.sequence_length, seed=config.seed)
+            self.watch.say(f"loading {config.model} ({self.dtype}, {self._where()})")
+            dense = self._load_dense()
+        unfinished = self._unfinished(output, dense, tokens) if resume else None
+        identity = unfinished or self._identity(dense, tokens)
+        if unfinished is None:
+            self._measure("original", dense)
+        model, teacher = self._start(dense, tokens)
+        del dense
+        if unfinished is None:
+            self._measure("start", model)
+        staging = Path(world.on_main(lambda: self._begin(output, identity, keep=unfinished is not None)))
+        offloaded = self._train(model, teacher, blocks, staging) if config.steps else {}
+        del teacher
+        with self.clock.phase("export"):
+            write_checkpoint(model, tokenizer, staging, self.spec, track=self.watch.track, world=world)
+        del model
+        return world.on_main(lambda: self._finish(output, staging, offloaded))
+
+    def _where(self) -> str:
+        world = self.world
+        if world.size == 1:
+            return world.device
+        return f"{world.size} processes, {'sharded' if world.sharded else 'data parallel'}, {world.device}"
+
+    def _open_output(self, overwrite: bool) -> OutputDirectory | None:
+        """The output directory, checked, with room on its disk; on the first process."""
+        opened: list[OutputDirectory] = []
+
+        def check() -> None:
+            output = OutputDirectory(self.config.output, overwrite=overwrite)
+            output.rehearse(needed_bytes(self.config, self.parameters))
+            opened.append(output)
+
+        self.world.on_main(check)
+        return opened[0] if opened else None
+
+    def _load_dense(self) -> Any:
+        config, world = self.config, self.world
+        if world.sharded:
+            dtype = getattr(torch, choose_dtype(config.dtype, world.device))
+            return build_sharded(
+                self.source, world, dtype=dtype, trainable=False, trust_remote_code=config.trust_remote_code
+            )
+        return models.load_dense(
+            self.source,
+            dtype=self.dtype,
+            device=world.device,
+            trust_remote_code=config.trust_remote_code,
+            progress=False,
         )
-    measured: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
 
-    def measure(name: str, subject: Any) -> None:
-        with clock.phase("evaluate"):
-            measured[name] = perplexity(
-                subject,
-                held_out,
-                context=config.context,
-                max_windows=config.eval_windows,
-                track=watch.track,
+    def _identity(self, dense: Any, tokens: Tensor) -> dict[str, Any]:
+        def of_files() -> str:
+            directory = models.safetensors_directory(self.source, trust_remote_code=self.config.trust_remote_code)
+            return SafetensorsReader(directory).digest()
+
+        sha256 = self.world.on_main(of_files) if self.world.sharded else digest(dense.named_parameters())
+        return fingerprint(self.config, sha256, tokens, processes=self.world.size)
+
+    def _unfinished(self, output: OutputDirectory | None, dense: Any, tokens: Tensor) -> dict[str, Any] | None:
+        """What an unfinished run that can be gone on with recorded, or None. Raises UserError if it is another run's."""
+        found = self.world.on_main(lambda: output.marked() if output else None)
+        if found is None:
+            return None
+        identity = self._identity(dense, tokens)
+        require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
+        self.perplexity.update(found["perplexity"])
+        return identity
+
+    def _measure(self, name: str, model: Any, world: World | None = None) -> None:
+        with self.clock.phase("evaluate"):
+            self.perplexity[name] = perplexity(
+                model,
+                self.held_out,
+                context=self.config.context,
+                max_windows=self.config.eval_windows,
+                track=self.watch.track,
                 description=f"perplexity, {name}",
+                world=world or self.world,
             ).perplexity
 
-    original = footprint(model)
-    output.require_space(needed_bytes(config, original.parameters))
-    identity = fingerprint(config, model, tokens)
-    unfinished = output.marked() if resume else None
-    if unfinished is not None:
-        require_same(unfinished["fingerprint"], identity, output.partial)
-        measured.update(unfinished["perplexity"])
-    else:
-        measure("original", model)
-    teacher = copy.deepcopy(model).requires_grad_(False) if config.distill and config.steps else None
-    with clock.phase("start"):
-        start(model, swaps, spec, config, tokens, device=device, track=watch.track)
-    if unfinished is None:
-        measure("start", model)
-    staging = output.begin(keep=unfinished is not None)
-    output.mark({"fingerprint": identity, "perplexity": measured})
-    checkpoints = Checkpoints(staging, keep=config.keep)
-    offloaded: dict[str, Any] = {}
-    if config.steps:
-        with clock.phase("train"):
-            model, offloaded = train(
+    def _start(self, dense: Any, tokens: Tensor) -> tuple[Any, Any | None]:
+        """(the clustered model, its teacher): linears start at sensitivity-weighted k-means, embeddings are rounded."""
+        config, world = self.config, self.world
+        with self.clock.phase("start"):
+            names = [swap.name for swap in self.swaps if swap.role == LINEAR and not swap.reason]
+            batches = calibration_batches(tokens, config) if config.importance != "none" else []
+            importance = collect_importance(
+                dense, names, batches, kind=config.importance, world=world, track=self.watch.track
+            )
+            distilled = bool(config.distill and config.steps)
+            copied = distilled and not config.lora_rank
+            if world.sharded:
+                teacher = dense if copied else None
+                model = self._sharded_start(importance)
+            else:
+                teacher = copy.deepcopy(dense).requires_grad_(False) if copied else None
+                model = dense
+                for _ in self._swap(model, importance, track=True):
+                    pass
+                palettize_embeddings(model, self.swaps, self.spec)
+                if config.lora_rank:
+                    self._add_lora(model)
+        return model, FrozenTeacher(model) if distilled and config.lora_rank else teacher
+
+    def _swap(self, model: nn.Module, importance: dict[str, Tensor], *, prefix: str = "", track: bool = False) -> Any:
+        config = self.config
+
+        def of(name: str) -> Tensor | None:
+            value = importance.pop(name, None)
+            if value is not None and value.dim() == 2:
+                value = self.world.gather_rows(value, self._rows[name]) if self.world.sharded else value
+            return value
+
+        clustering = Clustering(
+            bits=config.bits,
+            granularity=config.granularity,
+            lut_dtype=config.lut_dtype,
+            method=config.method,
+            mode=config.mode,
+            iterations=config.iterations,
+        )
+        swapped = swap_linears(
+            model,
+            self.swaps,
+            clustering,
+            importance=of,
+            temperature=config.temperature,
+            world=self.world,
+            prefix=prefix,
+        )
+        return self.watch.track(swapped, "k-means start", len(self._rows)) if track else swapped
+
+    @property
+    def _rows(self) -> dict[str, int]:
+        return {swap.name: swap.shape[0] for swap in self.swaps if swap.role == LINEAR and not swap.reason}
+
+    def _sharded_start(self, importance: dict[str, Tensor]) -> Any:
+        """The clustered model built from the files again, each block swapped while it is whole, then sharded."""
+
+        def prepare(path: str, block: nn.Module) -> None:
+            for _ in self._swap(block, importance, prefix=f"{path}."):
+                pass
+            if self.config.lora_rank:
+                self._add_lora(block)
+
+        return build_sharded(
+            self.source,
+            self.world,
+            dtype=getattr(torch, self.dtype),
+            trainable=True,
+            trust_remote_code=self.config.trust_remote_code,
+            prepare=prepare,
+            finish=self._finish_sharded,
+        )
+
+    def _finish_sharded(self, model: Any) -> None:
+        palettize_embeddings(model, self.swaps, self.spec)
+        freeze_dense_embeddings(model)
+        if self.config.lora_rank:
+            for parameter in model.parameters():
+                if local(parameter) is parameter:  # the blocks are sharded, and frozen, already
+                    parameter.requires_grad_(False)
+
+    def _add_lora(self, model: nn.Module) -> None:
+        rank = self.config.lora_rank
+        add_lora(model, rank=rank, alpha=self.config.lora_alpha or 2.0 * rank, seed=self.config.seed)
+
+    def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> str:
+        assert output is not None
+        staging = output.begin(keep=keep)
+        output.mark({"fingerprint": identity, "perplexity": self.perplexity})
+        return str(staging)
+
+    def _train(self, model: Any, teacher: Any | None, blocks: data.Blocks, staging: Path) -> dict[str, Any]:
+        with self.clock.phase("train"):
+            offloaded = train(
                 model,
                 teacher,
                 blocks,
-                config,
-                device=device,
-                metrics=staging / "metrics.jsonl",
-                checkpoints=checkpoints,
-                track=watch.track,
-                show=watch.show,
+                self.config,
+                world=self.world,
+                staging=staging,
+                mixed_precision=choose_mixed_precision(self.config.mixed_precision, self.dtype, self.world.device),
+                track=self.watch.track,
+                show=self.watch.show,
             )
-        del teacher
-        measure("trained", model)
-    with clock.phase("export"):
-        write_checkpoint(model, tokenizer, staging, spec, track=watch.track)
-        exported = load(staging, dtype=getattr(torch, dtype), device=device)
-    measure("exported", exported)
+        self._measure("trained", model)
+        return offloaded
 
-    size = footprint(exported)
-    result = {
-        "model": config.model,
-        "output": str(output.path),
-        "perplexity": measured,
-        "evaluation": {
-            "data": config.eval_data or f"held-out tenth of {config.data[0]}",
-            "context": config.context,
-            "windows": min(config.eval_windows, max(1, held_out.numel() // config.context)),
-            "tokens": held_out.numel(),
-        },
-        "weights_bytes": models.weight_files_bytes(staging),
-        "original_weights_bytes": 2 * original.parameters,
-        "parameters": size.parameters,
-        "decoder_bits_per_weight": decoder_bits_per_weight(
-            swaps, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype
-        ),
-        "model_bits_per_weight": size.model_bits_per_weight,
-        "steps": config.steps,
-        "training_tokens": config.steps * config.batch_size * config.gradient_accumulation * config.sequence_length,
-        "seconds": clock.seconds,
-        **({"offload": offloaded} if offloaded else {}),
-        "peak_memory_bytes": peak_memory_bytes(device),
-        "swapped": [swap.to_mapping() for swap in swaps if not swap.reason],
-        "skipped": [swap.to_mapping() for swap in swaps if swap.reason],
-        "config": asdict(config),
-        "versions": versions(),
-        "hardware": hardware(device),
-    }
-    write_json(staging / "report.json", result)
-    card = report.model_card(result, base_model=None if source.is_local else source.location)
-    (staging / "README.md").write_text(card, encoding="utf-8")
-    checkpoints.remove()
-    output.commit()
-    return result
+    def _finish(self, output: OutputDirectory | None, staging: Path, offloaded: dict[str, Any]) -> dict[str, Any]:
+        """On the first process: load what was written, measure it, report, and put it in its place."""
+        assert output is not None
+        config = self.config
+        with self.clock.phase("export"):
+            exported = load(staging, dtype=getattr(torch, self.dtype), device=self.world.device)
+        self._measure("exported", exported, World(device=self.world.device))
+        size = footprint(exported)
+        result = {
+            "model": config.model,
+            "output": str(output.path),
+            "perplexity": self.perplexity,
+            "evaluation": {
+                "data": config.eval_data or f"held-out tenth of {config.data[0]}",
+                "context": config.context,
+                "windows": min(config.eval_windows, max(1, self.held_out.numel() // config.context)),
+                "tokens": self.held_out.numel(),
+            },
+            "weights_bytes": models.weight_files_bytes(staging),
+            "original_weights_bytes": 2 * self.parameters,
+            "parameters": size.parameters,
+            "decoder_bits_per_weight": decoder_bits_per_weight(
+                self.swaps, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype
+            ),
+            "model_bits_per_weight": size.model_bits_per_weight,
+            "steps": config.steps,
+            "training_tokens": config.steps * step_sequences(config, self.world) * config.sequence_length,
+            "processes": self.world.size,
+            "sharded": self.world.sharded,
+            "seconds": self.clock.seconds,
+            **({"offload": offloaded} if offloaded else {}),
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "swapped": [swap.to_mapping() for swap in self.swaps if not swap.reason],
+            "skipped": [swap.to_mapping() for swap in self.swaps if swap.reason],
+            "config": asdict(config),
+            "versions": versions(),
+            "hardware": hardware(self.world.device),
+        }
+        write_json(staging / "report.json", result)
+        card = report.model_card(result, base_model=None if self.source.is_local else self.source.location)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        Checkpoints(staging, keep=config.keep).remove()
+        output.commit()
+        return result
 
 
 def finished_report(config: CompressConfig) -> dict[str, Any] | None:
@@ -268,33 +437,3 @@ def needed_bytes(config: CompressConfig, parameters: int) -> int:
     """Disk for the result (at most a byte a weight) and for checkpoints (weight and two moments, in float32)."""
     kept = (config.keep + 1) if config.steps and config.save_every else 0
     return int(parameters * 1.1) + 50_000_000 + kept * 12 * parameters
-
-
-def start(
-    model: Any,
-    swaps: list[Swap],
-    spec: QuantizationSpec,
-    config: CompressConfig,
-    tokens: Tensor,
-    *,
-    device: str,
-    track: Track = no_progress,
-) -> None:
-    """Swap the planned modules in place: linears start at sensitivity-weighted k-means, embeddings are rounded."""
-    names = [swap.name for swap in swaps if swap.role == LINEAR and not swap.reason]
-    batches = calibration_batches(tokens, config, device) if config.importance != "none" else []
-    importance = collect_importance(model, names, track(batches, "calibration", len(batches)), kind=config.importance)
-    clustering = Clustering(
-        bits=config.bits,
-        granularity=config.granularity,
-        lut_dtype=config.lut_dtype,
-        method=config.method,
-        mode=config.mode,
-        iterations=config.iterations,
-    )
-    swapped = swap_linears(
-        model, swaps, clustering, importance=lambda name: importance.pop(name, None), temperature=config.temperature
-    )
-    for _ in track(swapped, "k-means start", len(names)):
-        pass
-    palettize_embeddings(model, swaps, spec)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.nn.lora import dense_weights
+
 _CHUNK_TOKENS = 256
 
 
@@ -45,6 +47,20 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     """Mean cross entropy of tokens 2.. of each sequence; logits (batch, sequence, vocabulary), ids (batch, sequence)."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+class FrozenTeacher:
+    """The uncompressed model inside one that is trained with LoRA: its own weights, without updates and clustering.
+
+    No second copy of the weights. Embeddings are those of the student, rounded.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        with dense_weights(self._model):
+            return self._model(**inputs)
 
 
 def training_loss(student: Any, teacher: Any | None, ids: Tensor) -> Tensor:

@@ -2,8 +2,19 @@
 
 
 class UserError(Exception):
-    """Something the user can mend. The message is one line: the rule, the actual value, the remedy. Exit status 2."""
+    """Something the user can mend. The message is one line: the rule, the actual value, the remedy. Exit status 2.
+
+    `everywhere` is set where all processes of a run raise the same one; the first then speaks for all.
+    """
+
+    def __init__(self, message: str, *, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 class Preempted(Exception):
     """The run was asked to stop and has saved its state. Exit status 143, as of a process that SIGTERM ended."""
+
+
+class PeerLost(Exception):
+    """Another process of the run is gone, so this one cannot go on. Exit status 1."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.config import UserError
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -42,6 +43,7 @@ def perplexity(
     max_windows: int | None = None,
     track: Track = no_progress,
     description: str = "perplexity",
+    world: World = ALONE,
 ) -> Perplexity:
     """Perplexity over non-overlapping windows: within each, tokens 2..context are predicted (GPTQ, arXiv 2210.17323).
 
@@ -50,6 +52,7 @@ def perplexity(
         tokens: ids of the whole text, (tokens,) int64.
         context: tokens in a window; a text shorter than one window is one shorter window.
         max_windows: the first so many windows only.
+        world: the processes that share the windows; all call this with the same model.
 
     Raises UserError if the text has fewer than two tokens.
     """
@@ -62,11 +65,14 @@ def perplexity(
     device = next(model.parameters()).device
     start = time.perf_counter()
     total = torch.zeros((), dtype=torch.float64)
-    for window in track(windows, description, len(windows)):
+    turns = world.turns(list(windows))
+    for window, counts in track(turns, description, len(turns)):
         ids = window.to(device)[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        total += nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum").double().cpu()
+        loss = nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum")
+        total += counts * loss.double().cpu()
     model.train(was_training)
+    world.sum(total)
     count = windows.shape[0] * (width - 1)
     value = math.exp(min(float(total) / count, 700.0))
     return Perplexity(value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start)

@@ -34,7 +34,7 @@ LUT_DTYPES: dict[str, torch.dtype] = {
 }
 
 # safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.
-_SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,7 +47,7 @@ _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(_SAFETENSORS_DTYPES)}
+_LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class SafetensorsWriter:
             dtype, shape = tensors[name]
             start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
             header[name] = {
-                "dtype": _SAFETENSORS_DTYPES[dtype],
+                "dtype": SAFETENSORS_DTYPES[dtype],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
@@ -203,6 +203,15 @@ class SafetensorsWriter:
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """One sha256 over names and bytes of tensors."""
+    total = hashlib.sha256()
+    for name, tensor in tensors:
+        total.update(name.encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def write_checksums(directory: Path, names: Iterable[str]) -> None:

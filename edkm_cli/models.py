@@ -140,7 +140,10 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
 
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            source.location, local_files_only=source.is_local, **options
+            source.location,
+            local_files_only=source.is_local,
+            use_safetensors=None if "gguf_file" in options else True,  # never a pickle
+            **options,
         )
     except Exception as error:
         raise _loading_error(source, error) from error
@@ -152,9 +155,7 @@ def _load_gguf(source: ModelSource) -> Any:
     import torch
     import transformers
 
-    path = source.path
-    assert path is not None
-    decoded = path.with_suffix(f".bfloat16-{path.stat().st_size}")
+    decoded = _decoded_copy(source)
     if not (decoded / "config.json").is_file():
         options: dict[str, Any] = {"gguf_file": source.gguf_file, "dtype": torch.bfloat16}
         if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
@@ -164,6 +165,38 @@ def _load_gguf(source: ModelSource) -> Any:
             return model
     # From the copy in the first run, too: its configuration is the same in all runs.
     return _from_pretrained(replace(source, location=str(decoded), gguf_file=None), dtype=torch.bfloat16)
+
+
+def _decoded_copy(source: ModelSource) -> Path:
+    """Where the decoded copy of an alias's GGUF file is, or will be."""
+    path = source.path
+    assert path is not None
+    return path.with_suffix(f".bfloat16-{path.stat().st_size}")
+
+
+def safetensors_directory(source: ModelSource, *, trust_remote_code: bool = False) -> Path:
+    """The directory with a model's configuration and safetensors files, fetched or decoded first where needed.
+
+    Raises UserError if they cannot be had.
+    """
+    _require_local(source)
+    if source.gguf_file:
+        if source.architecture and not (_decoded_copy(source) / "config.json").is_file():
+            _load_gguf(source)
+        if not source.architecture or not (_decoded_copy(source) / "config.json").is_file():
+            raise UserError(
+                f"{source.name} must be a directory with safetensors files to be sharded; use --sharding none"
+            )
+        return _decoded_copy(source)
+    if source.is_local:
+        return Path(source.location)
+    import huggingface_hub
+
+    patterns = ["*.safetensors", "*.json"] + (["*.py"] if trust_remote_code else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(source.location, allow_patterns=patterns))
+    except Exception as error:
+        raise _loading_error(source, error) from error
 
 
 def _keep_copy(model: Any, directory: Path) -> bool:

@@ -1,7 +1,8 @@
 """Training state on disk: saved atomically, checked before it is used, so that a killed run ends with the same result.
 
-A checkpoint is a directory `checkpoints/step-000050` of safetensors (parameters that train, optimizer moments, random
-states) and `state.json`. Learning rate, temperature and data are functions of the step, so they need no state.
+A checkpoint is a directory `checkpoints/step-000050` of safetensors (parameters that train, optimizer state, random
+state) and `state.json`. Learning rate, temperature and data are functions of the step, so they need no state. Tensors
+are stored whole, however many processes trained them: they are gathered and written one at a time by the first.
 """
 
 from __future__ import annotations
@@ -10,34 +11,39 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import ALONE, World, assign, full
 from edkm_cli.errors import UserError
-from edkm_cli.format import sha256_of, sync, write_json
+from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sync, write_json
 
 # What may differ between a run and its resumption without changing the result.
-_FREE = ("output", "save_every", "keep", "trust_remote_code", "model")
+_FREE = ("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes")
+# These decide together, by their product with the number of processes, what a step sees.
+_BATCH = ("batch_size", "gradient_accumulation")
+_RANDOM = "random.cpu"
 
 
-def fingerprint(config: CompressConfig, model: nn.Module, tokens: Tensor) -> dict[str, Any]:
-    """What decides a run's result: settings, and digests of the dense model and of the training tokens."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+def fingerprint(config: CompressConfig, model_sha256: str, tokens: Tensor, *, processes: int) -> dict[str, Any]:
+    """What decides a run's result: settings, sequences a step, and digests of the dense model and the training tokens.
+
+    Batch size, accumulation and the number of processes may change as long as their product stays: the run then goes
+    on with the same data, equal to rounding.
+    """
     data = hashlib.sha256(tokens.cpu().contiguous().numpy().data).hexdigest()
-    settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
+    settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
     settings = json.loads(json.dumps(settings))
-    return {**settings, "model_sha256": digest.hexdigest(), "tokens_sha256": data}
+    sequences = config.batch_size * config.gradient_accumulation * processes
+    return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": data}
 
 
 def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
@@ -52,47 +58,85 @@ def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: Pat
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `DIR.partial/checkpoints`; the newest `keep` stay."""
+    """The checkpoints of one run, in `DIR.partial/checkpoints`; the newest `keep` stay. All processes call alike."""
 
-    def __init__(self, staging: Path, *, keep: int):
+    def __init__(self, staging: Path, *, keep: int, world: World = ALONE):
         self.directory = staging / "checkpoints"
-        self._keep = keep
+        self._keep, self._world = keep, world
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the state after `step` optimizer steps: to a temporary directory, fsync, rename, then prune."""
         target = self.directory / f"step-{step:06d}"
         partial = target.with_name(target.name + ".tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(_tensors(model, optimizer), partial / "state.safetensors")
-        write_json(partial / "state.json", {"step": step, "sha256": sha256_of(partial / "state.safetensors")})
-        sync(partial / "state.safetensors")
-        sync(partial)
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(partial, target)
-        sync(self.directory)
-        for old in self._all()[: -self._keep]:
-            shutil.rmtree(old)
+        state = _State(model, optimizer)
+        with ExitStack() as stack:
+            writer = None
+            if self._world.main:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                writer = stack.enter_context(SafetensorsWriter(partial / "state.safetensors", state.announced()))
+            for name, read in state.readers():
+                tensor = read()  # a collective where it is sharded
+                if writer is not None:
+                    writer.write(name, tensor)
+        if self._world.main:
+            sha256 = sha256_of(partial / "state.safetensors")
+            write_json(partial / "state.json", {"step": step, "sha256": sha256, "numbers": state.numbers()})
+            sync(partial)
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(partial, target)
+            sync(self.directory)
+            for old in self._all()[: -self._keep]:
+                shutil.rmtree(old)
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if path.suffix != ".tmp")
 
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Restore the newest whole checkpoint in place and return its step; 0 where there is none."""
+    def _newest(self) -> dict[str, Any]:
+        """state.json of the newest whole checkpoint, with its path; step 0 where there is none."""
         for candidate in reversed(self._all()):
             try:
                 state = json.loads((candidate / "state.json").read_text(encoding="utf-8"))
-                if sha256_of(candidate / "state.safetensors") != state["sha256"]:
-                    continue
-                tensors = load_file(candidate / "state.safetensors")
-            except (OSError, ValueError, KeyError, SafetensorError):
+                if sha256_of(candidate / "state.safetensors") == state["sha256"]:
+                    return {**state, "step": int(state["step"]), "path": str(candidate / "state.safetensors")}
+            except (OSError, ValueError, KeyError, TypeError):
                 continue  # damaged: an older one will do
-            _restore(tensors, model, optimizer)
-            return int(state["step"])
-        return 0
+        return {"step": 0}
+
+    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Restore the newest whole checkpoint in place and return its step; 0 where there is none."""
+        found = self._world.on_main(self._newest)
+        if found["step"] == 0:
+            return 0
+        with ExitStack() as stack:
+            opened: Any = None
+            if self._world.main:
+                try:
+                    opened = stack.enter_context(safe_open(found["path"], framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise UserError(f"{found['path']} cannot be read; start again without --resume") from error
+            layout = self._world.on_main(lambda: _layout(opened))
+
+            def read(name: str) -> Tensor:
+                """By the first process, handed to all, in host memory."""
+                dtype, shape = layout[name]
+                whole = opened.get_tensor(name) if opened else torch.empty(shape, dtype=getattr(torch, dtype))
+                return self._world.broadcast(whole)
+
+            _restore(model, optimizer, found.get("numbers", {}), list(layout), read)
+        return found["step"]
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _layout(opened: Any) -> dict[str, tuple[str, list[int]]]:
+    """Tensor name -> (dtype, shape) of an open safetensors file."""
+    names = {name: torch_name for torch_name, name in SAFETENSORS_DTYPES.items()}
+    parts = {name: opened.get_slice(name) for name in sorted(opened.keys())}
+    return {
+        name: (str(names[part.get_dtype()]).removeprefix("torch."), part.get_shape()) for name, part in parts.items()
+    }
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -104,28 +148,55 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {"random.cpu": torch.get_rng_state()}
-    for name, parameter in _trained(model).items():
-        tensors[f"parameter.{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = value
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+class _State:
+    """Everything a checkpoint holds: tensors by name, and the optimizer's plain numbers."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self._tensors: dict[str, Tensor] = {_RANDOM: torch.get_rng_state()}
+        self._numbers: dict[str, int | float] = {}
+        for name, parameter in _trained(model).items():
+            self._tensors[f"parameter.{name}"] = parameter.detach()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self._tensors[f"optimizer.{key}.{name}"] = value
+                elif isinstance(value, (int, float)):
+                    self._numbers[f"optimizer.{key}.{name}"] = value
+
+    def announced(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def readers(self) -> Iterable[tuple[str, Callable[[], Tensor]]]:
+        for name, tensor in self._tensors.items():
+            yield name, lambda tensor=tensor: full(tensor)
+
+    def numbers(self) -> dict[str, int | float]:
+        return self._numbers
 
 
 @torch.no_grad()
-def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    moments: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+def _restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: Mapping[str, int | float],
+    names: list[str],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""
+    torch.set_rng_state(read(_RANDOM))
+    states: dict[str, dict[str, Any]] = {}
+    for key in [*names, *numbers]:
         if key.startswith("optimizer."):
             _, kind, name = key.split(".", 2)
-            moments.setdefault(name, {})[kind] = tensor
+            states.setdefault(name, {})[kind] = numbers.get(key)
     for name, parameter in _trained(model).items():
-        parameter.copy_(tensors[f"parameter.{name}"])
-        if name in moments:
-            # AdamW keeps its step count on the CPU, the moments beside the parameter.
-            optimizer.state[parameter] = {
-                kind: tensor if kind == "step" else tensor.to(parameter.device)
-                for kind, tensor in moments[name].items()
-            }
+        assign(parameter, read(f"parameter.{name}").to(parameter.device))
+        for kind, number in sorted(states.get(name, {}).items()):
+            value: Any = number
+            if number is None:
+                whole = read(f"optimizer.{kind}.{name}")
+                value = whole
+                if kind != "step":  # a step count stays on the CPU, moments are where, and sharded as, the parameter is
+                    value = torch.zeros_like(parameter, dtype=whole.dtype) if whole.shape == parameter.shape else whole
+                    value = value.to(parameter.device)
+                    assign(value, whole.to(parameter.device))
+            optimizer.state[parameter][kind] = value

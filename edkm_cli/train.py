@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,13 @@ from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distill import training_loss
+from edkm_cli.distributed import Gatherer, World, assign, full
 from edkm_cli.errors import Preempted
 from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.memory import MarshalSavedTensors
-from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.optimize import build_optimizer, learning_rate_factor
 from edkm_cli.resume import Checkpoints
-
-
-def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
-    """AdamW's groups: clustered weights, LUT entries, and the rest (norms, biases), which is not decayed."""
-    layers = clustered_layers(model).values()
-    luts = {id(layer.centroids) for layer in layers}
-    weights = {id(layer.weight) for layer in layers}
-    groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = "luts" if id(parameter) in luts else "weights" if id(parameter) in weights else "other"
-            groups[kind].append(parameter)
-    return [
-        {"params": groups["weights"], "lr": config.learning_rate, "weight_decay": config.weight_decay},
-        {"params": groups["luts"], "lr": config.lut_learning_rate, "weight_decay": 0.0},
-        {"params": groups["other"], "lr": config.learning_rate, "weight_decay": 0.0},
-    ]
-
-
-def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over the first `warmup` of the steps, then a cosine to a tenth of a percent of the peak."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    progress = (step - warm) / max(1, steps - warm)
-    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def freeze_dense_embeddings(model: Any) -> None:
@@ -73,11 +50,69 @@ def preemption() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, former)
 
 
+class Metrics:
+    """`metrics.jsonl`, a line a step, and the trackers of `--log-with`; on the first process only."""
+
+    def __init__(self, path: Path, accelerator: Any, config: CompressConfig, first: int, world: World):
+        self._file = None
+        self._accelerator = accelerator if config.log_with else None
+        if world.main:
+            keep_metrics(path, first)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        if self._accelerator is not None:
+            settings = {name: value if _is_plain(value) else str(value) for name, value in asdict(config).items()}
+            accelerator.init_trackers("edkm", config=settings)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._accelerator is not None:
+            self._accelerator.log({name: value for name, value in record.items() if name != "step"}, record["step"])
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
 def keep_metrics(path: Path, steps: int) -> None:
     """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:steps]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def make_accelerator(config: CompressConfig, world: World, mixed_precision: str, project: Path) -> Any:
+    """accelerate's part: data parallelism, autocast and trackers. Raises UserError for a tracker that is missing."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+    from accelerate.tracking import get_available_trackers
+
+    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    missing = [tracker for tracker in config.log_with if tracker not in available]
+    if missing:
+        raise UserError(
+            f"--log-with {missing[0]} needs a package that is not installed; pip install {missing[0]}", everywhere=True
+        )
+    AcceleratorState._reset_state()  # a second run in one process may choose another precision
+    # Buffers are packed indices, the same everywhere: nothing to broadcast before each forward.
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(
+        mixed_precision=mixed_precision,
+        cpu=world.device == "cpu",
+        log_with=list(config.log_with) or None,
+        project_dir=str(project) if config.log_with else None,
+        kwargs_handlers=[parallel],
+    )
 
 
 def train(
@@ -86,103 +121,143 @@ def train(
     blocks: Blocks,
     config: CompressConfig,
     *,
-    device: str,
-    metrics: Path,
-    checkpoints: Checkpoints,
+    world: World,
+    staging: Path,
+    mixed_precision: str = "no",
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
-) -> tuple[Any, dict[str, Any]]:
+) -> dict[str, Any]:
     """Train the clustered model in place for `config.steps` optimizer steps.
 
     Args:
-        model: a causal LM with `ClusteredLinear` layers, on `device`.
-        teacher: the uncompressed model on `device`, or None for next-token prediction.
-        blocks: training data; a step takes `batch_size * gradient_accumulation` blocks.
-        metrics: one JSON line a step is appended here.
-        checkpoints: training goes on from the newest one; they are saved every `config.save_every` steps (0: never), at
-            the last step, and on SIGTERM.
+        model: a causal LM with `ClusteredLinear` layers, on the world's device; sharded, or the same on all processes.
+        teacher: gives the uncompressed model's logits, or None for next-token prediction.
+        blocks: training data; a step takes `batch_size * gradient_accumulation` blocks for each process.
+        staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
+            newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.
+        mixed_precision: `no` or `bf16`.
         track, show: progress.
 
-    Returns (the model, what offloading moved: empty without it). Raises UserError if the loss stops being
-    finite, Preempted after SIGTERM.
+    Returns what offloading moved: empty without it. Raises UserError if the loss stops being finite, Preempted after
+    SIGTERM.
     """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()  # a second run in one process may choose another precision
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        cpu=device == "cpu",
-    )
+    accelerator = make_accelerator(config, world, mixed_precision, staging)
     freeze_dense_embeddings(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW(parameter_groups(model, config), betas=(0.9, 0.95), eps=1e-8)
-    first = checkpoints.load_newest(model, optimizer)
-    keep_metrics(metrics, first)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    model, optimizer = accelerator.prepare(model, optimizer)
     layers = clustered_layers(model)
+    optimizer = build_optimizer(model, config, world)
+    checkpoints = Checkpoints(staging, keep=config.keep, world=world)
+    first = checkpoints.load_newest(model, optimizer)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    # FSDP2 has wrapped a sharded model already; of several whole ones accelerate averages the gradients.
+    step_model = accelerator.prepare_model(model) if world.size > 1 and not world.sharded else model
     marshal = MarshalSavedTensors(device="cpu", keep=model.buffers()) if config.offload == "cpu" else None
     model.train()
-    with open(metrics, "a", encoding="utf-8") as log, preemption() as stop:
+    metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
+    with metrics, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
             start = time.perf_counter()
             factor = learning_rate_factor(step, config.steps, config.warmup)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-            temperature = temperature_at(
-                step,
-                config.steps,
-                schedule=config.temperature_schedule,
-                start=config.temperature,
-                end=config.temperature_end,
-            )
-            for layer in layers.values():
-                layer.temperature = temperature
-
-            total = 0.0
+            temperature = set_temperature(layers, step, config)
+            loss = torch.zeros((), dtype=torch.float64)
             for micro in range(config.gradient_accumulation):
-                index = step * config.gradient_accumulation + micro
-                ids = blocks.batch(index, config.batch_size).to(accelerator.device)
-                with accelerator.accumulate(model):
-                    with marshal or nullcontext():
-                        with accelerator.autocast():
-                            loss = training_loss(model, teacher, ids)
-                        accelerator.backward(loss)
-                    total += float(loss.detach()) / config.gradient_accumulation
-                    if not math.isfinite(total):
-                        raise UserError(
-                            f"the training loss must stay finite, but is {total} at step {step}; "
-                            "lower --learning-rate, or use --dtype float32"
-                        )
-                    if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-                        for layer in layers.values():
-                            layer.commit()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                ids = _batch(blocks, step, micro, config, world)
+                last = micro + 1 == config.gradient_accumulation
+                waits = nullcontext() if last or world.size == 1 or world.sharded else step_model.no_sync()
+                with waits, marshal or nullcontext():
+                    with accelerator.autocast():
+                        part = training_loss(step_model, teacher, ids) / config.gradient_accumulation
+                    accelerator.backward(part)
+                loss += part.detach().double().cpu() / world.size
+            total = float(world.sum(loss))
+            if not math.isfinite(total):
+                raise UserError(
+                    f"the training loss must stay finite, but is {total} at step {step + 1}; lower --learning-rate, or "
+                    "use --dtype float32",
+                    everywhere=True,
+                )
+            hard = hard_loss(model, teacher, ids, step, config, world) if config.mode == "soft" else None
+            norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+            for layer in layers.values():
+                layer.commit()
+            optimizer.step()
+            optimizer.zero_grad()
 
+            done = step + 1
             record = {
-                "step": step + 1,
+                "step": done,
                 "loss": total,
+                **({"hard_loss": hard} if hard is not None else {}),
                 "gradient_norm": float(norm),
                 "learning_rate": config.learning_rate * factor,
                 "temperature": temperature,
-                "tokens": (step + 1) * config.gradient_accumulation * config.batch_size * config.sequence_length,
+                "tokens": done * step_sequences(config, world) * config.sequence_length,
                 "seconds": time.perf_counter() - start,
             }
-            log.write(json.dumps(record) + "\n")
-            log.flush()
+            metrics.write(record)
             show(f"loss {total:.4f}")
-            due = config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps)
-            if due or stop.is_set():
-                checkpoints.save(step + 1, accelerator.unwrap_model(model), optimizer)
-            if stop.is_set():
-                raise Preempted(f"SIGTERM: saved after step {step + 1} of {config.steps}; go on with --resume")
+            stopping = world.any(stop.is_set())
+            due = config.save_every and (done % config.save_every == 0 or done == config.steps)
+            if due or stopping:
+                checkpoints.save(done, model, optimizer)
+            if stopping:
+                raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
+    finish_centroids(model, world)
+    model.eval()
+    return marshal.statistics.as_dict() if marshal else {}
+
+
+def step_sequences(config: CompressConfig, world: World) -> int:
+    """Sequences that one optimizer step sees, over all processes."""
+    return config.batch_size * config.gradient_accumulation * world.size
+
+
+def _batch(blocks: Blocks, step: int, micro: int, config: CompressConfig, world: World) -> torch.Tensor:
+    """This process's part of a micro-batch. A step sees the same blocks however they are split over processes."""
+    index = (step * config.gradient_accumulation + micro) * world.size + world.rank
+    return blocks.batch(index, config.batch_size).to(world.device)
+
+
+def set_temperature(layers: dict[str, ClusteredLinear], step: int, config: CompressConfig) -> float:
+    """Give all layers the step's temperature, and return it."""
+    temperature = temperature_at(
+        step,
+        config.steps,
+        schedule=config.temperature_schedule,
+        start=config.temperature,
+        end=config.temperature_end,
+    )
     for layer in layers.values():
-        layer.commit()
-    moved = marshal.statistics.as_dict() if marshal else {}
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval(), moved
+        layer.temperature = temperature
+    return temperature
+
+
+@torch.no_grad()
+def hard_loss(
+    model: Any, teacher: Any | None, ids: torch.Tensor, step: int, config: CompressConfig, world: World
+) -> float | None:
+    """In soft mode, the loss of the snapped model on the step's last micro-batch: what export would give. Measured at
+    about twenty steps of the run, None at the others."""
+    every = max(1, config.steps // 20)
+    if step % every and step + 1 != config.steps:
+        return None
+    model.eval()
+    value = training_loss(model, teacher, ids).double().cpu() / world.size
+    model.train()
+    return float(world.sum(value))
+
+
+@torch.no_grad()
+def finish_centroids(model: Any, world: World) -> None:
+    """The iterated centroids of the trained weights, where they are not trained themselves; layer by layer."""
+    with Gatherer(model) as gatherer:
+        for name, layer in clustered_layers(model).items():
+            if layer.clustering.mode != "straight-through":
+                gatherer.open(name)
+                final = layer.iterated_centroids()
+                gatherer.close()
+                assign(layer.centroids, final)

@@ -147,7 +147,7 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path):
 
 def test_a_full_disk_is_found_out_before_the_work(tmp_path):
     with pytest.raises(UserError, match="free some"):
-        OutputDirectory(tmp_path / "out").require_space(10**18)
+        OutputDirectory(tmp_path / "out").rehearse(10**18)
 
 
 def test_a_dry_run_predicts_the_file_and_writes_nothing(model_directory, text_file, tmp_path):

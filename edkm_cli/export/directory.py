@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,20 @@ class OutputDirectory:
                 f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
             )
 
-    def require_space(self, needed_bytes: int) -> None:
-        """Raises UserError unless the disk has room for the result."""
+    def rehearse(self, needed_bytes: int) -> None:
+        """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
+        and the disk has room for the result."""
         folder = next(folder for folder in self.path.parents if folder.exists())
+        try:
+            with tempfile.TemporaryDirectory(prefix=".edkm-", dir=folder) as trial:
+                probe = Path(trial) / "probe"
+                probe.write_bytes(b"edkm")
+                sync(probe)
+                os.rename(probe, Path(trial) / "renamed")
+        except OSError as error:
+            raise UserError(
+                f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
+            ) from error
         free = shutil.disk_usage(folder).free
         if free < needed_bytes:
             raise UserError(

@@ -22,6 +22,8 @@ from edkm_cli.clustering import (
     round_lut,
     snap,
 )
+from edkm_cli.clustering.linear import LowRank, effective_weight
+from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import from_groups, to_groups
 
@@ -47,9 +49,14 @@ class Clustering:
 class ClusteredLinear(nn.Module):
     """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
 
+    What is clustered, trained and exported is `effective_weight()`: the weight, plus a low-rank update in the subclass
+    of `edkm_cli.nn.lora`. While `dense` is set the layer is the plain linear on `weight` instead.
+
     `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
     in mode `straight-through`, where they are trained; in the other modes they are the warm start of the iterations.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -65,8 +72,9 @@ class ClusteredLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.clustering, self.temperature, self.name = clustering, temperature, name
         self.weight = nn.Parameter(weight.detach())
-        self.bias = None if bias is None else nn.Parameter(bias.detach())
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
         self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.mode == "straight-through")
+        self.dense = False
         self._memo: tuple[tuple[object, ...], Tensor] | None = None
 
     @classmethod
@@ -92,8 +100,18 @@ class ClusteredLinear(nn.Module):
         )
         return cls(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
 
+    def low_rank(self) -> LowRank | None:
+        """The update that is added to the weight before it is clustered."""
+        return None
+
+    def effective_weight(self) -> Tensor:
+        """What is clustered, (out, in): the weight, or with a low-rank update their differentiable float32 sum."""
+        return effective_weight(self.weight, self.low_rank())
+
     def forward(self, x: Tensor) -> Tensor:
         options = self.clustering
+        if self.dense:
+            return nn.functional.linear(x, self.weight, self.bias)
         if not self.training:
             return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
         if options.method == "dkm":
@@ -109,20 +127,21 @@ class ClusteredLinear(nn.Module):
             mode=options.mode,
             lut_dtype=options.lut_dtype,
             new_centroids=None if options.mode == "straight-through" else self._new_centroids(),
+            low_rank=self.low_rank(),
             name=self.name,
         )
 
     def _dense_weight(self) -> Tensor:
         """The clustered weight by plain autograd operations, in the chosen mode: the reference for `clustered_linear`."""
-        options = self.clustering
+        options, weight = self.clustering, self.effective_weight()
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
-            indices = nearest_indices(self.weight, self._lut(), granularity=options.granularity)
+            indices = nearest_indices(weight, self._lut(), granularity=options.granularity)
             entries = _differentiable_lookup(self.centroids, indices, options.granularity)
             value = self.hard_weight().to(entries.dtype)
-            return value + (entries - entries.detach()) + (self.weight - self.weight.detach())
+            return value + (entries - entries.detach()) + (weight - weight.detach())
         soft, final = dense_dkm(
-            self.weight,
+            weight,
             self.centroids,
             granularity=options.granularity,
             temperature=self.temperature,
@@ -130,20 +149,24 @@ class ClusteredLinear(nn.Module):
         )
         if options.mode == "soft":
             return soft
-        hard = snap(self.weight, final, granularity=options.granularity, lut_dtype=options.lut_dtype, name=self.name)
+        hard = snap(weight, final, granularity=options.granularity, lut_dtype=options.lut_dtype, name=self.name)
         return soft + (hard.to(soft.dtype) - soft).detach()
 
     @torch.no_grad()
     def _new_centroids(self) -> Tensor:
         """The iterated centroids. They depend on parameters only, so micro-batches of one step share them."""
-        key = (self.weight._version, self.weight.data_ptr(), self.centroids._version, self.temperature)
+        low_rank = self.low_rank()
+        sources = (self.weight, self.centroids) if low_rank is None else (self.weight, self.centroids, *low_rank[:2])
+        key = (self.temperature, *((source._version, source.data_ptr()) for source in sources))
         if self._memo is None or self._memo[0] != key:
-            self._memo = (key, self._iterate())
+            self._memo = (key, self.iterated_centroids())
         return self._memo[1]
 
-    def _iterate(self) -> Tensor:
+    @torch.no_grad()
+    def iterated_centroids(self) -> Tensor:
+        """The centroids after this step's iterations (groups, k), computed anew."""
         return iterate_centroids(
-            self.weight,
+            self.effective_weight(),
             self.centroids,
             granularity=self.clustering.granularity,
             temperature=self.temperature,
@@ -156,7 +179,9 @@ class ClusteredLinear(nn.Module):
         """Once per optimizer step: make the iterated centroids the next step's warm start. Nothing to do where they
         are trained by gradient."""
         if self.clustering.mode != "straight-through":
-            self.centroids.copy_(self._new_centroids())
+            # Of sharded parameters only a forward sees the whole: what it computed is taken.
+            sharded = local(self.weight) is not self.weight
+            assign(self.centroids, self._memo[1] if sharded and self._memo else self._new_centroids())
             self._memo = None
 
     def _lut(self) -> Tensor:
@@ -166,7 +191,7 @@ class ClusteredLinear(nn.Module):
     def hard_weight(self) -> Tensor:
         """The weight (out, in) float32 as export stores it."""
         return snap(
-            self.weight,
+            self.effective_weight(),
             self.centroids,
             granularity=self.clustering.granularity,
             lut_dtype=self.clustering.lut_dtype,
@@ -180,7 +205,7 @@ class ClusteredLinear(nn.Module):
         Entries are sorted after the assignment, so ties fall as in `hard_weight`.
         """
         lut = self._lut()
-        indices = nearest_indices(self.weight, lut, granularity=self.clustering.granularity)
+        indices = nearest_indices(self.effective_weight(), lut, granularity=self.clustering.granularity)
         ascending, order = lut.sort(dim=1, stable=True)
         rank = torch.empty_like(order).scatter_(
             1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)

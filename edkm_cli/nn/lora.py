@@ -12,15 +12,16 @@ training, export and checkpoints see the names they know, and snap the trained s
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -34,16 +35,19 @@ _WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class ClusteredLora(ClusteredLinear, LoraLayer):
-    """A `ClusteredLinear` with peft's `lora_A` (rank, in) and `lora_B` (out, rank), float32, instead of a trained weight.
+    """A `ClusteredLinear` that trains peft's `lora_A` (rank, in) and `lora_B` (out, rank), float32, and not its weight.
 
     It shares the storage of the layer it replaces. peft makes it: see `add_lora`.
     """
 
+    lora_A: Any
+    lora_B: Any
+    scaling: Any
     # peft's layers look for these two in a layer that they wrap; here they are parameters of the layer itself.
     weight: Any = property(lambda self: nn.Module.__getattr__(self, "weight"))
     bias: Any = property(lambda self: nn.Module.__getattr__(self, "bias"))
 
-    def __init__(self, layer: ClusteredLinear, adapter_name: str, *, r: int, lora_alpha: float, **options: Any):
+    def __init__(self, layer: ClusteredLinear, adapter_name: str, *, seed: int, r: int, lora_alpha: float, **more: Any):
         super().__init__(
             layer.weight,
             layer.bias,
@@ -56,7 +60,9 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
         LoraLayer.__init__(self, nn.Linear(self.in_features, self.out_features, bias=False, device="meta"))
         del self.base_layer
         self._active_adapter = adapter_name
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **options)
+        with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU, then moves it
+            torch.default_generator.manual_seed(_layer_seed(seed, layer.name))
+            self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **more)
 
     def low_rank(self) -> LowRank:
         return LowRank(self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight, self.scaling[_ADAPTER])
@@ -74,12 +80,21 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
         return layer.train(self.training)
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> None:
-    """Freeze a clustered model and give each `ClusteredLinear` a low-rank update to train, in place.
+def _layer_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
-    The update is `alpha / rank * B @ A`. A starts at random (Kaiming uniform, from `seed` alone), B at zero, so nothing
-    changes yet. What trains: A, B and, in mode `straight-through`, the LUT entries. Norms, biases, embeddings and
-    skipped linears do not. Parameters keep their names; A and B are `<path>.lora_A.default.weight` and `lora_B`.
+
+def _config(names: list[str], rank: int, alpha: float) -> Any:
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> None:
+    """Freeze a clustered model, or a part of one, and give each `ClusteredLinear` a low-rank update to train, in place.
+
+    The update is `alpha / rank * B @ A`. B starts at zero, so nothing changes yet, A at random: Kaiming uniform, from
+    `seed` and the layer's name alone, on any device. What trains is A, B and, in mode `straight-through`, the LUT
+    entries; norms, biases, embeddings and skipped linears do not. Parameters keep their names; A and B are
+    `<path>.lora_A.default.weight` and `<path>.lora_B.default.weight`.
 
     Raises UserError if the rank is below 1 or alpha is not a positive number.
     """
@@ -87,21 +102,22 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> Non
         raise UserError(f"--lora-rank must be at least 1 to train with LoRA, got {rank}; 0 trains the weights themselves")
     if not (math.isfinite(alpha) and alpha > 0):
         raise UserError(f"--lora-alpha must be a positive number, got {alpha}; twice the rank is usual")
-    names = list(clustered_layers(model))
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
-    config._register_custom_module({ClusteredLinear: ClusteredLora})
+    config = _config(list(clustered_layers(model)), rank, alpha)
+    config._register_custom_module({ClusteredLinear: partial(ClusteredLora, seed=seed)})
     training = model.training
-    with torch.random.fork_rng(devices=[]):  # A is drawn on the CPU, then moved
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     model.train(training)
     # peft's own freezing takes all that a tuner layer holds for the adapter's, also w0.
     model.requires_grad_(False)
-    for layer in clustered_layers(model).values():
-        assert isinstance(layer, ClusteredLora)
+    for layer in lora_layers(model).values():
         layer.lora_A.requires_grad_(True)
         layer.lora_B.requires_grad_(True)
         layer.centroids.requires_grad_(layer.clustering.mode == "straight-through")
+
+
+def lora_layers(model: nn.Module) -> dict[str, ClusteredLora]:
+    """Module path -> layer, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, ClusteredLora)}
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -110,9 +126,8 @@ def merge_lora(model: nn.Module) -> None:
     Its weight is the float32 sum, so evaluation and export stay the same to the bit; a 16-bit model grows. Export does
     not need this.
     """
-    for name, layer in clustered_layers(model).items():
-        if isinstance(layer, ClusteredLora):
-            model.set_submodule(name, layer.without_update())
+    for name, layer in lora_layers(model).items():
+        model.set_submodule(name, layer.without_update())
     if hasattr(model, "peft_config"):
         del model.peft_config
 
@@ -144,9 +159,12 @@ def dense_weights(model: nn.Module) -> Iterator[None]:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """A and B of each layer, named as in peft's adapter files."""
-    trained = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
-    tensors = get_peft_model_state_dict(model, state_dict=trained, adapter_name=_ADAPTER)
-    return {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    tensors = {}
+    for name, layer in lora_layers(model).items():
+        low_rank = layer.low_rank()
+        tensors[f"base_model.model.{name}.lora_A.weight"] = low_rank.a.detach()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = low_rank.b.detach()
+    return tensors
 
 
 def save_adapter(model: nn.Module, directory: Path, *, base_model: str | None = None) -> list[str]:
@@ -155,10 +173,10 @@ def save_adapter(model: nn.Module, directory: Path, *, base_model: str | None = 
     `peft.PeftModel.from_pretrained(uncompressed_model, directory)` adds them to the dense weights, without clustering.
     `base_model` is the hub id or directory that the adapter names as its own.
     """
-    config = copy.copy(model.peft_config[_ADAPTER])  # type: ignore[index]
-    config.base_model_name_or_path = base_model
-    config.target_modules = sorted(config.target_modules)
-    config.inference_mode = True
+    layers = lora_layers(model)
+    first = next(iter(layers.values()))
+    config = _config(sorted(layers), first.r[_ADAPTER], first.lora_alpha[_ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base_model, True
     config.save_pretrained(str(directory))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
     save_file(tensors, directory / _WEIGHTS_FILE, metadata={"format": "pt"})

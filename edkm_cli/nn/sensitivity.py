@@ -8,39 +8,55 @@ every token instead of every sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from edkm_cli.config import UserError
+from edkm_cli.distributed import ALONE, World
 
 IMPORTANCES = ("gradient", "activation", "none")
 
 
 class _Collector:
-    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32."""
+    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32 in host memory.
 
-    def __init__(self, layers: dict[str, nn.Linear], kind: str):
+    Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
+    """
+
+    def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World):
         self.sums: dict[str, Tensor] = {}
-        self.tokens = 0
-        self._kind = kind
+        self.counts = True
+        self._kind, self._world = kind, world
         self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
 
     def _hook(self, name: str) -> Any:
         def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            squares = inputs[0].detach().reshape(-1, module.in_features).float().square()  # (tokens, in)
+            x = inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in); the square is taken when needed
             if self._kind == "activation":
-                self._add(name, squares.sum(0))
-            else:
+                self._add(name, x.float().square().sum(0))
+            elif output.requires_grad:
                 output.register_hook(
-                    lambda grad: self._add(name, grad.reshape(-1, module.out_features).float().square().t() @ squares)
+                    lambda grad: self._add_rows(
+                        name, grad.reshape(-1, module.out_features).float().square().t() @ x.float().square()
+                    )
                 )
 
         return forward_hook
 
-    def _add(self, name: str, value: Tensor) -> None:
+    def _add_rows(self, name: str, value: Tensor) -> None:
+        if self._world.sharded:
+            value = self._world.scatter_rows(value if self.counts else torch.zeros_like(value))
+            self._add(name, value, whole=False)
+        else:
+            self._add(name, value)
+
+    def _add(self, name: str, value: Tensor, *, whole: bool = True) -> None:
+        if whole and not self.counts:
+            value = torch.zeros_like(value)
+        value = value.cpu()
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
     def close(self) -> None:
@@ -48,37 +64,51 @@ class _Collector:
             handle.remove()
 
 
-def collect_importance(model: Any, names: list[str], batches: Iterable[Tensor], *, kind: str) -> dict[str, Tensor]:
-    """Importance of the named linears' weights over calibration batches.
+def collect_importance(
+    model: Any,
+    names: list[str],
+    batches: list[Tensor],
+    *,
+    kind: str,
+    world: World = ALONE,
+    track: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, description, total: items,
+) -> dict[str, Tensor]:
+    """Importance of the named linears' weights over calibration batches, which the processes share.
 
     Args:
         model: a dense causal LM; its parameters are left as they are, none gets a gradient.
-        batches: token ids, (batch, sequence) int64, on the model's device.
+        batches: token ids, (batch, sequence) int64; the same on all processes.
         kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
+        world: the processes. Where the model is sharded, `gradient` gives each its share of the rows
+            (`World.gather_rows` makes them whole).
 
     Returns:
-        Module path -> float32 means over tokens. Raises UserError for an unknown kind.
+        Module path -> float32 means over tokens, in host memory. Raises UserError for an unknown kind.
     """
     if kind not in IMPORTANCES:
         raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
     if kind == "none":
         return {}
-    collector = _Collector({name: model.get_submodule(name) for name in names}, kind)
+    collector = _Collector({name: model.get_submodule(name) for name in names}, kind, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     was_training = model.training
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
         model.eval()
-        for batch in batches:
-            collector.tokens += batch.numel()
-            _run(model, batch, kind)
+        turns = world.turns(batches)
+        for batch, collector.counts in track(turns, "calibration", len(turns)):
+            _run(model, batch.to(world.device), kind)
     finally:
         collector.close()
         model.train(was_training)
         for parameter in trained:
             parameter.requires_grad_(True)
-    return {name: value / max(collector.tokens, 1) for name, value in collector.sums.items()}
+    tokens = sum(batch.numel() for batch in batches)
+    split = world.sharded and kind == "gradient"
+    return {
+        name: (value if split else world.sum(value)) / max(tokens, 1) for name, value in sorted(collector.sums.items())
+    }
 
 
 def _run(model: Any, batch: Tensor, kind: str) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from edkm_cli.config import UserError
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
+from edkm_cli.nn.start import shared_kmeans_start
 
 LINEAR, EMBEDDING, HEAD = "linear", "embedding", "head"
 
@@ -111,16 +113,30 @@ def swap_linears(
     *,
     importance: Callable[[str], torch.Tensor | None] = lambda name: None,
     temperature: float = 1.0,
+    world: World = ALONE,
+    prefix: str = "",
 ) -> Iterator[str]:
-    """Replace the planned linears by `ClusteredLinear`, one at a time; yields each name when done (for progress)."""
+    """Replace the planned linears by `ClusteredLinear`, one at a time; yields each name when done (for progress).
+
+    `model` may be the part of one at `prefix` (a path that ends in a dot): then the swaps below it are done. All
+    processes of `world` call this with the same weights and importances.
+    """
     for swap in swaps:
-        if swap.role == LINEAR and not swap.reason:
-            linear = model.get_submodule(swap.name)
+        if swap.role == LINEAR and not swap.reason and swap.name.startswith(prefix):
+            linear = model.get_submodule(swap.name.removeprefix(prefix))
             assert isinstance(linear, nn.Linear)
-            clustered = ClusteredLinear.from_linear(
-                linear, clustering, importance=importance(swap.name), temperature=temperature, name=swap.name
+            centroids = shared_kmeans_start(
+                linear.weight.detach(),
+                2**clustering.bits,
+                granularity=clustering.granularity,
+                importance=importance(swap.name),
+                name=swap.name,
+                world=world,
             )
-            model.set_submodule(swap.name, clustered)
+            clustered = ClusteredLinear(
+                linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=swap.name
+            )
+            model.set_submodule(swap.name.removeprefix(prefix), clustered)
             yield swap.name
 
 

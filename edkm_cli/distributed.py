@@ -1,0 +1,246 @@
+"""The processes of a run: who they are, what they agree on, and parameters sharded over them.
+
+`torchrun` and `accelerate launch` start the processes and set RANK, WORLD_SIZE and the rendezvous; everything here is
+torch.distributed (gloo for host memory, nccl for GPUs). A run alone is a world of one, in which all of this is free.
+
+Sharded means FSDP2: `fully_shard` on each decoder block keeps 1/N of its parameters on each process (rows, dimension
+0) and gathers a block when it is used. Inside a block's forward a layer sees whole weights, so clustering is exact and
+moves no byte more than training does. Outside, `whole` gathers one block at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from edkm_cli.errors import PeerLost, UserError
+
+T = TypeVar("T")
+
+_PEER_GONE = re.compile(
+    r"connection|broken pipe|timed out|timeout|remote process|gloo|nccl|tcpstore",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run. `device` is where its tensors live; `sharded` whether parameters are."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    sharded: bool = False
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, value: int) -> int:
+        """The maximum over all processes."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process."""
+        return bool(self.largest(int(flag)))
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """Do something on the first process only; all get its result (through JSON), or its UserError."""
+        if self.size == 1:
+            return work()
+        outcome: dict[str, Any] = {}
+        if self.main:
+            try:
+                outcome = {"value": work()}
+            except UserError as error:
+                outcome = {"error": str(error)}
+        outcome = json.loads(self._broadcast_text(json.dumps(outcome)))
+        if "error" in outcome:
+            raise UserError(outcome["error"], everywhere=True)
+        return outcome["value"]
+
+    def _broadcast_text(self, text: str) -> str:
+        data = bytearray(text.encode())
+        length = torch.tensor(len(data), dtype=torch.int64)
+        dist.broadcast(length, 0)
+        buffer = torch.frombuffer(data, dtype=torch.uint8) if self.main else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(buffer, 0)
+        return bytes(buffer.tolist()).decode()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor on all, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+        return tensor
+
+    def turns(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """This process's share of the items. All get equally many, since a sharded model is called by all at once:
+        where the items run out, the last one is repeated and marked False (not to be counted)."""
+        rounds = -(-len(items) // self.size)
+        places = [turn * self.size + self.rank for turn in range(rounds)]
+        return [(items[min(place, len(items) - 1)], place < len(items)) for place in places]
+
+    def scatter_rows(self, tensor: Tensor) -> Tensor:
+        """This process's rows of the sum over all processes of a matrix (rows, columns)."""
+        if self.size == 1:
+            return tensor
+        share = -(-tensor.shape[0] // self.size)
+        padded = torch.zeros(share * self.size, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        padded[: tensor.shape[0]] = tensor
+        mine = torch.empty_like(padded[:share])
+        dist.reduce_scatter_tensor(mine, padded)
+        return mine
+
+    def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
+        """The matrix with `rows` rows whose consecutive equal shares the processes hold; the last may be padded."""
+        if self.size == 1:
+            return mine[:rows]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine.contiguous())
+        return torch.cat(parts)[:rows]
+
+
+ALONE = World()
+
+
+def launched() -> int:
+    """How many processes a launcher (torchrun, accelerate) started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def wants_sharding(sharding: str) -> bool:
+    """What `--sharding` means here: `auto` follows `accelerate launch --use_fsdp`. Raises UserError for DeepSpeed."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise UserError(
+            "edkm shards by FSDP2, but accelerate is configured for DeepSpeed; launch with --use_fsdp, or --sharding full"
+        )
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return launched() > 1 and (sharding == "full" or (sharding == "auto" and asked))
+
+
+def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
+    """Join the other processes of the run, if a launcher started any.
+
+    `device` is `cpu`, `cuda` (this process's own GPU is taken) or `cuda:N`. Raises UserError where the processes don't
+    find one another.
+    """
+    size, sharded = launched(), wants_sharding(sharding)
+    # accelerate must not wrap the model a second time.
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if size == 1:
+        return World(device=device)
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"the {size} processes must find one another, but process {os.environ['RANK']} could not join "
+                f"({_first_line(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
+            ) from error
+    return World(dist.get_rank(), size, device, sharded)
+
+
+@contextmanager
+def peers(world: World) -> Iterator[None]:
+    """Turns the many errors of a collective whose partner is gone into PeerLost."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if world.size == 1 or isinstance(error, torch.cuda.OutOfMemoryError) or not _PEER_GONE.search(str(error)):
+            raise
+        raise PeerLost(
+            f"process {world.rank} of {world.size} lost another one ({_first_line(error)}); that one's own message says "
+            "why; start again with --resume"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def shard(module: nn.Module, world: World) -> None:
+    """Keep 1/N of a module's parameters on each process (FSDP2); in place, parameters become DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=init_device_mesh(world.device.split(":")[0], (world.size,)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: its rows where it is sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered on all processes where it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole value, which all processes have, into a tensor that may be sharded."""
+    if not hasattr(tensor, "to_local"):
+        tensor.copy_(value)
+        return
+    mesh = tensor.device_mesh
+    parts = value.chunk(mesh.size())  # FSDP2's own split of dimension 0
+    if mesh.get_local_rank() < len(parts):
+        tensor.to_local().copy_(parts[mesh.get_local_rank()])
+
+
+class Gatherer:
+    """Makes the parameters of a sharded model whole, the blocks one after the other; all processes ask alike.
+
+    `open(path)` gathers the block that owns the module at `path` (and lets the one before go); use as a context
+    manager. On a model that is not sharded it does nothing.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._owners = {name: module for name, module in model.named_modules() if hasattr(module, "unshard")}
+        self._opened: Any = None
+
+    def open(self, path: str) -> None:
+        parts = path.split(".")
+        prefixes = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+        owner: Any = next((self._owners[prefix] for prefix in prefixes if prefix in self._owners), None)
+        if owner is not self._opened:
+            self.close()
+            if owner is not None:
+                owner.unshard()
+            self._opened = owner
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.reshard()
+        self._opened = None
+
+    def __enter__(self) -> Gatherer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

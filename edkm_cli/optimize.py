@@ -1,0 +1,63 @@
+"""Optimizers and their schedule: which parameters train, how fast, and with what state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import World
+from edkm_cli.nn.clustered import clustered_layers
+
+_BETAS = (0.9, 0.95)
+
+
+def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
+    """The optimizer's groups: clustered weights (or their low-rank updates), LUT entries, and the rest (norms, biases),
+    which is not decayed."""
+    layers = clustered_layers(model).values()
+    luts = {id(layer.centroids) for layer in layers}
+    weights = {id(layer.weight) for layer in layers}
+    groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = "luts" if id(parameter) in luts else "weights" if id(parameter) in weights else "other"
+            groups[kind].append(parameter)
+    return [
+        {"params": groups["weights"], "lr": config.learning_rate, "weight_decay": config.weight_decay},
+        {"params": groups["luts"], "lr": config.lut_learning_rate, "weight_decay": 0.0},
+        {"params": groups["other"], "lr": config.learning_rate, "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> torch.optim.Optimizer:
+    """The optimizer that `--optimizer` names. Raises UserError where its package or device is missing."""
+    groups = parameter_groups(model, config)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=0.9)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8)
+    if world.sharded or not world.device.startswith("cuda"):
+        raise UserError(
+            "--optimizer adamw-8bit needs a GPU and unsharded parameters (bitsandbytes), but the device is "
+            f"{world.device}{', sharded' if world.sharded else ''}; use --optimizer adamw"
+        )
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UserError(
+            "--optimizer adamw-8bit needs bitsandbytes, which is not installed; pip install bitsandbytes"
+        ) from error
+    return bitsandbytes.optim.AdamW8bit(groups, betas=_BETAS, eps=1e-8)
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up over the first `warmup` of the steps, then a cosine to a tenth of a percent of the peak."""
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,149 @@
+"""Reading a dense model's weights tensor by tensor, and building it sharded: no process ever holds the whole of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from edkm_cli import models
+from edkm_cli.config import UserError
+from edkm_cli.distributed import World, shard
+from edkm_cli.format import digest
+
+
+class SafetensorsReader:
+    """The tensors of a directory's safetensors files, by name, each read when asked for."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files = self._index()
+        self._open: dict[str, Any] = {}
+
+    def _index(self) -> dict[str, str]:
+        index = self._directory / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = {str(name): str(file) for name, file in weight_map.items()}
+            except (ValueError, KeyError, AttributeError) as error:
+                raise UserError(f"{index} must map tensors to files, but cannot be read; fetch it again") from error
+            for file in set(files.values()):
+                if Path(file).name != file or not (self._directory / file).is_file():
+                    raise UserError(f"{self._directory} lacks {file}, which its index names; fetch the model again")
+            return files
+        file = "model.safetensors"
+        if not (self._directory / file).is_file():
+            raise UserError(
+                f"{self._directory} must hold safetensors files to be sharded, but has none; convert the model, or use "
+                "--sharding none"
+            )
+        with self._opened(file) as opened:
+            return dict.fromkeys(opened.keys(), file)
+
+    def _opened(self, file: str) -> Any:
+        try:
+            return safe_open(self._directory / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self._directory / file} is not a whole safetensors file; fetch the model again"
+            ) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str) -> Tensor:
+        """The tensor on the CPU as stored. Raises UserError where the files don't have it."""
+        if name not in self._files:
+            raise UserError(
+                f"the weights in {self._directory} must hold {name}, but do not; --sharding none loads other layouts"
+            )
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._opened(file)
+        return self._open[file].get_tensor(name)
+
+    def digest(self) -> str:
+        """One sha256 over all tensors, in the order of their names."""
+        return digest((name, self.get(name)) for name in sorted(self._files))
+
+
+def decoder_blocks(model: Any) -> dict[str, nn.Module]:
+    """The model's decoder layers, the units of sharding: module path -> module. Raises UserError if it names none."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    if not blocks:
+        raise UserError(f"--sharding full must know the decoder layers, but {type(model).__name__} does not name them")
+    return blocks
+
+
+def build_sharded(
+    source: models.ModelSource,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    trainable: bool,
+    trust_remote_code: bool = False,
+    prepare: Callable[[str, nn.Module], None] = lambda path, block: None,
+    finish: Callable[[Any], None] = lambda model: None,
+) -> Any:
+    """A causal LM whose parameters are sharded over the processes, in evaluation mode.
+
+    Block by block: read whole, given to `prepare(path, block)`, which may swap modules inside, then sharded. Last the
+    rest (embeddings, final norm): read, given to `finish(model)`, sharded. Beside its shards a process holds one block.
+    Raises UserError for weights that are not plain safetensors.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = models.safetensors_directory(source, trust_remote_code=trust_remote_code)
+    architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.config._name_or_path = source.name
+    model.requires_grad_(trainable)
+    reader = SafetensorsReader(directory)
+    blocks = decoder_blocks(model)
+    for path, block in blocks.items():
+        _read(block, f"{path}.", reader, dtype, world.device)
+        block.to(world.device)
+        prepare(path, block)
+        shard(block, world)
+    tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
+    _read(model, "", reader, dtype, world.device, leave=tied)
+    model.tie_weights()
+    _move_buffers(model, world.device)
+    finish(model)
+    shard(model, world)
+    return model.eval()
+
+
+def _read(
+    module: nn.Module, prefix: str, reader: SafetensorsReader, dtype: torch.dtype, device: str, leave: Any = ()
+) -> None:
+    """Fill the parameters that are still empty, all but those in `leave`."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if not parameter.is_meta or prefix + name in leave:
+            continue
+        tensor = reader.get(prefix + name)
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"{prefix}{name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}; the weights do not "
+                "belong to this config.json"
+            )
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype), requires_grad=parameter.requires_grad))
+
+
+def _move_buffers(model: nn.Module, device: str) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
