@@ -42,6 +42,8 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
 
     lora_A: Any
     lora_B: Any
+    r: Any
+    lora_alpha: Any
     scaling: Any
     # peft's layers look for these two in a layer that they wrap; here they are parameters of the layer itself.
     weight: Any = property(lambda self: nn.Module.__getattr__(self, "weight"))
@@ -62,7 +64,7 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
         self._active_adapter = adapter_name
         with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU, then moves it
             torch.default_generator.manual_seed(_layer_seed(seed, layer.name))
-            self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **more)
+            LoraLayer.update_layer(self, adapter_name, r, lora_alpha=lora_alpha, **more)
 
     def low_rank(self) -> LowRank:
         return LowRank(self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight, self.scaling[_ADAPTER])
@@ -99,14 +101,17 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> Non
     Raises UserError if the rank is below 1 or alpha is not a positive number.
     """
     if rank < 1:
-        raise UserError(f"--lora-rank must be at least 1 to train with LoRA, got {rank}; 0 trains the weights themselves")
+        raise UserError(
+            f"--lora-rank must be at least 1 to train with LoRA, got {rank}; 0 trains the weights themselves"
+        )
     if not (math.isfinite(alpha) and alpha > 0):
         raise UserError(f"--lora-alpha must be a positive number, got {alpha}; twice the rank is usual")
-    config = _config(list(clustered_layers(model)), rank, alpha)
-    config._register_custom_module({ClusteredLinear: partial(ClusteredLora, seed=seed)})
-    training = model.training
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    model.train(training)
+    names, training = list(clustered_layers(model)), model.training
+    if names:  # a part of a model may have none
+        config = _config(names, rank, alpha)
+        config._register_custom_module({ClusteredLinear: partial(ClusteredLora, seed=seed)})
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+        model.train(training)
     # peft's own freezing takes all that a tuner layer holds for the adapter's, also w0.
     model.requires_grad_(False)
     for layer in lora_layers(model).values():
