@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from edkm_cli import data as texts
-from edkm_cli import models
+from edkm_cli import models, tasks
 from edkm_cli.config import UserError
 from edkm_cli.evaluate import Track, decode_speed, footprint, no_progress, peak_memory_bytes, perplexity
 from edkm_cli.hf import load_any
@@ -19,35 +20,48 @@ from edkm_cli.nn.swap import dequantize_model
 def evaluate_model(
     name: str,
     *,
-    data: str,
+    data: str | None,
     context: int,
     max_windows: int | None,
     dtype: str,
     device: str,
     speed: bool = False,
     trust_remote_code: bool = False,
+    benchmarks: Sequence[str] = (),
+    task_path: str | Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 1,
     track: Track = no_progress,
 ) -> dict[str, Any]:
     """The result of `edkm eval` (design section 9's keys): a local file is evaluated whole, a data set on its test split.
 
-    Raises UserError for a model or text that cannot be had.
+    Without `data` there is no perplexity: it and what belongs to it are None. `benchmarks` are tasks of
+    lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.tasks).
+
+    Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
     _check_dtype(dtype)
     source = models.resolve(name)
-    documents = texts.load_documents(data, "all" if Path(data).suffix else "test")
+    if data is None and (speed or not benchmarks):
+        raise UserError("--data must name a text: only --tasks work without one; give --data")
+    documents = texts.load_documents(data, "all" if Path(data).suffix else "test") if data else None
+    loaded: dict[str, Any] = {}
+    if benchmarks:
+        loaded = tasks.load_tasks(
+            benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
+        )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
-    tokens = texts.tokenize(documents, tokenizer)
     start = time.perf_counter()
-    measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track)
     size = footprint(model)
-    result = {
-        "model": name,
-        "data": data,
-        "context": measured.context,
-        "windows": measured.windows,
-        "tokens": measured.tokens,
-        "perplexity": measured.perplexity,
+    result: dict[str, Any] = {"model": name, "data": data}
+    result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
+    if documents is not None:
+        tokens = texts.tokenize(documents, tokenizer)
+        measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track)
+        result |= {key: getattr(measured, key) for key in ("context", "windows", "tokens", "perplexity")}
+    result |= {
         "dtype": dtype,
         "device": device,
         "weights_bytes": models.stored_bytes(source) or size.weights_bytes,
@@ -57,6 +71,10 @@ def evaluate_model(
     if speed:
         result["prefill_tokens_per_second"] = measured.windows * measured.context / measured.seconds
         result["decode_tokens_per_second"] = decode_speed(model, tokens[: min(32, measured.context)])
+    if loaded:
+        dequantize_model(model, getattr(torch, dtype))  # once, not in each of many thousand short passes
+        result["tasks"] = tasks.run_tasks(model, tokenizer, loaded, limit=limit, batch_size=batch_size)
+        result["lm_eval_version"] = tasks.harness_version()
     result["seconds"] = time.perf_counter() - start
     result["peak_memory_bytes"] = peak_memory_bytes(device)
     return result

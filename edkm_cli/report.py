@@ -164,9 +164,14 @@ def plan_summary(plan: dict[str, Any]) -> str:
 
 def evaluation_summary(result: dict[str, Any]) -> str:
     """What `edkm eval` prints."""
-    facts = [
-        ["perplexity", f"{result['perplexity']:.3f}  ({result['windows']} windows of {result['context']} tokens)"],
-        ["text", f"{result['data']}, {result['tokens']:,} tokens"],
+    facts = []
+    if result["perplexity"] is not None:
+        windows = f"{result['windows']} windows of {result['context']} tokens"
+        facts += [
+            ["perplexity", f"{result['perplexity']:.3f}  ({windows})"],
+            ["text", f"{result['data']}, {result['tokens']:,} tokens"],
+        ]
+    facts += [
         ["weights", megabytes(result["weights_bytes"])],
         ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits a weight"],
         ["whole model", f"{result['model_bits_per_weight']:.3f} bits a weight"],
@@ -177,4 +182,23 @@ def evaluation_summary(result: dict[str, Any]) -> str:
         speed = f"{result['prefill_tokens_per_second']:.1f} prefill, {result['decode_tokens_per_second']:.1f} decode"
         facts.append(["tokens per s", speed])
     width = max(len(fact[0]) for fact in facts)
-    return "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])
+    text = "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])
+    if "tasks" in result:
+        header = ["task", "metric", "value", "samples", "examples"]
+        text += "\n\n" + table(task_rows(result["tasks"]), header=header)
+    return text
+
+
+def task_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Benchmark results as rows: task, metric, value with its standard error, documents, examples in the prompt."""
+    rows = []
+    for task, facts in results.items():
+        for key, value in facts.items():
+            metric, comma, filter_name = key.partition(",")
+            error_key = f"{metric}_stderr{comma}{filter_name}"
+            if value is None or error_key not in facts:
+                continue
+            error = facts[error_key]
+            shown = f"{value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
+            rows.append([task, key, shown, f"{facts['samples']:,}", str(facts["num_fewshot"])])
+    return rows

@@ -1,0 +1,244 @@
+"""Benchmarks (piqa, hellaswag, mmlu ...) through lm-evaluation-harness, the extra `eval`, for any loaded model.
+
+The harness owns prompts, answers and metrics, so that figures compare with everybody else's; this file only finds the
+tasks, hands over the model and brings the result into a plain map. Data comes from the hub, or from files: a directory
+of task files (`--task-path`) is searched before the harness's own tasks, and with `dataset_path: json` and
+`dataset_kwargs: {data_files: {test: mine.jsonl}}` a task needs no hub at all. Relative paths in task files start at
+that directory.
+
+A task file is a program: its templates and its `!function` lines run on this machine, as a script would. What the hub
+could send is not run: the datasets library reads data only, and a metric that the harness would fetch as code is
+refused unless `trust_remote_code` allows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager, nullcontext
+from difflib import get_close_matches
+from importlib import metadata
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edkm_cli.config import UserError
+
+_INSTALL = "pip install 'edkm-cli[eval]'"
+_SEED = 1234  # the harness's own default for the choice of few-shot examples
+_NOT_METRICS = ("name", "alias", "sample_len", "sample_count")
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    task_path: str | Path | None = None,
+    num_fewshot: int | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Find tasks, groups or tags by name and fetch their data; `run_tasks` takes the result.
+
+    Args:
+        names: as in the harness's list, or in the files under `task_path`.
+        task_path: directory with task files (*.yaml); its tasks come before the harness's of the same name.
+        num_fewshot: examples in the prompt; None: as each task says (else none). As in the harness, a task that fixes
+            zero keeps zero.
+        trust_remote_code: let the harness fetch and run metrics that are code on the hub.
+
+    Raises UserError if the harness is not installed, for an unknown task, a task file that cannot be used, or data that
+    cannot be had.
+    """
+    if not names:
+        raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got an empty list")
+    folder = _check_task_path(task_path)
+    manager = _manager(names, folder)
+    loaded = {}
+    for name in dict.fromkeys(names):
+        if name not in manager.all_tasks:
+            raise _unknown(name, manager.all_tasks, folder)
+        with chdir(folder) if folder else nullcontext(), _hub_metrics(trust_remote_code) as refused:
+            try:
+                loaded[name] = manager.load([name])
+            except Exception as error:
+                if not refused:
+                    raise _loading_error(name, manager, folder, error) from error
+        if refused:
+            raise UserError(
+                f"--tasks {name} needs the metric {refused[0]!r}, which is code on the hub; give --trust-remote-code to "
+                "run it, or choose another task"
+            )
+        if not loaded[name]["tasks"]:
+            raise UserError(f"--tasks {name} is a group with no tasks; choose another")
+        for task in loaded[name]["tasks"].values():
+            _settle_fewshot(task, num_fewshot)
+    return loaded
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, loaded: dict[str, Any], *, limit: int | None = None, batch_size: int = 1
+) -> dict[str, dict[str, Any]]:
+    """Run loaded tasks on a causal LM: task -> its metrics, `..._stderr`, `samples`, `num_fewshot`, `version`.
+
+    A group brings an entry of its own and one for each of its tasks. `limit`: the first so many documents of each task.
+    A standard error is None where there is none (a single document).
+
+    Raises UserError where a task does not fit its data or the model.
+    """
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    subject = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+    results: dict[str, dict[str, Any]] = {}
+    for name, tasks in loaded.items():
+        try:
+            for task in tasks["tasks"].values():
+                _check_answers(task, limit)
+            found = evaluate(subject, tasks, limit=limit, log_samples=False)
+        except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
+            raise
+        except Exception as error:
+            raise UserError(
+                f"--tasks {name} does not fit its data or this model ({_one_line(error)}); check the task file"
+            ) from error
+        for task, metrics in found["results"].items():
+            facts = {
+                "samples": metrics.get("sample_len"),
+                "num_fewshot": found["n-shot"].get(task),
+                "version": found["versions"].get(task),
+            }
+            results[task] = {**_metrics(metrics), **facts}
+    return results
+
+
+def harness_version() -> str:
+    """The installed harness, whose prompts decide the figures."""
+    return metadata.version("lm_eval")
+
+
+def _check_task_path(task_path: str | Path | None) -> Path | None:
+    """The directory, absolute, if every task file in it is YAML: the harness itself skips broken files silently."""
+    if task_path is None:
+        return None
+    folder = Path(task_path).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"--task-path must be a directory with task files (*.yaml), but {folder} is none")
+    files = sorted(folder.rglob("*.yaml"))
+    if not files:
+        raise UserError(f"--task-path must hold task files (*.yaml), but {folder} holds none")
+    for file in files:
+        try:
+            node = yaml.compose(file.read_text(encoding="utf-8"))  # syntax only: nothing is constructed or run
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"--task-path file {file} is not YAML ({_one_line(error)}); mend or remove it") from error
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"--task-path file {file} must hold a mapping with 'task' or 'group'; mend or remove it")
+    return folder
+
+
+def _manager(names: Sequence[str], folder: Path | None) -> Any:
+    """The harness's index of tasks. Reading its own 15,000 takes many seconds: left out where local files suffice."""
+    if find_spec("lm_eval") is None:
+        raise UserError(f"--tasks needs lm-evaluation-harness, which is not installed; {_INSTALL}")
+    try:
+        import datasets
+        from lm_eval.tasks import TaskManager
+
+        TaskManager.load  # noqa: B018 - since 0.4.12
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} cannot be used "
+            f"({_one_line(error)}); {_INSTALL}"
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    if folder is not None:
+        local = TaskManager(include_path=str(folder), include_defaults=False)
+        if set(names) <= set(local.all_subtasks):  # groups may refer to the harness's tasks
+            return local
+    return TaskManager(include_path=str(folder) if folder else None)
+
+
+@contextmanager
+def _hub_metrics(allowed: bool) -> Iterator[list[str]]:
+    """While this is open, metrics that the harness would fetch as code from the hub are listed, not loaded."""
+    import evaluate
+
+    refused: list[str] = []
+
+    def refuse(path: str, *arguments: Any, **options: Any) -> None:
+        refused.append(path)
+        raise PermissionError(f"the metric {path} is code on the hub")
+
+    original = evaluate.load
+    if not allowed:
+        evaluate.load = refuse
+    try:
+        yield refused
+    finally:
+        evaluate.load = original
+
+
+def _settle_fewshot(task: Any, num_fewshot: int | None) -> None:
+    """Set the number of examples by the harness's rule, and the seed they are drawn with."""
+    fixed = task.get_config("num_fewshot")
+    if num_fewshot is not None and fixed != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    elif fixed is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=_SEED)
+
+
+def _check_answers(task: Any, limit: int | None) -> None:
+    """Raises UserError for a question whose answer is none of its choices: the harness would count it as answered wrong."""
+    from lm_eval.api.task import ConfigurableTask
+
+    if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE != "multiple_choice":
+        return
+    for number, document in enumerate(islice(task.eval_docs, limit)):
+        choices = task.doc_to_choice(document)
+        given = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+        for answer in given if isinstance(given, list) else [given]:
+            if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
+                raise UserError(
+                    f"--tasks {task.task_name}: the answer must be one of the choices, by its number from 0 or its text, "
+                    f"but document {number} has {answer!r} for {choices!r}; mend the task's doc_to_target or its data"
+                )
+
+
+def _metrics(found: dict[str, Any]) -> dict[str, Any]:
+    """The harness's "metric,filter" keys as "metric" where a metric has one filter only; "N/A" and NaN become None."""
+    values = {key: value for key, value in found.items() if "," in key and key not in _NOT_METRICS}
+    metrics = [key.split(",", 1)[0] for key in values]
+    plain = {}
+    for key, value in values.items():
+        metric = key.split(",", 1)[0]
+        usable = isinstance(value, (int, float)) and math.isfinite(value)
+        plain[metric if metrics.count(metric) == 1 else key] = float(value) if usable else None
+    return plain
+
+
+def _unknown(name: str, known: Sequence[str], folder: Path | None) -> UserError:
+    close = get_close_matches(name, known, n=1)
+    places = f"lm-evaluation-harness {harness_version()}" + (f" or {folder}" if folder else "")
+    remedy = f"did you mean {close[0]!r}?" if close else "see `lm-eval ls tasks`, or give --task-path with its file"
+    return UserError(f"--tasks must name tasks of {places}, got {name!r}; {remedy}")
+
+
+def _loading_error(name: str, manager: Any, folder: Path | None, error: Exception) -> UserError:
+    entry = manager.task_index.get(name)
+    file = getattr(entry, "yaml_path", None)
+    if folder is not None and file is not None and Path(file).is_relative_to(folder):
+        return UserError(f"--tasks {name}: {file} cannot be used ({_one_line(error)}); mend the file or its data")
+    return UserError(
+        f"--tasks {name}: its data could not be had from the Hugging Face hub ({_one_line(error)}); check the network, "
+        "or give --task-path with a task file whose data is local"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text[:200] + ("..." if len(text) > 200 else "")
