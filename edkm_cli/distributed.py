@@ -188,7 +188,10 @@ def shard(module: nn.Module, world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(module, mesh=init_device_mesh(world.device.split(":")[0], (world.size,)))
+    mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
+    # Also for the root, which FSDP2 would leave whole after a forward without backward (an evaluation): an optimizer
+    # made then would train the whole parameter, of which nobody would hear.
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -223,6 +226,11 @@ class Gatherer:
     def __init__(self, model: nn.Module):
         self._owners = {name: module for name, module in model.named_modules() if hasattr(module, "unshard")}
         self._opened: Any = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there is anything to gather."""
+        return bool(self._owners)
 
     def open(self, path: str) -> None:
         parts = path.split(".")

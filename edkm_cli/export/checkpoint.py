@@ -43,8 +43,9 @@ class _Source:
                 indices, lut = module.snapped()
                 self._current = (path, {"indices": pack(indices, module.clustering.bits), "lut": lut})
             return self._current[1][leaf]
-        tensor = getattr(module, leaf)
-        return tensor.detach()
+        tensor = getattr(module, leaf).detach()
+        # Memory that numpy has seen (the writer's way to its bytes) cannot be let go again by FSDP2.
+        return tensor.clone() if self._gatherer.sharded else tensor
 
 
 def write_weights(

@@ -116,11 +116,16 @@ def _run(model: Any, batch: Tensor, kind: str) -> None:
         with torch.no_grad():
             model.base_model(input_ids=batch, use_cache=False)
         return
-    with torch.enable_grad():
-        embedded = model.get_input_embeddings()(batch).detach().requires_grad_(True)
-        logits = model(inputs_embeds=embedded, use_cache=False).logits
-        # A sum, not a mean: each token's own gradient, squared.
-        loss = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
-        )
-        loss.backward()
+    # No parameter asks for a gradient, so the embedded tokens do, or there would be no graph.
+    embedding = model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_(True))
+    try:
+        with torch.enable_grad():
+            logits = model(input_ids=batch, use_cache=False).logits
+            # A sum, not a mean: each token's own gradient, squared.
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
+            )
+            loss.backward()
+    finally:
+        handle.remove()
