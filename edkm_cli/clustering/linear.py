@@ -129,37 +129,43 @@ class _ClusteredLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, centroids, a, b, final = ctx.saved_tensors
-        needs_x, needs_weight, needs_centroids, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:6]
-        needs_effective = needs_weight or needs_a or needs_b
-        grad_x = grad_weight = grad_centroids = grad_bias = grad_a = grad_b = None
-        flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
-        low_rank = _joined(a, b, ctx.options)
-        effective = effective_weight(weight, low_rank)
-        if needs_x:
-            if final is None:
-                final = centroids.detach().to(kernels.centroid_dtype(weight))
-            grad_x = grad @ _forward_weight(effective, final, ctx.options, x.dtype)
-        if needs_effective or needs_centroids:
-            grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
-            grad_weight, grad_centroids = _weight_gradients(
-                effective, centroids, grad_weight, ctx.options, (needs_effective, needs_centroids)
-            )
-            del effective  # before the next tensor of its size
-            if low_rank is not None and grad_weight is not None:
-                grad_a, grad_b = _low_rank_gradients(low_rank, grad_weight)
-        if needs_bias:
-            grad_bias = flat.sum(0).to(ctx.bias_dtype)
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None,
-            grad_centroids if needs_centroids else None,
-            grad_bias,
-            grad_a if needs_a else None,
-            grad_b if needs_b else None,
-            None,
-            None,
+        with torch.autocast(grad.device.type, enabled=False):
+            return _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of `_ClusteredLinear.forward`'s arguments."""
+    x, weight, centroids, a, b, final = ctx.saved_tensors
+    needs_x, needs_weight, needs_centroids, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:6]
+    needs_effective = needs_weight or needs_a or needs_b
+    grad_x = grad_weight = grad_centroids = grad_bias = grad_a = grad_b = None
+    flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
+    low_rank = _joined(a, b, ctx.options)
+    effective = effective_weight(weight, low_rank)
+    if needs_x:
+        if final is None:
+            final = centroids.detach().to(kernels.centroid_dtype(weight))
+        grad_x = grad @ _forward_weight(effective, final, ctx.options, x.dtype)
+    if needs_effective or needs_centroids:
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
+        grad_weight, grad_centroids = _weight_gradients(
+            effective, centroids, grad_weight, ctx.options, (needs_effective, needs_centroids)
         )
+        del effective  # before the next tensor of its size
+        if low_rank is not None and grad_weight is not None:
+            grad_a, grad_b = _low_rank_gradients(low_rank, grad_weight)
+    if needs_bias:
+        grad_bias = flat.sum(0).to(ctx.bias_dtype)
+    return (
+        grad_x,
+        grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None,
+        grad_centroids if needs_centroids else None,
+        grad_bias,
+        grad_a if needs_a else None,
+        grad_b if needs_b else None,
+        None,
+        None,
+    )
 
 
 def _joined(a: Tensor | None, b: Tensor | None, options: _Options) -> LowRank | None:
