@@ -65,6 +65,8 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
         with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU, then moves it
             torch.default_generator.manual_seed(_layer_seed(seed, layer.name))
             LoraLayer.update_layer(self, adapter_name, r, lora_alpha=lora_alpha, **more)
+        self.lora_A.float()  # peft gives both the weight's dtype
+        self.lora_B.float()
 
     def low_rank(self) -> LowRank:
         return LowRank(self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight, self.scaling[_ADAPTER])
