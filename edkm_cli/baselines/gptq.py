@@ -1,0 +1,185 @@
+"""GPTQ (arXiv 2210.17323): round columns one by one, and let those not yet rounded make up for each error.
+
+For a layer with inputs X the error of a quantized weight is tr((W - Q) H (W - Q)^T) with H = X X^T. Rounding column j
+leaves the best correction of the remaining columns in closed form, through the inverse of H over them:
+
+    W[:, j:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j:]          U^T U = H^-1, U upper triangular
+
+All rows share H, so the order of the columns is the same for all, and one Cholesky factor replaces the updates of the
+inverse (section 3.3, step 3). Errors reach columns beyond the current block of 128 in one product (step 2). H gets 1% of
+its mean diagonal added (`damping`). The scale of a group is fitted when its first column is reached, to weights that
+hold the corrections so far.
+
+Blocks of the decoder are quantized in order, each on the outputs of those before it, quantized; within a block, layers
+that share an input are one stage, and the next stage sees their outputs quantized (the authors' `--true-sequential`).
+
+`order`: `natural` as in the paper; `activation` rounds the columns of largest H[j, j] first (the authors' `--act-order`):
+groups are then made of columns that follow each other in that order, and it has to be stored, unless `static_groups`
+fits the groups' scales beforehand; `within-groups` sorts columns inside their group and the groups among themselves,
+which costs no storage (arXiv 2505.14638; the default of gptqmodel).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.baselines.blocks import BlockStream, Gram
+from edkm_cli.baselines.grid import Grid, fit_grid, zero_bits
+from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import Track, no_progress
+
+ORDERS = ("natural", "activation", "within-groups")
+_LAZY_COLUMNS = 128
+_ORDER_BITS = 16
+
+
+@torch.no_grad()
+def quantize(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    bits: int,
+    group_size: int,
+    seed: int = 0,
+    track: Track = no_progress,
+    symmetric: bool = False,
+    order: str = "natural",
+    static_groups: bool = False,
+    damping: float = 0.01,
+) -> Outcome:
+    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
+
+    Args:
+        symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
+        order: `natural`, `activation` or `within-groups`.
+        static_groups: fit all groups' grids to the weights as they were, before the first column is rounded.
+        damping: share of the mean diagonal added to H's diagonal.
+
+    Raises UserError for bits, order or damping out of range, no calibration text, or a group size that does not divide
+    a layer.
+    """
+    check_bits(bits)
+    if order not in ORDERS:
+        raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    if not damping > 0:
+        raise UserError(f"damping must be positive, got {damping}; the paper's is 0.01")
+    rule = "symmetric" if symmetric else "minmax"
+    layers = decoder_linears(model)
+    widths = {name: columns_in_group(group_size, layer.in_features, layer=name) for name, layer in layers.items()}
+    stream = BlockStream(model, batches)
+    blocks = list(stream.blocks.items())
+    for index, (path, block) in enumerate(track(blocks, "gptq", len(blocks))):
+        for stage in stream.stages(index):
+            members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
+            if members:
+                _quantize_stage(
+                    members,
+                    _hessian(stream, index, members[0]),
+                    bits=bits,
+                    width=widths[f"{path}.{stage[0]}"],
+                    rule=rule,
+                    order=order,
+                    static_groups=static_groups,
+                    damping=damping,
+                )
+        stream.hidden = stream.run(index)
+    stores_order = order == "activation" and group_size > 0 and not static_groups
+    bits_per_weight, stored_bytes = count_uniform(
+        [(layer.out_features, layer.in_features) for layer in layers.values()],
+        bits=bits,
+        group_size=group_size,
+        zero_bits=zero_bits(rule, bits),
+        order_bits=_ORDER_BITS if stores_order else 0,
+    )
+    return Outcome(bits_per_weight, stored_bytes, calibration_tokens=stream.tokens)
+
+
+def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:
+    gram = Gram()
+    stream.run(index, {layer: gram.visit}, until=layer)
+    if not gram.tokens:  # never called on this text: nothing is known of its inputs
+        return torch.eye(layer.in_features, device=layer.weight.device)
+    return gram.products
+
+
+def _quantize_stage(members: list[Any], hessian: Tensor, **options: Any) -> None:
+    """Layers with one input have one Hessian: their rows are quantized together."""
+    stacked = torch.cat([layer.weight.float() for layer in members])
+    quantized = quantize_weight(stacked, hessian, **options)
+    for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
+        layer.weight.copy_(part)
+
+
+def quantize_weight(
+    weight: Tensor,
+    hessian: Tensor,
+    *,
+    bits: int,
+    width: int,
+    rule: str = "minmax",
+    order: str = "natural",
+    static_groups: bool = False,
+    damping: float = 0.01,
+) -> Tensor:
+    """The GPTQ rounding of a weight (out, in), whose groups have `width` columns, for a Hessian (in, in).
+
+    Computed in the weight's dtype (float32 or float64), the factor in float64.
+    """
+    columns = weight.shape[1]
+    diagonal = hessian.diagonal()
+    permutation = _order(diagonal, width, order)
+    grids: list[Grid] = []
+    if static_groups:
+        grids = [fit_grid(part, bits=bits, rule=rule) for part in weight.split(width, 1)]
+    w = weight[:, permutation]  # a copy, changed below
+    factor = _inverse_factor(hessian[permutation][:, permutation], damping).to(w.dtype)
+    quantized = torch.empty_like(w)
+    # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
+    lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
+    grid = fit_grid(w, bits=bits, rule=rule)  # of whole rows; replaced as groups are reached
+    for start in range(0, columns, lazy):
+        end = min(start + lazy, columns)
+        errors = w.new_empty(w.shape[0], end - start)
+        for j in range(start, end):
+            if static_groups:
+                grid = grids[int(permutation[j]) // width]
+            elif width < columns and j % width == 0:
+                grid = fit_grid(w[:, j : j + width], bits=bits, rule=rule)
+            quantized[:, j] = grid.round(w[:, j : j + 1])[:, 0]
+            error = (w[:, j] - quantized[:, j]) / factor[j, j]
+            w[:, j:end].addr_(error, factor[j, j:end], alpha=-1)
+            errors[:, j - start] = error
+        w[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
+    return quantized[:, permutation.argsort()]
+
+
+def _order(diagonal: Tensor, width: int, order: str) -> Tensor:
+    """The columns in the order in which they are rounded, (in,)."""
+    if order == "natural":
+        return torch.arange(diagonal.numel(), device=diagonal.device)
+    if order == "activation":
+        return diagonal.argsort(descending=True, stable=True)
+    values, inside = diagonal.view(-1, width).sort(dim=1, descending=True, stable=True)
+    groups = values[:, 0].argsort(descending=True, stable=True)
+    starts = torch.arange(0, diagonal.numel(), width, device=diagonal.device)
+    return (starts[:, None] + inside)[groups].flatten()
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with U^T U the inverse of the damped Hessian; float64. Damping grows until one exists."""
+    h = hessian.double()
+    diagonal = h.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = 1.0  # an input that is always zero: its column is rounded to nearest
+    for _ in range(20):
+        diagonal += damping * mean
+        lower, failed = torch.linalg.cholesky_ex(h)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper
+    raise UserError("the calibration inputs must be finite, but a layer's Hessian has no Cholesky factor")

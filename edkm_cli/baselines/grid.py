@@ -1,0 +1,72 @@
+"""Uniform quantization of groups of weights: `bits`-bit integers, a float16 scale and a zero point a group.
+
+    q = clamp(round(w / scale) + zero, 0, 2**bits - 1)        w~ = scale * (q - zero)
+
+Three rules choose scale and zero from a group's values:
+
+- `minmax`: the grid spans [min, max], widened to contain 0 (GPTQ and AWQ). The zero point is stored, `bits` bits.
+- `symmetric`: the grid spans [-a, a] with a the largest magnitude, and lacks its positive end: zero is 2**(bits - 1),
+  the scale 2 a / (2**bits - 1) (GPTQ's symmetric option; llmcompressor).
+- `autoround`: the weight of largest magnitude is met exactly by the one end of the grid that has 2**(bits - 1) steps; the
+  scale is a / 2**(bits - 1), negative where that weight is positive (AutoRound, arXiv 2309.05516, its symmetric type).
+
+Scales are rounded to float16 before anything is rounded to them: it is what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from edkm_cli.errors import UserError
+
+RULES = ("minmax", "symmetric", "autoround")
+_SMALLEST_SCALE = 2.0**-24  # float16's smallest number: a group of zeros must not divide by zero
+
+
+class Grid(NamedTuple):
+    """Scales and zero points (..., 1) of groups (..., n); `top` is the largest integer."""
+
+    scale: Tensor
+    zero: Tensor
+    top: int
+
+    def round(self, values: Tensor) -> Tensor:
+        """The grid point nearest to each value, (..., n): what the stored integers decode to."""
+        integers = (torch.round(values / self.scale) + self.zero).clamp_(0, self.top)
+        return self.scale * (integers - self.zero)
+
+
+def fit_grid(groups: Tensor, *, bits: int, rule: str) -> Grid:
+    """The grid of each group (..., n), float32 or float64, by one of `RULES`. Raises UserError for another rule."""
+    if rule not in RULES:
+        raise UserError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
+    half, top = 2 ** (bits - 1), 2**bits - 1
+    if rule == "minmax":
+        scale = _as_stored((high - low) / top)
+        return Grid(scale, torch.round(-low / scale).clamp_(0, top), top)
+    largest = torch.maximum(-low, high)
+    if rule == "symmetric":
+        scale = _as_stored(2 * largest / top)
+    else:
+        scale = _as_stored(largest / half) * torch.where(high >= -low, -1.0, 1.0)
+    return Grid(scale, torch.full_like(scale, half), top)
+
+
+def _as_stored(scale: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float16).max
+    return scale.clamp(_SMALLEST_SCALE, limit).to(torch.float16).to(scale.dtype)
+
+
+def round_weight(weight: Tensor, *, bits: int, width: int, rule: str) -> Tensor:
+    """A matrix (out, in) with every `width` weights of a row rounded to their own grid; `width` divides `in`."""
+    groups = weight.reshape(weight.shape[0], -1, width)  # (out, groups, width)
+    return fit_grid(groups, bits=bits, rule=rule).round(groups).reshape(weight.shape)
+
+
+def zero_bits(rule: str, bits: int) -> int:
+    """Bits of a stored zero point: none where the rule fixes it."""
+    return bits if rule == "minmax" else 0
