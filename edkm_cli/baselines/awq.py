@@ -1,0 +1,227 @@
+"""AWQ (arXiv 2306.00978): scale up the input channels that matter before rounding, so that they are rounded finely.
+
+    y = Q(W diag(s)) (diag(s)^-1 x)          s = s_x^alpha, s_x the mean magnitude of each channel of x
+
+1 / s is folded into what computes x, so nothing is stored and nothing runs later. For each site of a decoder block,
+alpha is searched on a grid (section 3.2) for the smallest squared error of what the layers feed:
+
+    input norm          -> q, k, v       error of the attention's output
+    value projection    -> o             error of o's output; only without grouped-query attention, as the authors do
+    post-attention norm -> gate, up      error of the MLP's output
+    up projection       -> down          error of down's output
+
+Then each group's range is clipped where that lowers the error of its own part of the output (the authors' code; all
+layers but q and k), and everything is rounded to nearest. Each block sees the outputs of the unquantized ones.
+
+The paper's grid is asymmetric with 20 values of alpha. `symmetric=True, grid=10, clip=False` is what llmcompressor does,
+except for its default of dividing s_x^alpha by the mean relative weight of the channel to the power 1 - alpha.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.baselines.blocks import BlockStream, Gram
+from edkm_cli.baselines.grid import fit_grid, round_weight, zero_bits
+from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import Track, no_progress
+
+_SMALLEST = 1e-4
+_LARGEST_SHRINK, _SHRINK_STEPS = 0.5, 20
+_NOT_CLIPPED = ("q_proj", "k_proj")
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    bits: int
+    group_size: int
+    rule: str
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return round_weight(weight, bits=self.bits, width=self.group_size or weight.shape[1], rule=self.rule)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Layers with one input, the module that produces it, and the module whose output's error counts."""
+
+    producer: nn.Module
+    layers: list[nn.Linear]
+    judged: nn.Module
+
+
+@torch.no_grad()
+def quantize(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    bits: int,
+    group_size: int,
+    seed: int = 0,
+    track: Track = no_progress,
+    symmetric: bool = False,
+    grid: int = 20,
+    clip: bool = True,
+) -> Outcome:
+    """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
+
+    The norms before them change, too: they carry 1 / s.
+
+    Args:
+        symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
+        grid: values of alpha, 0, 1 / grid, ..., below 1.
+        clip: search for a clipped range of each group.
+
+    Raises UserError for bits or grid out of range, no calibration text, a group size that does not divide a layer, or a
+    decoder that is not built like LLaMA's.
+    """
+    check_bits(bits)
+    if grid < 1:
+        raise UserError(f"grid must be at least 1 value of alpha, got {grid}; the paper's is 20")
+    rule = "symmetric" if symmetric else "minmax"
+    layers = decoder_linears(model)
+    for name, layer in layers.items():
+        columns_in_group(group_size, layer.in_features, layer=name)
+    rounding = _Rounding(bits, group_size, rule)
+    stream = BlockStream(model, batches)
+    sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
+    quantized = set(layers.values())
+    for index, (path, block) in enumerate(track(stream.blocks.items(), "awq", len(stream.blocks))):
+        grams, calls, outputs = _watch(stream, index, sites[path])
+        for site in sites[path]:
+            if all(layer in quantized for layer in site.layers):
+                scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), rounding, grid)
+                _fold(site, scales, path)
+                for gram in {id(grams[layer]): grams[layer] for layer in site.layers}.values():
+                    gram.products /= scales[:, None] * scales
+        for name, layer in block.named_modules():
+            if layer in quantized:
+                weight = layer.weight.float()
+                if clip and not name.endswith(_NOT_CLIPPED):
+                    weight = _clip(weight, grams[layer].products, rounding)
+                layer.weight.copy_(rounding(weight))
+        stream.hidden = outputs
+    bits_per_weight, stored_bytes = count_uniform(
+        [(layer.out_features, layer.in_features) for layer in layers.values()],
+        bits=bits,
+        group_size=group_size,
+        zero_bits=zero_bits(rule, bits),
+    )
+    return Outcome(bits_per_weight, stored_bytes, calibration_tokens=stream.tokens)
+
+
+def _sites(block: Any, path: str) -> list[_Site]:
+    """Where a LLaMA-shaped block can be scaled. Raises UserError for other blocks."""
+    try:
+        attention, mlp = block.self_attn, block.mlp
+        q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        sites = [_Site(block.input_layernorm, [q, k, v], attention)]
+        if v.out_features == o.in_features:
+            sites.append(_Site(v, [o], o))
+        return [*sites, _Site(block.post_attention_layernorm, [gate, up], mlp), _Site(up, [down], down)]
+    except AttributeError as error:
+        raise UserError(
+            f"awq needs decoder blocks like LLaMA's, but {path} is a {type(block).__name__} ({error}); use gptq or rtn"
+        ) from error
+
+
+def _watch(
+    stream: BlockStream, index: int, sites: list[_Site]
+) -> tuple[dict[nn.Module, Gram], dict[nn.Module, Calls], list[Tensor]]:
+    """Run a block once: input statistics of each linear, the calls of judged modules, and the block's outputs."""
+    block = list(stream.blocks.values())[index]
+    grams: dict[nn.Module, Gram] = {}
+    visits: dict[nn.Module, Any] = {}
+    for stage in stream.stages(index):
+        gram = Gram()
+        members = [block.get_submodule(name) for name in stage]
+        visits[members[0]] = gram.visit
+        grams |= dict.fromkeys(members, gram)
+    calls: dict[nn.Module, Calls] = {}
+    for site in sites:
+        if site.judged not in site.layers:
+            calls[site.judged] = []
+            visits[site.judged] = _keep(calls[site.judged])
+    return grams, calls, stream.run(index, visits)
+
+
+def _keep(calls: Calls) -> Any:
+    return lambda args, kwargs: calls.append((args, kwargs))
+
+
+def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int) -> Tensor:
+    """The scales (in,) whose alpha gives the least error."""
+    weights = [layer.weight.float().clone() for layer in site.layers]
+    outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
+    magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
+    for step in range(grid):
+        scales = magnitude.pow(step / grid).clamp_min(_SMALLEST)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        rounded = [rounding(weight * scales) / scales for weight in weights]
+        if calls:
+            for layer, value in zip(site.layers, rounded, strict=True):
+                layer.weight.copy_(value)
+            error = sum(
+                float((_first(site.judged(*args, **kwargs)) - output).square().sum())
+                for (args, kwargs), output in zip(calls, outputs, strict=True)
+            )
+        else:  # the layers themselves are judged: the error of all outputs is a quadratic form
+            differences = [value - weight for value, weight in zip(rounded, weights, strict=True)]
+            error = sum(float((d @ gram.products * d).sum()) for d in differences)
+        if error < least:
+            least, best = error, scales
+    for layer, weight in zip(site.layers, weights, strict=True):
+        layer.weight.copy_(weight)
+    return best
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _fold(site: _Site, scales: Tensor, path: str) -> None:
+    """Multiply the layers' input channels by `scales`, and divide what produces them. Raises UserError if it cannot."""
+    producer: Any = site.producer
+    linear = isinstance(producer, nn.Linear)
+    probe = torch.linspace(-1, 1, producer.in_features if linear else scales.numel(), device=scales.device)
+    expected = producer(probe) / scales
+    producer.weight.div_(scales[:, None] if linear else scales)
+    if getattr(producer, "bias", None) is not None:
+        producer.bias.div_(scales)
+    if not torch.allclose(producer(probe), expected, rtol=1e-2, atol=1e-5):
+        raise UserError(
+            f"awq needs norms whose output is proportional to their weight, but {path} has a {type(producer).__name__}, "
+            "which is none; use gptq or rtn"
+        )
+    for layer in site.layers:
+        layer.weight.mul_(scales)
+
+
+def _clip(weight: Tensor, products: Tensor, rounding: _Rounding) -> Tensor:
+    """Clamp each group to the range, between half of its own and all of it, that gives its output the least error.
+
+    The error is that of the group's part of the layer's output over all calibration tokens, a quadratic form in the
+    diagonal block of X^T X that belongs to the group.
+    """
+    width = rounding.group_size or weight.shape[1]
+    groups = weight.reshape(weight.shape[0], -1, width)  # (out, groups, width)
+    parts = torch.arange(weight.shape[1], device=weight.device).view(-1, width)
+    blocks = products[parts[:, :, None], parts[:, None, :]]  # (groups, width, width)
+    largest = groups.abs().amax(-1, keepdim=True)
+    best, least = largest.clone(), torch.full_like(largest, float("inf"))
+    for step in range(int(_LARGEST_SHRINK * _SHRINK_STEPS)):
+        limit = largest * (1 - step / _SHRINK_STEPS)
+        clamped = torch.minimum(torch.maximum(groups, -limit), limit)
+        difference = fit_grid(clamped, bits=rounding.bits, rule=rounding.rule).round(clamped) - groups
+        projected = torch.einsum("ogi,gij->ogj", difference, blocks)
+        error = (projected * difference).sum(-1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, limit, best), torch.where(better, error, least)
+    return torch.minimum(torch.maximum(groups, -best), best).reshape(weight.shape)

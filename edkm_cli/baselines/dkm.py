@@ -1,0 +1,124 @@
+"""DKM (arXiv 2108.12659): differentiable k-means as it was published, every attention map kept for backward.
+
+Each step clusters every weight softly, computes the model's own loss with the result, and sends the gradient through
+the attention and its iterations; at the end weights snap to their nearest centroid. It is this project's subject
+without what this project adds: no trained tables, no straight-through forward, no teacher, no closed form. By default
+the start is plain k-means too.
+
+Its cost is the point. The attention maps take 532 bytes a weight at 3 bits and three iterations, 56 GB for SmolLM2-135M
+at once; so decoder blocks are checkpointed (their maps are made again in backward, one block's at a time), which
+changes no value. `closed_form=True` computes the same values and gradients without the maps (docs/clustering.md): for
+runs that are long enough to mean something.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.baselines.kmeans import count_luts
+from edkm_cli.baselines.outcome import Outcome, check_bits, decoder_linears
+from edkm_cli.distill import next_token_loss
+from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.nn.sensitivity import collect_importance
+
+
+def quantize(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    bits: int,
+    group_size: int = 0,
+    seed: int = 0,
+    track: Track = no_progress,
+    granularity: str = "row:1",
+    lut_dtype: str = "float16",
+    steps: int = 10,
+    learning_rate: float = 5e-5,
+    temperature: float = 0.02,
+    iterations: int = 3,
+    importance: str = "none",
+    closed_form: bool = False,
+) -> Outcome:
+    """Train a model's decoder linears in place on `batches`, one a step; `group_size` and `seed` have no say.
+
+    Args:
+        granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.
+        lut_dtype: of the stored LUT entries.
+        steps: optimizer steps; 0 leaves the k-means start. AdamW without decay, at a constant `learning_rate` (eDKM's).
+        temperature: of the attention, relative to the variance of the weights that share a LUT.
+        iterations: centroid updates in a forward pass.
+        importance: weighs the start: `none`, `activation` or `gradient`, measured on `batches`.
+        closed_form: keep no attention maps.
+
+    Raises UserError for a value out of range, no text to train on, or a loss that is not finite.
+    """
+    check_bits(bits)
+    if steps < 0 or iterations < 0 or not (learning_rate > 0 and temperature > 0):
+        raise UserError(
+            "dkm needs steps and iterations of at least 0 and a positive learning_rate and temperature, "
+            f"got {steps}, {iterations}, {learning_rate} and {temperature}"
+        )
+    if steps and not batches:
+        raise UserError("dkm trains on the calibration text, got none; give --data or steps 0")
+    layers = decoder_linears(model)
+    count = count_luts(layers, bits=bits, granularity=granularity, lut_dtype=lut_dtype)
+    device = next(model.parameters()).device
+    batches = [batch.to(device) for batch in batches]
+    method = "edkm" if closed_form else "dkm"
+    clustering = Clustering(bits, granularity, lut_dtype, method=method, mode="soft", iterations=iterations)
+    used = batches if importance != "none" else []
+    importances = collect_importance(
+        model, list(layers), used, kind=importance, world=World(device=str(device)), track=track
+    )
+    for name, layer in track(layers.items(), "k-means", len(layers)):
+        clustered = ClusteredLinear.from_linear(
+            layer, clustering, importance=importances.pop(name, None), temperature=temperature, name=name
+        )
+        model.set_submodule(name, clustered)
+    seen = _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=track)
+    for name, layer in layers.items():
+        layer.weight.data.copy_(model.get_submodule(name).hard_weight())
+        model.set_submodule(name, layer)
+    return Outcome(*count, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
+
+
+def _train(
+    model: Any, batches: list[Tensor], names: list[str], *, steps: int, learning_rate: float, track: Track
+) -> int:
+    """Train the clustered weights, nothing else; returns the number of tokens seen."""
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    for parameter in required:
+        parameter.requires_grad_(False)
+    weights = [layer.weight.requires_grad_(True) for layer in layers]
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    was_training = model.training
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    seen = 0
+    try:
+        for step in track(range(steps), "training", steps):
+            ids = batches[step % len(batches)]
+            loss = next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+            if not math.isfinite(loss.item()):
+                raise UserError(f"the training loss must stay finite, but is {loss.item()} at step {step}")
+            loss.backward()
+            nn.utils.clip_grad_norm_(weights, 1.0)
+            for layer in layers:
+                layer.commit()  # before the step: the next warm start is what this forward pass ended at
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += ids.numel()
+    finally:
+        model.gradient_checkpointing_disable()
+        model.train(was_training)
+        for parameter, before in required.items():
+            parameter.requires_grad_(before)
+    return seen
