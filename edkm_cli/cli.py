@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from edkm_cli import __version__
+from edkm_cli.compare_config import METHODS, CompareConfig, build_compare_config
 from edkm_cli.config import CompressConfig, UserError, build_config
 from edkm_cli.errors import PeerLost, Preempted
 
@@ -22,16 +23,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_D = CompressConfig()
+_D, _C = CompressConfig(), CompareConfig()
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the machine-readable result to this file.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
-def _option(text: str, name: str, *flags: str) -> Any:
+def _option(text: str, name: str, *flags: str, of: Any = _D) -> Any:
     """An option whose default is the configuration's, so that a --config file can set it."""
-    default = getattr(_D, name)
+    default = getattr(of, name)
     shown = " ".join(default) if isinstance(default, tuple) else default
-    suffix = "" if default in (None, "", ()) else f" [default: {shown}]"
+    suffix = "" if default in (None, "", ()) else f" (default: {shown})"
     return typer.Option(*flags, help=text + suffix, show_default=False)
 
 
@@ -151,8 +152,8 @@ def compress_command(
         _finish(summary(result), result, json_file)
 
 
-def _fields() -> list[str]:
-    return list(CompressConfig.__dataclass_fields__)
+def _fields(of: Any = _D) -> list[str]:
+    return list(of.__dataclass_fields__)
 
 
 @app.command("eval")
@@ -290,6 +291,54 @@ def bench_clustering_command(
         dense=dense,
         log=Progress().say,
     )
+    _finish(format_table(result), result, json_file)
+
+
+@app.command("compare")
+def compare_command(
+    model: Annotated[str | None, _option("Alias, hub id, directory or GGUF file.", "model", of=_C)] = None,
+    methods: Annotated[
+        str | None,
+        _option(f"Of {', '.join(METHODS)}, by commas, with options: name:option=value.", "methods", of=_C),
+    ] = None,
+    output: Annotated[
+        str | None, _option("Directory for results; finished ones are reused.", "output", "--output", "-o", of=_C)
+    ] = None,
+    bits: Annotated[int | None, _option("Bits of a weight.", "bits", of=_C)] = None,
+    group_size: Annotated[
+        int | None, _option("Weights of a row that share a scale; 0: row.", "group_size", of=_C)
+    ] = None,
+    data: Annotated[list[str] | None, _option("Text to calibrate and train on (repeatable).", "data", of=_C)] = None,
+    eval_data: Annotated[
+        str | None, _option("Text for perplexities; default: what is held out of the first --data.", "eval_data", of=_C)
+    ] = None,
+    context: Annotated[int | None, _option("Tokens in a window.", "context", of=_C)] = None,
+    eval_windows: Annotated[int | None, _option("Windows of each perplexity.", "eval_windows", of=_C)] = None,
+    calibration_samples: Annotated[
+        int | None, _option("Sequences that baselines calibrate on.", "calibration_samples", of=_C)
+    ] = None,
+    sequence_length: Annotated[int | None, _option("Tokens in a sequence.", "sequence_length", of=_C)] = None,
+    steps: Annotated[int | None, _option("Optimizer steps of the methods that train.", "steps", of=_C)] = None,
+    device: Annotated[str | None, _option("auto, cpu, cuda or cuda:N.", "device", of=_C)] = None,
+    seed: Annotated[int | None, _option("Of calibration samples and training.", "seed", of=_C)] = None,
+    trust_remote_code: Annotated[
+        bool | None, _option("Run a hub model's code.", "trust_remote_code", "--trust-remote-code", of=_C)
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with these settings; flags override it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is finished.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """One model, many methods, one evaluator: a table, a JSON file and a figure."""
+    local = dict(locals())
+    flags = {name: local[name] or None if name == "data" else local[name] for name in _fields(_C)}
+    settings = build_compare_config(config, flags)
+    if not settings.model:
+        raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
+    _check_json_target(json_file)
+    from edkm_cli.compare import compare, format_table
+    from edkm_cli.progress import Progress
+
+    result = compare(settings, overwrite=overwrite, say=Progress().say)
     _finish(format_table(result), result, json_file)
 
 

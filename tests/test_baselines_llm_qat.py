@@ -60,16 +60,16 @@ def test_the_text_is_greedy_at_first_and_then_sampled_from_the_model():
 
 
 def test_sampling_follows_the_models_distribution():
-    """The sixth token after the same five, 4,000 times: total variation from the model's own distribution."""
+    """4,000 sixth tokens: total variation from the model's own distribution (0.27 at temperature 1.5)."""
     model = tiny_llama()
     with torch.no_grad():
-        model.lm_head.weight[8:] = 0  # eight tokens share what 249 indifferent ones leave
+        model.lm_head.weight[8:] = 0  # few tokens have most of the probability, which 4,000 samples measure well
         model.lm_head.weight[:8] *= 3
     text = llm_qat.write_text(model, sequences=4000, length=6, batch_size=4000, seed=0)
     with torch.no_grad():
         expected = model(text[:, :5]).logits[:, -1].softmax(-1).mean(0)
     found = torch.bincount(text[:, 5], minlength=257) / 4000
-    assert 0.5 * float((found - expected).abs().sum()) < 0.12
+    assert 0.5 * float((found - expected).abs().sum()) < 0.06
 
 
 def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():

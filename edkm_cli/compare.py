@@ -1,0 +1,321 @@
+"""`edkm compare`: many methods on one model, by one evaluator, as a table, a JSON file and a figure.
+
+Fair means: the same calibration text for all, perplexity of the same windows in float32, every stored bit counted (scales,
+zero points, tables), and columns that say what trained and on how much. Each method runs in a process of its own and
+leaves `DIR/<method>.json` with the settings that decided it. A second run reuses what has the same settings, goes on
+with what was interrupted, and measures the rest; a method that fails has its reason in the table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from safetensors.torch import save_file
+
+from edkm_cli import __version__, models
+from edkm_cli.baselines import autoround, load
+from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.compare_plot import plot
+from edkm_cli.compress import choose_device, evaluation_tokens
+from edkm_cli.config import CompressConfig, coerce, from_mapping
+from edkm_cli.data import training_tokens
+from edkm_cli.environment import hardware, versions
+from edkm_cli.errors import Preempted, UserError
+from edkm_cli.format import digest, write_json
+from edkm_cli.report import megabytes, table
+from edkm_cli.train import preemption
+
+_CALIBRATION = ("calibration_samples", "sequence_length")
+_SHARED = ("model", "output", "data", "eval_data", "device", "trust_remote_code")
+_IN_COLUMNS = {"bits", "group_size", "granularity", "steps", *_CALIBRATION}
+_COLUMNS = ("bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "windows")
+_COSTS = ("calibration_tokens", "training_tokens", "seconds", "evaluation_seconds", "peak_memory_bytes", "note")
+_NOTHING: dict[str, Any] = dict.fromkeys((*_COLUMNS, *_COSTS))
+
+
+def compare(
+    config: CompareConfig, *, overwrite: bool = False, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure what is missing, and return all rows: what `DIR/compare.json` and `--json` hold.
+
+    Args:
+        overwrite: measure every method again, and replace what is in the way in `--output`.
+        say: called with one line for each step.
+
+    Returns:
+        `rows` (design section 9's keys, and `label`, `options`, `windows`, `calibration_tokens`, `training_tokens`,
+        `evaluation_seconds`, `note`, `error`), `command`, `setting`, `versions`, `hardware`. `seconds` is what the
+        method took, without loading and evaluation; `peak_memory_bytes` is that of its whole process.
+
+    Raises UserError, before the first method runs, for settings, a model or texts that cannot be had; afterwards only if
+    no method succeeded. Raises Preempted after SIGTERM.
+    """
+    settings = [settings_of(entry, config) for entry in config.entries()]
+    directory = _make_directory(config)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="edkm-compare-") as folder:
+        tokens = Path(folder) / "tokens.safetensors"
+        fingerprint = _tokenize(config, tokens)
+        for index, (entry, setting) in enumerate(zip(config.entries(), settings, strict=True)):
+            say(f"[{index + 1}/{len(settings)}] {entry.label}")
+            path = directory / f"{entry.slug}.json"
+            result = _result(path, {**setting, **fingerprint}, tokens, overwrite=overwrite, say=say)
+            rows.append(_row(entry, result))
+    if all(row["error"] for row in rows):
+        raise UserError(f"no method succeeded; the first ended with: {rows[0]['error']}")
+    result = {
+        "command": command(config),
+        "setting": asdict(config),
+        "rows": rows,
+        "versions": versions(),
+        "hardware": hardware(choose_device(config.device)),
+    }
+    write_json(directory / "compare.json", result)
+    try:
+        for suffix in ("png", "svg"):
+            plot(result, directory / f"compare.{suffix}")
+    except UserError as error:
+        say(f"no figure: {error}")
+    return result
+
+
+def _row(entry: Entry, result: dict[str, Any]) -> dict[str, Any]:
+    named = {"method": entry.method, "label": entry.label, "options": dict(entry.options)}
+    return {**named, **_NOTHING, **result.get("row", {}), "error": result.get("error")}
+
+
+def _make_directory(config: CompareConfig) -> Path:
+    directory = Path(config.output).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written to, but {directory} is not ({error}); choose another"
+        ) from error
+    return directory
+
+
+def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
+    """Tokenize both texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
+    tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
+    tokens = {
+        "training": training_tokens(list(config.data), tokenizer),
+        "evaluation": evaluation_tokens(CompressConfig(data=config.data, eval_data=config.eval_data), tokenizer),
+    }
+    save_file(tokens, path)
+    return {"tokens_sha256": digest(tokens.items())}
+
+
+def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
+    """All that decides an entry's row, as JSON: what the worker reads, and what a later run compares.
+
+    Raises UserError for options that the method does not have.
+    """
+    settings = {
+        "edkm_version": __version__,
+        "method": entry.method,
+        "model": config.model,
+        "model_files": _model_files(config.model),
+        "data": list(config.data),
+        "eval_data": config.eval_data,
+        "context": config.context,
+        "eval_windows": config.eval_windows,
+        "device": choose_device(config.device),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if entry.method == OURS:
+        settings["arguments"] = _our_arguments(entry, config)
+    elif entry.method == UNCOMPRESSED:
+        if entry.options:
+            raise UserError(f"{UNCOMPRESSED} has no options, got {entry.label!r}")
+    else:
+        settings |= _baseline_settings(entry, config)
+    return json.loads(json.dumps(settings))
+
+
+def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
+    """The configuration of `edkm compress`; its own perplexities are of what it holds out of the training text."""
+    options = dict(entry.options)
+    for name in _SHARED:
+        if name in options:
+            raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
+    shared = ("model", "data", "bits", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code")
+    try:
+        found = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
+    except UserError as error:
+        raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
+    return {name: value for name, value in asdict(found).items() if name != "output"}
+
+
+def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
+    """`arguments` of the method's `quantize`, `calibration` text, and `granularity` for the table."""
+    quantize = (autoround if entry.method == AUTOROUND else load(entry.method)).quantize
+    hints = get_type_hints(quantize)
+    own = [name for name, parameter in inspect.signature(quantize).parameters.items() if _is_option(parameter)]
+    options = {}
+    for name, value in entry.options:
+        if name not in (*own, *_CALIBRATION):
+            known = ", ".join(dict.fromkeys((*own, *_CALIBRATION)))
+            raise UserError(f"{entry.method} has the options {known}, got {entry.label!r}")
+        try:
+            options[name] = coerce(name, value, hints.get(name, int))
+        except ValueError as error:
+            raise UserError(f"methods, {entry.label!r}: {error}") from error
+    general = {name: getattr(config, name) for name in ("bits", "group_size", "seed", "steps", "sequence_length")}
+    arguments = {name: value for name, value in (general | options).items() if name in own}
+    defaults = {name: inspect.signature(quantize).parameters[name].default for name in own}
+    if "granularity" in own:
+        granularity = arguments.get("granularity", defaults["granularity"])
+    else:
+        group_size = arguments["group_size"]
+        granularity = f"group:{group_size}" if group_size else "row:1"
+    samples = options.get("calibration_samples", config.calibration_samples)
+    length = options.get("sequence_length", config.sequence_length)
+    for name, value, low in (("calibration_samples", samples, 1), ("sequence_length", length, 2)):
+        if value < low:
+            raise UserError(f"methods, {entry.label!r}: {name} must be at least {low}, got {value}")
+    return {
+        "arguments": {**defaults, **arguments},
+        "calibration": {"samples": samples, "sequence_length": length},
+        "granularity": str(granularity),
+    }
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name != "track"
+
+
+def _model_files(name: str) -> dict[str, list[int]] | None:
+    """Sizes and times of a local model's files; None for a hub model, which its name stands for."""
+    path = models.resolve(name).path
+    if path is None:
+        return None
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def _result(
+    path: Path, settings: dict[str, Any], tokens: Path, *, overwrite: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
+    stored = _read(path)
+    if stored is None and path.exists() and not overwrite:
+        raise UserError(f"{path} is needed for a result, but is not one; move it away, or give --overwrite")
+    same = stored is not None and stored["settings"] == settings and not overwrite
+    if stored is not None and same and "row" in stored:
+        say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")
+        return stored
+    write_json(path, {"settings": settings})
+    flags = ["--resume"] if same else ["--overwrite"] if stored is not None or overwrite else []
+    status = _run([sys.executable, "-m", "edkm_cli.compare_worker", str(path), str(tokens), *flags])
+    result = _read(path) or {}
+    if not {"row", "error"} & set(result):
+        cause = f"signal {-status} (9 is often lack of memory)" if status < 0 else f"exit status {status}"
+        result = {"settings": settings, "error": f"its process ended with {cause}"}
+        write_json(path, result)
+    say(f"  {result['error']}" if "error" in result else f"  perplexity {result['row']['perplexity']:,.3f}")
+    return result
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A result's file; None where there is none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return stored if isinstance(stored, dict) and isinstance(stored.get("settings"), dict) else None
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a worker to its end; what it prints goes to standard error. SIGTERM is passed on to it."""
+    with preemption() as stop:
+        process = subprocess.Popen(arguments, stdout=2)
+        try:
+            while process.poll() is None:
+                if stop.is_set():
+                    process.terminate()
+                try:
+                    process.wait(0.5)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if stop.is_set():
+        raise Preempted("SIGTERM: finished methods are kept; the same command goes on")
+    return process.returncode
+
+
+def command(config: CompareConfig) -> str:
+    """The command line that asks for this comparison."""
+    parts = ["edkm compare"]
+    for field in fields(CompareConfig):
+        value = getattr(config, field.name)
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "methods":
+            parts += [flag, shlex.quote(",".join(value))]
+        elif field.name == "data":
+            parts += [f"{flag} {shlex.quote(name)}" for name in value]
+        elif value is True:
+            parts.append(flag)
+        elif value not in (None, False) and (field.name in ("model", "bits") or value != field.default):
+            parts.append(f"{flag} {shlex.quote(str(value))}")
+    return " ".join(parts)
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The table as text, with notes and the reasons of failures below it."""
+    header = ["method", "bits", "granularity", "bits/weight", "weights", "perplexity", "calibrated", "trained"]
+    header += ["minutes", "peak memory"]
+    rows, notes = [], []
+    for row in result["rows"]:
+        name = display_name(row)
+        if row["error"]:
+            rows.append([name, *[""] * 4, "failed", *[""] * 4])
+            notes.append(f"{row['label']}: {row['error']}")
+            continue
+        rows.append(
+            [
+                name,
+                str(row["bits"]),
+                row["granularity"],
+                f"{row['decoder_bits_per_weight']:.3f}",
+                megabytes(row["weights_bytes"]),
+                f"{row['perplexity']:,.3f}",
+                f"{row['calibration_tokens']:,}",
+                f"{row['training_tokens']:,}",
+                f"{row['seconds'] / 60:.1f}",
+                megabytes(row["peak_memory_bytes"]),
+            ]
+        )
+        if row["note"]:
+            notes.append(f"{row['label']}: {row['note']}")
+    setting = result["setting"]
+    windows = max(row["windows"] for row in result["rows"] if row["windows"])
+    text = setting["eval_data"] or f"held-out tenth of {setting['data'][0]}"
+    return "\n".join(
+        [
+            f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {text}",
+            "bits/weight: decoder linears, all side information counted; calibrated, trained: tokens",
+            "",
+            table(rows, header=header),
+            *([""] if notes else []),
+            *notes,
+        ]
+    )
+
+
+def display_name(row: dict[str, Any]) -> str:
+    """The method with those options that have no column of their own."""
+    options = [f"{name}={value}" for name, value in row["options"].items() if name not in _IN_COLUMNS]
+    return " ".join([row["method"], *options])
