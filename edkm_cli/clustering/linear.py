@@ -9,6 +9,7 @@ w0 frozen, neither it nor its gradient outlives one layer's forward or backward.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +130,13 @@ class _ClusteredLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad.device.type, enabled=False):
+        with _without_autocast(grad):
             return _backward(ctx, grad)
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on the tensor's device; the meta device has none."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -238,7 +244,7 @@ def clustered_linear(
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if not x.is_meta and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
+    with _without_autocast(x):
         return _ClusteredLinear.apply(x, weight, centroids, bias, a, b, final, options)

@@ -1,4 +1,4 @@
-"""Passes over weights: one dispatch point in front of plain PyTorch, C and Triton.
+"""Passes over weights: one dispatch point in front of plain PyTorch, C, Triton, and shapes alone (the meta device).
 
 A 16-bit weight with one LUT goes by a table of distinct values, everything else is computed again weight by weight.
 """
@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import cpu, kmeans_torch, palette_torch
+from edkm_cli.kernels import cpu, kmeans_torch, palette_torch, shapes
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -72,6 +72,8 @@ def is_table(weight: Tensor, tile: Tile) -> bool:
 
 def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
     """The fastest passes there are for this weight and k centroids."""
+    if weight.is_meta:
+        return cast("Passes", shapes.ShapePasses(weight, tile))
     if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k)) is not None:
         return on_gpu
     on_cpu = cpu.supports(weight)
@@ -82,6 +84,8 @@ def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
 
 def _palette(weight: Tensor) -> ModuleType:
     """The module with the fastest `nearest`, `snap` and `sum_by_entry` for this weight."""
+    if weight.is_meta:
+        return shapes
     if weight.is_cuda and _triton():
         from edkm_cli.kernels import triton_palette
 
@@ -107,6 +111,8 @@ def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) ->
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """centroids[group, index], (out, in), for centroids of a floating dtype."""
+    if indices.is_meta:
+        return shapes.lookup(indices, centroids, tile, dtype)
     on_cpu = cpu.supports(centroids) and not indices.is_cuda
     return (cpu if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
 

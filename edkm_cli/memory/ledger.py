@@ -1,0 +1,139 @@
+"""Who holds how many bytes, and when most: a ledger of tensor storages, kept while code runs.
+
+A dispatch mode sees the result of every operation. A storage that it has not seen is entered under the current part
+("activations", "optimizer", ...) and place, and struck out when the last tensor on it dies: by Python's references, as
+in the run itself. What an operation uses inside and frees before it returns is not seen.
+
+On the meta device storages have sizes and no memory, so a model of any size can be run through a training step in
+seconds, and the ledger then holds what the step would. `call` answers what such a run cannot compute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE, HOST = "device", "host"
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+@dataclass
+class Account:
+    """Bytes by part now, and at the moment of each phase when the total was highest."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    total: int = 0
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, part: str, size: int, phase: str) -> None:
+        self.bytes[part] = self.bytes.get(part, 0) + size
+        self.total += size
+        if size > 0 and self.total > sum(self.peaks.get(phase, {"": -1}).values()):
+            self.peaks[phase] = dict(self.bytes)
+
+
+@dataclass
+class _Entry:
+    size: int
+    place: str
+    part: str
+    watch: Any
+
+
+class Ledger(TorchDispatchMode):
+    """Use as a context manager around the code; then read `accounts`.
+
+    Args:
+        call: runs an operation, `call(func, args, kwargs)`.
+        granule: sizes are rounded up to this many bytes, as the device's allocator does.
+    """
+
+    def __init__(self, *, call: Call = _plain, granule: int = 1) -> None:
+        super().__init__()
+        self.accounts = {DEVICE: Account(), HOST: Account()}
+        self.part, self.place, self._phase = "other", DEVICE, "start"
+        self._call, self._granule = call, granule
+        self._entries: dict[int, _Entry] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = self._call(func, args, kwargs or {})
+        if isinstance(result, Tensor):
+            self._enter(result)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._enter(item)
+        return result
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._entries:
+            return
+        size = -(-storage.nbytes() // self._granule) * self._granule
+        watch = weakref.ref(storage, lambda _: self._strike(key))
+        self._entries[key] = _Entry(size, self.place, self.part, watch)
+        self.accounts[self.place].add(self.part, size, self._phase)
+
+    def _strike(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        self.accounts[entry.place].add(entry.part, -entry.size, self._phase)
+
+    def phase(self, name: str) -> None:
+        """From now on peaks belong to this phase; what is held already counts in it."""
+        self._phase = name
+        for account in self.accounts.values():
+            account.add("other", 0, name)
+            if account.total > sum(account.peaks.get(name, {}).values()):
+                account.peaks[name] = dict(account.bytes)
+
+    @contextmanager
+    def under(self, part: str, *, place: str | None = None) -> Iterator[None]:
+        """New storages belong to this part (and place) inside."""
+        before = self.part, self.place
+        self.part, self.place = part, place or self.place
+        try:
+            yield
+        finally:
+            self.part, self.place = before
+
+    def move(self, tensors: Iterable[Tensor], part: str, *, place: str = DEVICE, divide: int = 1) -> None:
+        """Enter tensors under a part, wherever they were before, each storage once; `divide`: one of so many holders
+        of a storage keeps that fraction of it."""
+        for tensor in tensors:
+            self._enter(tensor)
+            entry = self._entries[tensor.untyped_storage()._cdata]
+            self.accounts[entry.place].add(entry.part, -entry.size, self._phase)
+            entry.place, entry.part = place, part
+            entry.size = -(-tensor.untyped_storage().nbytes() // (self._granule * divide)) * self._granule
+            self.accounts[place].add(part, entry.size, self._phase)
+
+    def holds(self, tensor: Tensor, place: str) -> bool:
+        """Whether the tensor's storage is entered at this place."""
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry.place == place
+
+    @contextmanager
+    def more(self, size_bytes: int, part: str, *, place: str = DEVICE) -> Iterator[None]:
+        """So many bytes more under a part, inside: what no tensor stands for."""
+        self.accounts[place].add(part, size_bytes, self._phase)
+        try:
+            yield
+        finally:
+            self.accounts[place].add(part, -size_bytes, self._phase)
+
+    def peak(self, place: str = DEVICE) -> tuple[str, dict[str, int]]:
+        """(the phase, bytes by part at its peak) of the highest peak; parts that held nothing are left out."""
+        peaks = self.accounts[place].peaks
+        phase = max(peaks, key=lambda name: sum(peaks[name].values()))
+        return phase, {part: size for part, size in peaks[phase].items() if size}
