@@ -1,0 +1,77 @@
+"""Round to nearest against a loop over single weights."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from edkm_cli.baselines import rtn
+from edkm_cli.baselines.grid import RULES, fit_grid, round_weight
+from edkm_cli.baselines.outcome import decoder_linears
+from edkm_cli.config import UserError
+
+
+def half(number):
+    return float(torch.tensor(number, dtype=torch.float64).half())
+
+
+def levels(group, bits, rule):
+    """The points of a group's grid, one by one, as each scheme's authors define them."""
+    low, high, top = min(0.0, *group), max(0.0, *group), 2**bits - 1
+    if rule == "minmax":
+        scale = half((high - low) / top)
+        zero = round(-low / scale)
+        return [scale * (i - zero) for i in range(top + 1)]
+    largest = max(-low, high)
+    if rule == "symmetric":
+        scale = half(2 * largest / top)
+        return [scale * i for i in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]
+    # AutoRound: the largest weight is a grid point, at the end that has one step more.
+    scale = half(largest / 2 ** (bits - 1)) * (-1 if high >= -low else 1)
+    return [scale * i for i in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("width", [6, 12, 24])
+def test_every_weight_goes_to_the_nearest_point_of_its_groups_grid(rule, bits, width):
+    weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * 0.05
+    weight[0] = weight[0].abs() + 0.01  # groups of one sign: the grid still contains zero
+    weight[1] = -weight[1].abs()
+    expected = weight.clone()
+    for row in range(5):
+        for start in range(0, 24, width):
+            points = levels(weight[row, start : start + width].tolist(), bits, rule)
+            for column in range(start, start + width):
+                expected[row, column] = min(points, key=lambda point: abs(point - float(weight[row, column])))
+    rounded = round_weight(weight, bits=bits, width=width, rule=rule)
+    torch.testing.assert_close(rounded, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zeros_stay_zeros_and_huge_weights_stay_finite(rule):
+    weight = torch.zeros(2, 8)
+    assert torch.equal(round_weight(weight, bits=3, width=8, rule=rule), weight)
+    weight[0, 3] = 3e6
+    assert bool(round_weight(weight, bits=3, width=8, rule=rule).isfinite().all())
+
+
+def test_autorounds_rule_meets_the_largest_weight_and_the_symmetric_rule_does_not():
+    weight = torch.tensor([[0.5, -0.25, 0.125, 0.0], [-0.5, 0.25, 0.125, 0.0]])
+    exact = round_weight(weight, bits=3, width=4, rule="autoround")
+    assert exact[:, 0].tolist() == [0.5, -0.5]
+    rounded = round_weight(weight, bits=3, width=4, rule="symmetric")
+    assert rounded[0, 0] == pytest.approx(0.5 * 6 / 7, rel=1e-3)
+
+
+def test_the_model_gets_the_rounded_weights():
+    model = tiny_llama()
+    before = {name: layer.weight.detach().clone() for name, layer in decoder_linears(model).items()}
+    outcome = rtn.quantize(model, [], bits=4, group_size=8, rule="symmetric")
+    for name, layer in decoder_linears(model).items():
+        assert torch.equal(layer.weight, round_weight(before[name], bits=4, width=8, rule="symmetric"))
+    assert outcome.calibration_tokens == 0
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(UserError, match="one of minmax, symmetric, autoround"):
+        fit_grid(torch.ones(1, 4), bits=3, rule="min-max")
