@@ -161,6 +161,8 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     quantize = (autoround if entry.method == AUTOROUND else load(entry.method)).quantize
     hints = get_type_hints(quantize)
     own = [name for name, parameter in inspect.signature(quantize).parameters.items() if _is_option(parameter)]
+    if "granularity" in own:
+        own = [name for name in own if name != "group_size"]  # which these take and leave alone
     options = {}
     for name, value in entry.options:
         if name not in (*own, *_CALIBRATION):
