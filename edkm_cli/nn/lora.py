@@ -178,7 +178,7 @@ def save_adapter(model: nn.Module, directory: Path, *, base_model: str | None = 
     """Write the updates as an ordinary peft adapter into an existing directory; returns the files' names.
 
     `peft.PeftModel.from_pretrained(uncompressed_model, directory)` adds them to the dense weights, without clustering.
-    `base_model` is the hub id or directory that the adapter names as its own.
+    `base_model` is the hub id or directory that the adapter names as its own. The model must not be sharded.
     """
     layers = lora_layers(model)
     first = next(iter(layers.values()))
