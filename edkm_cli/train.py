@@ -23,7 +23,7 @@ from edkm_cli.distill import training_loss
 from edkm_cli.distributed import Gatherer, World, assign, full
 from edkm_cli.errors import Preempted
 from edkm_cli.evaluate import Track, no_progress
-from edkm_cli.memory import MarshalSavedTensors
+from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.optimize import build_optimizer, learning_rate_factor
 from edkm_cli.resume import Checkpoints
@@ -147,6 +147,8 @@ def train(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     layers = clustered_layers(model)
+    if config.method == "dkm" and world.size > 1:
+        share_saved_maps(layers)
     optimizer = build_optimizer(model, config, world)
     checkpoints = Checkpoints(staging, keep=config.keep, world=world)
     first = checkpoints.load_newest(model, optimizer)
@@ -209,6 +211,21 @@ def train(
     finish_centroids(model, world)
     model.eval()
     return marshal.statistics.as_dict() if marshal else {}
+
+
+def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:
+    """eDKM's U and S for the dense reference: of the attention maps that clustering saves, which are the same on all
+    processes, each keeps a share, of 16-bit weights as a table and a share of the index list."""
+    import torch.distributed as dist
+
+    group = dist.new_group()  # of its own, so that its order does not depend on the gradients' collectives
+
+    def saving(weight: torch.Tensor) -> MarshalSavedTensors:
+        uniquify = [Uniquify([weight])] if weight.dtype.itemsize == 2 else []
+        return MarshalSavedTensors(codecs=[*uniquify, Shard(group)], force=True)
+
+    for layer in layers.values():
+        layer.saving = saving
 
 
 def step_sequences(config: CompressConfig, world: World) -> int:

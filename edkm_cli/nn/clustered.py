@@ -7,7 +7,10 @@ gradient accumulation and activation checkpointing are exact; the trainer calls 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +78,8 @@ class ClusteredLinear(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
         self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.mode == "straight-through")
         self.dense = False
+        # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
+        self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
         self._memo: tuple[tuple[object, ...], Tensor] | None = None
 
     @classmethod
@@ -114,8 +119,11 @@ class ClusteredLinear(nn.Module):
             return nn.functional.linear(x, self.weight, self.bias)
         if not self.training:
             return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
+        new_centroids = None if options.mode == "straight-through" else self._new_centroids()
         if options.method == "dkm":
-            return nn.functional.linear(x, self._dense_weight().to(x.dtype), self.bias)
+            with self.saving(self.weight):
+                clustered = self._dense_weight()
+            return nn.functional.linear(x, clustered.to(x.dtype), self.bias)
         return clustered_linear(
             x,
             self.weight,
@@ -126,7 +134,7 @@ class ClusteredLinear(nn.Module):
             iterations=options.iterations,
             mode=options.mode,
             lut_dtype=options.lut_dtype,
-            new_centroids=None if options.mode == "straight-through" else self._new_centroids(),
+            new_centroids=new_centroids,
             low_rank=self.low_rank(),
             name=self.name,
         )

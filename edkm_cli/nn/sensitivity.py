@@ -114,7 +114,7 @@ def collect_importance(
 def _run(model: Any, batch: Tensor, kind: str) -> None:
     if kind == "activation":
         with torch.no_grad():
-            model.base_model(input_ids=batch, use_cache=False)
+            model(input_ids=batch, use_cache=False)  # the whole model: FSDP2 gathers the root's parameters for it alone
         return
     # No parameter asks for a gradient, so the embedded tokens do, or there would be no graph.
     embedding = model.get_input_embeddings()
