@@ -145,7 +145,7 @@ def _ours(
 
 
 def main(arguments: list[str]) -> int:
-    """0: the file has a row or an error; 143: stopped by SIGTERM with its state saved."""
+    """0: the file has a row or an error; 143: stopped by SIGTERM with its state saved; 130: interrupted."""
     path = Path(arguments[0])
     settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
     progress = Progress()
@@ -163,6 +163,8 @@ def main(arguments: list[str]) -> int:
         result = {"row": row}
     except Preempted:
         return 143
+    except KeyboardInterrupt:
+        return 130
     except UserError as error:
         result = {"error": " ".join(str(error).split())}
     except Exception as error:  # a fault in one method must not cost the others; the traceback is on standard error
