@@ -220,6 +220,31 @@ def inspect_command(
     _finish(format_inspection(result), result, json_file)
 
 
+@app.command("report")
+def report_command(
+    directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page. [default: DIR/report.html]", show_default=False)
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Compare the weights with the original's (takes its time).")
+    ] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
+    _check_json_target(json_file)
+    from edkm_cli.page.build import build_report
+    from edkm_cli.progress import Progress
+
+    result = build_report(directory, output=output, weights=weights, track=Progress().track)
+    _finish(result["page"], result, json_file)
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(Path(result["page"]).as_uri())
+
+
 @app.command("generate")
 def generate_command(
     model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],

@@ -1,0 +1,358 @@
+"""The page: which figure stands where, in which words. Each section is a function from the run's files to markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.page.charts import (
+    Series,
+    bars,
+    figure,
+    heat_map,
+    histogram,
+    legend,
+    line_chart,
+    scale_of,
+    stacked_bars,
+)
+from edkm_cli.page.layers import Histogram, LayerError, Weights
+from edkm_cli.page.markup import Markup, table, tag, unfold
+from edkm_cli.page.read import RunFiles, number
+from edkm_cli.report import duration, megabytes
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
+_STAGE_NAMES = {
+    "original": "original",
+    "start": "after the start",
+    "trained": "after training",
+    "exported": "exported, reloaded",
+}
+_MODES = {
+    "straight-through": "the loss is that of snapped weights: what export gives",
+    "hard": "the loss is that of snapped weights: what export gives",
+    "soft": "the loss is that of soft weights; the hard loss, of snapped ones, is what export would give",
+}
+
+
+def page(run: RunFiles, weights: Weights | None) -> str:
+    """The whole document. `weights` is None for a run that is not finished, or where they were not asked for."""
+    style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("title", f"{run.name}: edkm report"),
+        tag("style", Markup(style)),
+    )
+    sections = [perplexity_section(run), training_section(run), *weights_sections(weights), settings_section(run)]
+    body = tag("body", header(run), tag("main", tiles(run), *sections), footer(run))
+    return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def header(run: RunFiles) -> Markup:
+    """Name, kind and the result in a sentence."""
+    settings = run.settings
+    kind = " · ".join(
+        f"{settings[key]}{unit}"
+        for key, unit in (("bits", " bits"), ("granularity", ""), ("lut_dtype", " tables"), ("mode", ""))
+        if settings.get(key) is not None
+    )
+    state = None if run.finished else tag("span", "not finished", class_="state")
+    return tag(
+        "header", tag("p", "edkm report", state, class_="over"), tag("h1", run.name), tag("p", kind, class_="over"),
+        tag("p", _sentence(run), class_="lead"),
+    )  # fmt: skip
+
+
+def _sentence(run: RunFiles) -> str:
+    measured, report = run.perplexity, run.report
+    if not report:
+        done = f"{len(run.metrics):,} of {run.steps:,} steps are done"
+        return f"{done}, the loss is {figure(run.metrics[-1].get('loss', 0.0))}." if run.metrics else f"{done}."
+    smaller = f"{report['original_weights_bytes'] / report['weights_bytes']:.2f} times smaller than in 16 bits"
+    trained = f"after {report['steps']:,} training steps" if report["steps"] else "without training"
+    if not {"original", "exported"} <= measured.keys():
+        return f"{smaller.capitalize()}, {trained}."
+    factor = measured["exported"] / measured["original"]
+    return f"{smaller.capitalize()} at {factor:.2f} times the perplexity, {trained}."
+
+
+def tiles(run: RunFiles) -> Markup:
+    """The headline figures."""
+    report, measured = run.report, run.perplexity
+    shown: list[tuple[str, str, str]] = []
+    last = next((stage for stage in ("exported", "trained", "start", "original") if stage in measured), None)
+    if last is not None:
+        more = f"{_STAGE_NAMES[last]}; original {_fixed(measured['original'])}" if "original" in measured else ""
+        shown.append(("perplexity", _fixed(measured[last]), more))
+    if report:
+        ratio = report["original_weights_bytes"] / report["weights_bytes"]
+        shown += [
+            ("weights", megabytes(report["weights_bytes"]), f"{megabytes(report['original_weights_bytes'])} in 16 bits"),
+            ("smaller by", f"{ratio:.2f}x", "embeddings and all else counted"),
+            ("bits a weight", f"{report['decoder_bits_per_weight']:.3f}",
+             f"decoder, tables included; whole model {report['model_bits_per_weight']:.3f}"),
+            ("time", duration(sum(number(value) or 0.0 for value in report["seconds"].values())),
+             f"{report['steps']:,} steps, {report['training_tokens']:,} tokens"),
+        ]  # fmt: skip
+    elif run.metrics:
+        seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
+        left = max(run.steps - len(run.metrics), 0) * sum(seconds) / max(len(seconds), 1)
+        last_loss = run.metrics[-1].get("loss", 0.0)
+        shown += [
+            ("steps", f"{len(run.metrics):,}", f"of {run.steps:,}"),
+            ("loss", figure(last_loss), f"at the first step {figure(run.metrics[0].get('loss', 0.0))}"),
+            ("tokens", f"{int(run.metrics[-1].get('tokens', 0)):,}", "trained on so far"),
+            ("time left", duration(left), f"{sum(seconds) / max(len(seconds), 1):.2f} s a step"),
+        ]  # fmt: skip
+    return tag("dl", *(_tile(*entry) for entry in shown), class_="tiles")
+
+
+def _tile(name: str, value: str, more: str) -> Markup:
+    return tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", more, class_="more"), class_="tile")
+
+
+def perplexity_section(run: RunFiles) -> Markup | None:
+    """Bars before and after."""
+    measured = run.perplexity
+    if not measured:
+        return None
+    original = measured.get("original")
+    rows = [
+        (_STAGE_NAMES[stage], value, f"{value / original:.2f}x" if original and stage != "original" else "",
+         "muted" if stage == "original" else "c1" if stage == list(measured)[-1] else "c1 pale")
+        for stage, value in measured.items()
+    ]  # fmt: skip
+    evaluation = run.report.get("evaluation", {})
+    where = ""
+    if evaluation:
+        counts = f"{evaluation.get('windows')} windows of {evaluation.get('context')} tokens"
+        where = f"Measured on {evaluation.get('data')}: {counts}. "
+    return _section(
+        "Perplexity",
+        f"{where}Lower is better; the dashed line is the original.",
+        tag("figure", bars(rows, title="Perplexity by stage", reference=original, show=_fixed, width=1000)),
+        unfold(
+            "as a table",
+            table([[label, _fixed(value), note or "1.00x"] for label, value, note, _ in rows],
+                  header=["stage", "perplexity", "against the original"], caption="Perplexity by stage"),
+        ),
+    )  # fmt: skip
+
+
+def training_section(run: RunFiles) -> Markup | None:
+    """Loss (soft and hard, where there are both), learning rate, gradient norm."""
+    metrics, settings = run.metrics, run.settings
+    if not metrics:
+        return None
+    loss, hard = _points(metrics, "loss"), _points(metrics, "hard_loss")
+    soft = bool(hard)
+    name = "soft loss" if soft else "loss"
+    series, entries = [], [(name, "c1")]
+    average = _running_mean(loss)
+    if average:
+        series += [Series(f"{name}, each step", loss, "c1", "faint"), Series(f"{name}, mean", average)]
+        entries = [(f"{name}, mean over {_window(loss)} steps (each step faint)", "c1")]
+    else:
+        series.append(Series(name, loss))
+    if hard:
+        series.append(Series("hard loss", hard, "c2", "dots"))
+        entries.append(("hard loss (snapped weights)", "c2"))
+    target = (
+        "the KL divergence from the original's predictions" if settings.get("distill", True) else "the next-token loss"
+    )
+    side = [
+        _small_chart(metrics, "learning_rate", "learning rate", "c3", log=False),
+        _small_chart(metrics, "gradient_norm", "gradient norm", "muted"),
+    ]
+    if len({record.get("temperature") for record in metrics}) > 1:
+        side.append(_small_chart(metrics, "temperature", "temperature", "c2"))
+    columns = ["step", *(key for key in _COLUMNS if any(key in record for record in metrics))]
+    every = max(1, len(metrics) // 50)
+    rows = [[_cell(record.get(key)) for key in columns] for record in [*metrics[:-1:every], metrics[-1]]]
+    return _section(
+        "Training",
+        f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point a step')}.",
+        legend(entries),
+        tag("figure", line_chart(series, title=f"Training loss by step: {target}", x_label="step", y_label="loss",
+                                 width=1000, height=300)),
+        tag("div", *side, class_="pair"),
+        unfold("as a table", table(rows, header=columns, caption=f"Every {every} steps" if every > 1 else "Each step")),
+    )  # fmt: skip
+
+
+_COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")
+
+
+def _small_chart(
+    metrics: list[dict[str, float]], key: str, name: str, colour: str, *, log: bool | None = None
+) -> Markup | None:
+    points = _points(metrics, key)
+    if not points:
+        return None
+    chart = line_chart([Series(name, points, colour)], title=f"{name} by step", x_label="step", y_label=name,
+                       log=log, width=490, height=180)  # fmt: skip
+    return tag("figure", chart)
+
+
+def weights_sections(weights: Weights | None) -> list[Markup | None]:
+    """Size, and what became of the weights."""
+    if weights is None:
+        return []
+    if weights.missing:
+        missing = _section("Weights", f"Errors and histograms need the original's weights: {weights.missing}.")
+        return [size_section(weights), missing]
+    return [size_section(weights), error_section(weights.errors), histogram_section(weights.histograms)]
+
+
+def size_section(weights: Weights) -> Markup:
+    """Two bars on one scale: where the bytes are, and where they were."""
+    colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
+    both = [("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes)]
+    stacks = [(label, [(part, float(size), colours[part]) for part, size in parts.items()]) for label, parts in both]
+    rows: list[list[object]] = [
+        [f"{label}: {part}", f"{size:,}", f"{size / max(sum(parts.values()), 1):.1%}"]
+        for label, parts in both
+        for part, size in parts.items()
+    ]
+    return _section(
+        "Size",
+        "Bytes of the weights by part, on one scale.",
+        legend([("decoder linears, indices", "c1"), ("lookup tables", "c2"), ("embeddings", "c3"), ("dense rest", "muted")]),
+        tag("figure", stacked_bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes, width=1000)),
+        unfold("as a table", table(rows, header=["part", "bytes", "share"], caption="Bytes by part")),
+    )  # fmt: skip
+
+
+def error_section(errors: Sequence[LayerError]) -> Markup:
+    """A heat map of layers by kinds of projection."""
+    cells: dict[tuple[str, str], list[LayerError]] = {}
+    for entry in errors:
+        cells.setdefault((entry.kind, _column(entry.layer)), []).append(entry)
+    values = {}
+    for place, found in cells.items():
+        mean = sum(entry.error for entry in found) / len(found)
+        values[place] = (
+            mean,
+            f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {_percent(mean)}",
+        )
+    kinds = list(dict.fromkeys(entry.kind for entry in errors))
+    columns = list(dict.fromkeys(_column(entry.layer) for entry in errors))
+    worst = sorted(errors, key=lambda entry: -entry.error)[:3]
+    low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
+    chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
+    return _section(
+        "Error by layer",
+        "Relative squared error of each linear against the original's weights, ||w - w'||² / ||w||². Training moves "
+        "weights, too, so this holds both what snapping lost and what training changed. Largest: "
+        + ", ".join(f"{entry.name} {_percent(entry.error)}" for entry in worst) + ".",
+        scale_of(low, high, show=_percent),
+        tag("figure", chart),
+        unfold("as a table", table([[entry.name, _percent(entry.error)] for entry in errors],
+                                   header=["linear", "relative squared error"], caption="Relative squared error")),
+    )  # fmt: skip
+
+
+def histogram_section(histograms: Sequence[Histogram]) -> Markup:
+    """Small multiples: kinds of projection down, first, middle and last layer across."""
+    panels, rows = [], []
+    many = any(entry.luts > 1 for entry in histograms)
+    kinds = list(dict.fromkeys(entry.kind for entry in histograms))
+    for entry in sorted(histograms, key=lambda entry: kinds.index(entry.kind)):
+        label = f"{entry.kind}, layer {_column(entry.layer)}"
+        chart = histogram(entry.counts, entry.low, entry.high, entry.entries, title=f"Weights of {entry.name}")
+        head = tag("h3", tag("b", entry.kind), f" layer {_column(entry.layer)}")
+        panels.append(tag("div", head, chart))
+        middles = [figure(middle) for _, middle, _ in entry.entries]
+        shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
+        rows.append([label, f"{entry.luts:,}", shown])
+    tables = (
+        "Lines: the median of each LUT entry over the layer's LUTs; below, the middle half of them."
+        if many
+        else "Lines: the entries of the LUT."
+    )
+    return _section(
+        "Weights and their lookup tables",
+        f"Hills: the original's weights, four standard deviations to either side. {tables}",
+        legend([("original weights", "hill"), ("LUT entries", "c2")]),
+        tag("div", *panels, class_="triple"),
+        unfold("as a table", table(rows, header=["linear", "LUTs", "entries (median)"], caption="LUT entries")),
+    )
+
+
+def settings_section(run: RunFiles) -> Markup | None:
+    """Everything it takes to run this again."""
+    report = run.report
+    settings = list(run.settings.items())
+    half = -(-len(settings) // 2)
+    blocks = [_facts("Settings", dict(settings[:half])), _facts("", dict(settings[half:]))]
+    if report:
+        blocks += [_facts("Versions", report["versions"]), _facts("Hardware", report.get("hardware"))]
+        blocks.append(_facts("Seconds by phase", report["seconds"]))
+        dense = [[str(entry.get("name")), str(entry.get("reason"))] for entry in report["skipped"]]
+        if dense:
+            blocks.append(tag("div", table(dense, header=["", ""], caption="Left dense, and why")))
+    blocks = [block for block in blocks if block]
+    said = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left dense." if report else ""
+    return _section("Settings and surroundings", said, tag("div", *blocks, class_="pair facts")) if blocks else None
+
+
+def _facts(caption: str, values: Any) -> Markup | None:
+    if not isinstance(values, dict) or not values:
+        return None
+    return tag(
+        "div", table([[key, _setting(value)] for key, value in values.items()], header=["", ""], caption=caption)
+    )
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else figure(value) if isinstance(value, float) else str(value)
+
+
+def footer(run: RunFiles) -> Markup:
+    return tag("footer", f"{run.directory}. Made by edkm report; nothing on this page is loaded from elsewhere.")
+
+
+def _section(title: str, note: str, *content: object) -> Markup:
+    return tag("section", tag("h2", title), tag("p", note, class_="note"), *content)
+
+
+def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, float]]:
+    return [(record["step"], record[key]) for record in metrics if key in record and "step" in record]
+
+
+def _window(points: Sequence[tuple[float, float]]) -> int:
+    return max(5, len(points) // 20)
+
+
+def _running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The mean over a window around each point, empty where there are too few for one."""
+    if len(points) < 30:
+        return []
+    half = _window(points) // 2
+    means = []
+    for index, (x, _) in enumerate(points):
+        near = points[max(0, index - half) : index + half + 1]
+        means.append((x, sum(y for _, y in near) / len(near)))
+    return means
+
+
+def _column(layer: int | None) -> str:
+    return "-" if layer is None else str(layer)
+
+
+def _fixed(value: float) -> str:
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{int(value):,}" if value == int(value) else figure(value)

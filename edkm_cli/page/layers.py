@@ -1,0 +1,171 @@
+"""What the page says about weights: bytes by part, each layer's error against the original, histograms with LUT entries.
+
+Two safetensors files are read side by side, one layer at a time, so memory holds a layer of each and no model. The
+original is used where it is on this machine already; it is never fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli import models
+from edkm_cli.clustering import lookup
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.format import QuantizationSpec, read_spec
+from edkm_cli.inspect import inspect_checkpoint
+from edkm_cli.packing import unpack
+from edkm_cli.weights import SafetensorsReader
+
+_BINS = 72
+_SPREAD = 4.0  # histograms reach so many standard deviations to either side
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """`error` is ||w - w~||^2 / ||w||^2 over one linear's weights. `kind` and `layer` come from its path."""
+
+    name: str
+    kind: str
+    layer: int | None
+    error: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of a linear's original weights in equal bins, and its LUT's entries as (lower quartile, median, upper
+    quartile) over
+    the layer's LUTs; with one LUT the three are the same."""
+
+    name: str
+    kind: str
+    layer: int | None
+    low: float
+    high: float
+    counts: list[float]
+    entries: list[tuple[float, float, float]]
+    luts: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes by part, compressed and in 16 bits; errors and histograms, or in `missing` why there are none."""
+
+    stored_bytes: dict[str, int]
+    original_bytes: dict[str, int]
+    errors: list[LayerError] = field(default_factory=list)
+    histograms: list[Histogram] = field(default_factory=list)
+    missing: str = ""
+
+
+def measure_weights(
+    directory: Path, original: str, *, original_bytes: int, trust_remote_code: bool = False, track: Track = no_progress
+) -> Weights:
+    """Measure a finished checkpoint against the model it was made from.
+
+    Args:
+        directory: the checkpoint; verified first.
+        original: what `--model` was.
+        original_bytes: the whole original model in 16 bits.
+
+    Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
+    """
+    inspected = inspect_checkpoint(directory)
+    stored, dense = _parts(inspected, original_bytes)
+    linears = [layer["name"] for layer in inspected["layers"] if layer["kind"] == "PalettizedLinear"]
+    spec = read_spec(directory)
+    assert spec is not None
+    try:
+        reference = SafetensorsReader(_original_directory(original))
+        sample = set(_representative(linears))
+        errors, histograms = [], []
+        compressed = SafetensorsReader(directory)
+        for name in track(linears, "comparing layers", len(linears)):
+            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut")
+            restored = _restored(compressed.get(f"{name}.indices"), lut, spec, name, weight)
+            kind, layer = place(name)
+            errors.append(LayerError(name, kind, layer, relative_squared_error(weight, restored)))
+            if name in sample:
+                histograms.append(_histogram(name, weight, lut.float()))
+    except UserError as error:
+        return Weights(stored, dense, missing=str(error))
+    return Weights(stored, dense, errors, histograms)
+
+
+def relative_squared_error(weight: Tensor, restored: Tensor) -> float:
+    """||w - w~||^2 / ||w||^2 of two matrices, rows summed in float32, their sums in float64."""
+    difference = (weight - restored).square_().sum(1).double().sum()
+    return float(difference / weight.square().sum(1).double().sum().clamp_min(1e-30))
+
+
+def place(name: str) -> tuple[str, int | None]:
+    """(kind, number of the decoder layer) of a module path: `model.layers.3.mlp.up_proj` is (`up_proj`, 3)."""
+    found = re.search(r"\.(\d+)\.", name)
+    return name.rpartition(".")[2], int(found[1]) if found else None
+
+
+def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, weight: Tensor) -> Tensor:
+    """The dense weight that a checkpoint's tensors stand for, float32 like and as large as the original's."""
+    if indices.shape[0] != weight.shape[0]:
+        raise UserError(f"{name} has {indices.shape[0]} rows, but {weight.shape[0]} in the original: another model?")
+    unpacked = unpack(indices, spec.bits, weight.shape[1])
+    return lookup(unpacked, lut.float(), granularity=spec.granularity)
+
+
+def _original_directory(name: str) -> Path:
+    """Where the original's safetensors files are. Raises UserError where they are not on this machine."""
+    source = models.resolve(name)
+    if source.is_local:
+        return models.safetensors_directory(source)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(source.location, local_files_only=True))
+    except Exception as error:
+        raise UserError(f"the original model {source.location} is not on this machine") from error
+
+
+def _representative(names: list[str]) -> list[str]:
+    """Of each kind the first, the middle and the last layer."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(place(name)[0], []).append(name)
+    chosen = []
+    for found in kinds.values():
+        chosen += [found[index] for index in sorted({0, len(found) // 2, len(found) - 1})]
+    return chosen
+
+
+def _histogram(name: str, weight: Tensor, lut: Tensor) -> Histogram:
+    kind, layer = place(name)
+    centre, reach = float(weight.mean()), _SPREAD * float(weight.std()) or 1e-6
+    counts = torch.histc(weight, bins=_BINS, min=centre - reach, max=centre + reach)
+    points = torch.tensor([0.25, 0.5, 0.75])
+    rows = lut[torch.linspace(0, lut.shape[0] - 1, min(lut.shape[0], 4096)).long()]  # quantile takes so many
+    low, middle, high = rows.quantile(points, dim=0)
+    entries = list(zip(low.tolist(), middle.tolist(), high.tolist(), strict=True))
+    return Histogram(name, kind, layer, centre - reach, centre + reach, counts.tolist(), entries, lut.shape[0])
+
+
+def _parts(inspected: dict[str, Any], original_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part of the checkpoint, and of the original in 16 bits. What is left of the files is dense (and headers)."""
+    stored = dict.fromkeys(("indices", "LUTs", "embeddings"), 0)
+    dense = dict.fromkeys(("decoder linears", "embeddings"), 0)
+    for layer in inspected["layers"]:
+        rows, columns = layer["shape"]
+        if layer["kind"] == "PalettizedLinear":
+            stored["indices"] += layer["bytes"]["indices"]
+            stored["LUTs"] += layer["bytes"]["lut"]
+            dense["decoder linears"] += 2 * rows * columns
+        elif layer["bytes"]:  # a tied head stores nothing
+            stored["embeddings"] += sum(layer["bytes"].values())
+            dense["embeddings"] += 2 * rows * columns
+    stored["dense rest"] = max(inspected["weights_bytes"] - sum(stored.values()), 0)
+    dense["dense rest"] = max(original_bytes - sum(dense.values()), 0)
+    return stored, dense

@@ -1,0 +1,141 @@
+"""What a run left in its directory: `report.json` when it is finished, `metrics.jsonl` and the run's mark before.
+
+The files may come from anywhere, so every value is checked here once, and the rest of the page can rely on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.errors import UserError
+from edkm_cli.export.directory import MARKER
+
+STAGES = ("original", "start", "trained", "exported")
+_REPORT = {
+    "model": str, "perplexity": dict, "evaluation": dict, "weights_bytes": int, "original_weights_bytes": int,
+    "decoder_bits_per_weight": float, "model_bits_per_weight": float, "steps": int, "training_tokens": int,
+    "seconds": dict, "swapped": list, "skipped": list, "config": dict, "versions": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's files. `report` is empty until it is finished; `metrics` is empty for `--steps 0`.
+
+    `perplexity` maps stages to figures, without those not measured (yet); `settings` is the configuration.
+    """
+
+    directory: Path
+    name: str
+    report: dict[str, Any]
+    settings: dict[str, Any]
+    perplexity: dict[str, float]
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.report)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run; of an unfinished run that does not say, those done."""
+        planned = self.settings.get("steps")
+        return planned if isinstance(planned, int) else len(self.metrics)
+
+
+def read_run(directory: str | Path) -> RunFiles:
+    """Read `DIR`, or `DIR.partial` while the run is going on. Raises UserError for anything else, or broken files."""
+    wanted = Path(directory).expanduser().absolute()
+    partial = wanted.with_name(wanted.name + ".partial")
+    found = next((path for path in (wanted, partial) if _is_run(path)), None)
+    if found is None:
+        raise UserError(
+            f"edkm report needs a directory that edkm compress wrote, with report.json (or metrics.jsonl while it runs), "
+            f"but {wanted} {'holds neither' if wanted.is_dir() else 'is no directory'}; give the run's --output"
+        )
+    metrics = _read_metrics(found / "metrics.jsonl")
+    if (found / "report.json").is_file():
+        report = _checked_report(found / "report.json")
+        return RunFiles(found, report["model"], report, report["config"], _figures(report["perplexity"]), metrics)
+    mark = _read_json(found / MARKER) if (found / MARKER).is_file() else {}
+    settings, measured = (mark.get(key) for key in ("fingerprint", "perplexity"))
+    return RunFiles(
+        found,
+        found.name.removesuffix(".partial"),
+        {},
+        settings if isinstance(settings, dict) else {},
+        _figures(measured if isinstance(measured, dict) else {}),
+        metrics,
+    )
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None for anything else."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("report.json", MARKER, "metrics.jsonl"))
+
+
+def _figures(values: dict[str, Any]) -> dict[str, float]:
+    """The perplexities that were measured, in the order of the stages."""
+    figures = {stage: number(values.get(stage)) for stage in STAGES}
+    return {stage: value for stage, value in figures.items() if value is not None and value > 0}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} must be JSON that edkm compress wrote, but cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, got a {type(value).__name__}; run edkm compress again")
+    return value
+
+
+def _checked_report(path: Path) -> dict[str, Any]:
+    report = _read_json(path)
+    faults = []
+    for key, kind in _REPORT.items():
+        value = report.get(key)
+        right = number(value) is not None and number(value) >= 0 if kind in (int, float) else isinstance(value, kind)  # type: ignore[operator]
+        if not right:
+            faults.append(f"{key} must be a {kind.__name__}, got {json.dumps(value)[:40]}")
+    if not faults:
+        faults += [f"weights_bytes must be positive, got {report['weights_bytes']}"] * (report["weights_bytes"] <= 0)
+        faults += [
+            f"{key} must list objects"
+            for key in ("swapped", "skipped")
+            if not all(isinstance(e, dict) for e in report[key])
+        ]
+    if faults:
+        raise UserError(f"{path} must be a report of edkm compress: {'; '.join(faults)}; run edkm compress again")
+    return report
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl in the order of their steps, numbers only. A last line that is being written is left."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    records: dict[int, dict[str, float]] = {}
+    for index, line in enumerate(lines):
+        try:
+            values = json.loads(line)
+            step = int(values["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            if index == len(lines) - 1:
+                break
+            raise UserError(
+                f"{path} must hold one JSON object with 'step' a line, but line {index + 1} does not ({error}); "
+                "remove the line"
+            ) from error
+        numbers = {key: number(value) for key, value in values.items()}
+        records[step] = {key: value for key, value in numbers.items() if value is not None}
+    return [records[step] for step in sorted(records)]

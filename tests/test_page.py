@@ -1,0 +1,364 @@
+"""`edkm report`: the page says what the files say, draws it to scale, loads nothing, and escapes everything."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from conftest import cluster, export, tiny_llama
+from safetensors.torch import load_file
+from test_cli import compress_arguments, refused, run
+
+from edkm_cli.hf import load
+from edkm_cli.page.build import build_report
+from edkm_cli.page.charts import Axis, Series, bars, figure, histogram, line_chart, log_ticks, thin, ticks
+from edkm_cli.page.layers import measure_weights, place
+from edkm_cli.page.markup import Markup, tag
+
+HOSTILE = "<script>alert('x')</script>\x00\"&"
+
+
+@pytest.fixture(scope="module")
+def finished(model_directory, text_file, tmp_path_factory):
+    """A run of 40 steps in soft mode, so that there are a soft and a hard loss, and enough steps for a mean."""
+    out = tmp_path_factory.mktemp("runs") / "out"
+    status, _, err = run(*compress_arguments(model_directory, text_file, out, "--steps", 40, "--mode", "soft"))
+    assert status == 0, err
+    return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "out")
+
+
+def parsed(path):
+    """The page as a tree: it is well-formed XML, and a browser's parser finds nothing unclosed either."""
+    content = path.read_text(encoding="utf-8")
+    assert content.startswith("<!DOCTYPE html>")
+
+    class Balance(HTMLParser):
+        open_tags: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, name, attributes):
+            self.open_tags.append(name)
+
+        def handle_startendtag(self, name, attributes):
+            assert name in ("meta", "line", "rect", "circle", "path")  # a browser closes no others
+
+        def handle_endtag(self, name):
+            assert self.open_tags.pop() == name
+
+    balance = Balance()
+    balance.open_tags = []
+    balance.feed(content)
+    assert balance.open_tags == []
+    return ElementTree.fromstring(content.removeprefix("<!DOCTYPE html>"))
+
+
+def words(tree):
+    return " ".join("".join(tree.itertext()).split())
+
+
+def edit_report(directory, **changes):
+    path = directory / "report.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_finished_run(copied, tmp_path):
+    status, text, err = run("report", copied, "--json", tmp_path / "r.json")
+    assert status == 0, err
+    page = copied / "report.html"
+    assert text.strip() == str(page)
+    tree, report = parsed(page), json.loads((copied / "report.json").read_text())
+    content = words(tree)
+    for stage in ("original", "start", "trained", "exported"):
+        assert f"{report['perplexity'][stage]:,.2f}" in content
+    assert f"{report['original_weights_bytes'] / report['weights_bytes']:.2f}x" in content
+    assert f"{report['decoder_bits_per_weight']:.3f}" in content
+    assert report["versions"]["torch"] in content
+    assert report["hardware"]["cpu"] in content
+    assert [heading.text for heading in tree.iter("h2")] == [
+        "Perplexity", "Training", "Size", "Error by layer", "Weights and their lookup tables", "Settings and surroundings"
+    ]  # fmt: skip
+    charts = list(tree.iter("svg"))
+    # perplexity, loss, learning rate, gradient norm, size, errors; two layers of seven projections
+    assert len(charts) == 6 + 14
+    assert all(chart.get("role") == "img" and chart.get("aria-label") for chart in charts)
+    assert "hard loss" in content
+    tables = [caption.text for caption in tree.iter("caption")]
+    for name in ("Perplexity by stage", "Bytes by part", "Relative squared error", "LUT entries"):
+        assert name in tables  # every figure has its table
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["finished"]
+    assert len(result["layers"]) == 14
+    assert load(copied)  # the page in the directory does not disturb the checkpoint
+
+
+def test_the_page_loads_nothing_and_runs_nothing(finished, tmp_path):
+    build_report(finished, output=tmp_path / "p.html")
+    tree = parsed(tmp_path / "p.html")
+    names = {element.tag for element in tree.iter()}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "use", "image", "form", "base"}
+    for element in tree.iter():
+        for key, value in element.attrib.items():
+            assert key not in ("src", "href", "srcset", "xlink:href")
+            assert not key.startswith("on")
+            assert "http:" not in value
+            assert "https:" not in value
+            assert "url(" not in value
+    assert "url(" not in next(tree.iter("style")).text
+    assert "@import" not in next(tree.iter("style")).text
+    policy = next(meta for meta in tree.iter("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy.get("content").startswith("default-src 'none'")
+
+
+def test_errors_and_histograms_are_those_of_the_weights(tmp_path):
+    dense = tiny_llama()
+    dense.save_pretrained(tmp_path / "dense")
+    model, spec = cluster(tiny_llama(), bits=2, granularity="tensor")
+    directory = export(model, spec, tmp_path / "out")
+    measured = measure_weights(directory, str(tmp_path / "dense"), original_bytes=123_456)
+    assert measured.missing == ""
+    reloaded = load(directory)
+    assert len(measured.errors) == 14
+    for entry in measured.errors:
+        original = dense.get_submodule(entry.name).weight.detach().double()
+        restored = reloaded.get_submodule(entry.name).dequantize().double()
+        expected = float((original - restored).norm() ** 2 / original.norm() ** 2)
+        assert entry.error == pytest.approx(expected, rel=1e-5)
+        assert 0.01 < entry.error < 0.5
+    tensors = load_file(directory / "model.safetensors")
+    assert len(measured.histograms) == 14  # two layers: each is first, middle or last
+    for entry in measured.histograms:
+        weight = dense.get_submodule(entry.name).weight.detach().numpy()
+        counts, _ = np.histogram(weight, bins=len(entry.counts), range=(entry.low, entry.high))
+        assert np.abs(np.array(entry.counts) - counts).sum() <= 4  # a value on an edge may fall to either side
+        lut = tensors[f"{entry.name}.lut"].float()[0]
+        assert entry.luts == 1
+        assert [middle for _, middle, _ in entry.entries] == pytest.approx(lut.tolist())
+        assert all(low == middle == high for low, middle, high in entry.entries)
+
+
+def test_bytes_by_part_add_up(tmp_path):
+    model, spec = cluster(tiny_llama(), bits=3, granularity="row:1")
+    directory = export(model, spec, tmp_path / "out")
+    measured = measure_weights(directory, "./nowhere", original_bytes=100_000)
+    tensors = load_file(directory / "model.safetensors")
+    size = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    embeddings = {name for name in size if "embed_tokens" in name}
+    assert measured.stored_bytes["indices"] == sum(
+        size[name] for name in size if name.endswith(".indices") and name not in embeddings
+    )
+    assert measured.stored_bytes["LUTs"] == sum(size[name] for name in size if name.endswith(".lut"))
+    assert measured.stored_bytes["embeddings"] == sum(size[name] for name in embeddings)
+    assert sum(measured.stored_bytes.values()) == (directory / "model.safetensors").stat().st_size
+    assert sum(measured.original_bytes.values()) == 100_000
+    assert measured.original_bytes["embeddings"] == 2 * 257 * 24
+    assert "nowhere" in measured.missing
+    assert not measured.errors
+
+
+def test_without_the_original_the_page_says_so(copied):
+    edit_report(copied, model="nobody/no-model")
+    result = build_report(copied)
+    content = words(parsed(copied / "report.html"))
+    assert "not on this machine" in result["missing"]
+    assert "not on this machine" in content
+    assert "Bytes by part" in content
+    assert "Relative squared error" not in content
+
+
+def test_another_original_is_not_compared(copied, tmp_path):
+    tiny_llama(hidden=32).save_pretrained(tmp_path / "other")
+    edit_report(copied, model=str(tmp_path / "other"))
+    assert "another model" in build_report(copied)["missing"]
+
+
+def test_a_run_without_training(model_directory, text_file, tmp_path):
+    out = tmp_path / "out"
+    assert run(*compress_arguments(model_directory, text_file, out, "--steps", 0))[0] == 0
+    build_report(out)
+    tree = parsed(out / "report.html")
+    assert "Training" not in [heading.text for heading in tree.iter("h2")]
+    assert "without training" in words(tree)
+
+
+class TestUnfinished:
+    @pytest.fixture
+    def partial(self, finished, tmp_path):
+        directory = tmp_path / "run.partial"
+        directory.mkdir()
+        lines = (finished / "metrics.jsonl").read_text().splitlines()[:7]
+        (directory / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 8, "lo')
+        measured = {"original": 20.0, "start": 90.0, "trained": None, "exported": None}
+        mark = {"fingerprint": {"bits": 3, "steps": 40, "distill": True}, "perplexity": measured}
+        (directory / "edkm-run.json").write_text(json.dumps(mark))
+        return directory
+
+    @pytest.mark.parametrize("given", ["run", "run.partial"])
+    def test_it_is_shown_so_far(self, partial, given):
+        result = build_report(partial.with_name(given))
+        assert (result["finished"], result["steps_done"]) == (False, 7)
+        page = partial.with_name("run.partial.html")
+        assert result["page"] == str(page)
+        assert sorted(file.name for file in partial.iterdir()) == ["edkm-run.json", "metrics.jsonl"]
+        content = words(parsed(page))
+        assert "not finished" in content
+        assert "7 of 40 steps" in content
+        assert "90.00" in content
+
+    def test_before_the_first_step(self, partial):
+        (partial / "metrics.jsonl").unlink()
+        assert build_report(partial)["steps_done"] == 0
+        assert "0 of 40 steps" in words(parsed(partial.with_name("run.partial.html")))
+
+    def test_with_metrics_only(self, partial):
+        (partial / "edkm-run.json").unlink()
+        assert build_report(partial)["steps_done"] == 7
+        parsed(partial.with_name("run.partial.html"))
+
+
+def test_hostile_text_stays_text(copied):
+    report = json.loads((copied / "report.json").read_text())
+    hostile = dict.fromkeys(report["config"], HOSTILE)
+    edit_report(
+        copied, model=HOSTILE, config=hostile, versions={HOSTILE: HOSTILE}, hardware={HOSTILE: [HOSTILE]},
+        skipped=[{"name": HOSTILE, "reason": HOSTILE}], evaluation={"data": HOSTILE, "windows": HOSTILE, "context": None},
+        seconds={HOSTILE: 1.0},
+    )  # fmt: skip
+    build_report(copied)
+    page = copied / "report.html"
+    tree = parsed(page)
+    assert "<script" not in page.read_text()
+    assert tree.find(".//h1").text == HOSTILE.replace("\x00", "\ufffd")
+
+
+class TestErrors:
+    def test_no_run(self, tmp_path):
+        assert "holds neither" in refused("report", tmp_path)
+        assert "is no directory" in refused("report", tmp_path / "nowhere")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [("{", "cannot be read"), ("[]", "must hold a JSON object"), ("{}", "perplexity must be a dict")],
+    )
+    def test_broken_report(self, copied, content, message):
+        (copied / "report.json").write_text(content)
+        assert message in refused("report", copied)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"weights_bytes": 0}, "weights_bytes must be positive"),
+            ({"weights_bytes": "many", "steps": None}, "steps must be a int"),
+            ({"decoder_bits_per_weight": float("nan")}, "decoder_bits_per_weight"),
+            ({"skipped": ["a"]}, "skipped must list objects"),
+        ],
+    )
+    def test_wrong_values(self, copied, change, message):
+        edit_report(copied, **change)
+        assert message in refused("report", copied)
+
+    def test_missing_and_damaged_weights(self, copied):
+        file = copied / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        assert "truncated" in refused("report", copied)
+        file.unlink()
+        assert "model.safetensors is missing" in refused("report", copied)
+        assert run("report", copied, "--no-weights")[0] == 0
+
+    def test_broken_metrics(self, copied):
+        path = copied / "metrics.jsonl"
+        path.write_text("oops\n" + path.read_text())
+        assert "line 1" in refused("report", copied)
+
+    def test_place_that_cannot_be_written(self, copied, tmp_path):
+        assert "--output" in refused("report", copied, "--output", tmp_path / "no" / "page.html")
+        assert "--output" in refused("report", copied, "--output", tmp_path)
+
+
+class TestCharts:
+    def test_lines_are_drawn_to_scale(self):
+        chart = ElementTree.fromstring(
+            line_chart([Series("loss", [(1, 4.0), (2, 2.0), (3, 1.0)])], title="t", x_label="step", y_label="loss")
+        )
+        path = next(chart.iter("path")).get("d")
+        (x1, y1), (x2, y2), (x3, y3) = (tuple(map(float, pair.split())) for pair in re.split("[ML]", path)[1:])
+        assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+        assert (y2 - y1) / (y3 - y1) == pytest.approx(
+            2 / 3, abs=0.01
+        )  # linear: from 4, 2 is two thirds of the way to 1
+        zero = next(float(line.get("y1")) for line in chart.iter("line"))
+        assert (zero - y3) / (zero - y1) == pytest.approx(1 / 4, abs=0.01)  # heights from zero
+
+    def test_a_wide_range_is_logarithmic(self):
+        chart = line_chart([Series("a", [(0, 1.0), (1, 10.0), (2, 100.0)])], title="t", x_label="x", y_label="y")
+        assert "log scale" in chart
+        path = next(ElementTree.fromstring(chart).iter("path")).get("d")
+        heights = [float(pair.split()[1]) for pair in re.split("[ML]", path)[1:]]
+        assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+
+    @pytest.mark.parametrize("values", [(28.8, 51.7, 32.5), (28.8, 400_000.0, 55.0)])
+    def test_bars_have_their_values_lengths(self, values):
+        chart = ElementTree.fromstring(bars([(str(v), v, "", "c1") for v in values], title="t"))
+        lengths = [float(bar.get("width")) for bar in chart.iter("rect")]
+        wide = max(values) / min(values) > 8
+        sizes = [math.log(value) if wide else value for value in values]  # of a perplexity: the loss
+        for length, size in zip(lengths, sizes, strict=True):
+            assert length / max(lengths) == pytest.approx(size / max(sizes), abs=1e-3)
+
+    def test_a_histogram_s_entries_stand_at_their_values(self):
+        chart = ElementTree.fromstring(
+            histogram([1, 2, 1], -1.0, 1.0, [(-0.5, -0.5, -0.5), (0.25, 0.5, 0.75), (2.0, 2.0, 2.0)], title="t")
+        )
+        places = [float(line.get("x1")) for line in chart.iter("line") if line.get("class") == "entry"]
+        assert len(places) == 2  # the third is out of the panel
+        x = Axis(-1.0, 1.0, 6, 314)
+        assert places == pytest.approx([x(-0.5), x(0.5)], abs=0.01)
+        band = next(chart.iter("rect"))
+        assert float(band.get("width")) == pytest.approx(x(0.75) - x(0.25), abs=0.01)
+
+    @pytest.mark.parametrize("value", [0, 1, 100])
+    def test_one_point_or_equal_points_are_drawn(self, value):
+        for points in ([(1, value)], [(1, value), (2, value)]):
+            chart = line_chart([Series("a", points)], title="t", x_label="x", y_label="y")
+            ElementTree.fromstring(chart)
+            assert "nan" not in chart
+
+    def test_ticks_are_round_and_inside(self):
+        assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+        assert ticks(-0.13, 0.11, wanted=4) == [-0.1, 0, 0.1]
+        assert ticks(5, 5) == [5]
+        assert log_ticks(0.9, 1200) == [1, 10, 100, 1000]
+        assert all(28 <= tick <= 60 for tick in log_ticks(28, 60))
+
+    def test_figures_are_for_people(self):
+        shown = [figure(v) for v in (0, 28.836402, 0.0003, 408_028.4, -0.1, 1.0, 12e-9, 0.00099999)]
+        assert shown == ["0", "28.84", "3e-4", "408,028", "-0.1", "1", "1.2e-8", "1e-3"]
+
+    def test_thinning_keeps_spikes(self):
+        points = [(float(i), 1.0) for i in range(10_000)]
+        points[4321] = (4321.0, 99.0)
+        kept = thin(points)
+        assert len(kept) <= 700
+        assert (4321.0, 99.0) in kept
+        assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+def test_markup_escapes_all_but_itself():
+    inner = tag("b", "a < b & c")
+    assert inner == "<b>a &lt; b &amp; c</b>"
+    assert tag("p", inner, "<i>", title='"x"', class_="k", aria_label=None) == (
+        '<p title="&quot;x&quot;" class="k"><b>a &lt; b &amp; c</b>&lt;i&gt;</p>'
+    )
+    assert isinstance(inner, Markup)
+
+
+def test_places_in_the_model():
+    assert place("model.layers.3.mlp.up_proj") == ("up_proj", 3)
+    assert place("projector") == ("projector", None)
