@@ -85,6 +85,9 @@ def compress_command(
         bool | None,
         _option("KL from the uncompressed model, or plain fine-tuning.", "distill", "--distill/--no-distill"),
     ] = None,
+    hidden_weight: Annotated[
+        float | None, _option("Of the decoder layers' outputs in distillation; 0: logits only.", "hidden_weight")
+    ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
         _option(

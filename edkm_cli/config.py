@@ -62,6 +62,7 @@ class CompressConfig:
     sequence_length: int = 1024
     gradient_accumulation: int = 1
     distill: bool = True
+    hidden_weight: float = 0.0
     gradient_checkpointing: bool = False
     offload: str = "none"
     dtype: str = "auto"
@@ -105,7 +106,7 @@ class CompressConfig:
         return faults
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
-        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank")
+        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank", "hidden_weight")
         ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep", "timeout_minutes")
         return [
             *((name, 1, getattr(self, name)) for name in ones),

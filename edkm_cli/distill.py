@@ -63,11 +63,28 @@ class FrozenTeacher:
             return self._model(**inputs)
 
 
-def training_loss(student: Any, teacher: Any | None, ids: Tensor) -> Tensor:
-    """The loss of one micro-batch: KL from the teacher where there is one, else next-token prediction."""
-    logits = student(input_ids=ids, use_cache=False).logits
+def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
+    """How far the decoder layers' outputs are from the teacher's: squared error by squared norm, each (batch, sequence,
+    hidden), averaged over tokens and layers. Token by token, or the few tokens with huge norms would be all of it."""
+    parts = []
+    for ours, theirs in zip(student[1:], teacher[1:], strict=True):  # the first are the embeddings
+        theirs = theirs.float()
+        error = (ours.float() - theirs).square().sum(-1)
+        parts.append((error / theirs.square().sum(-1).clamp_min(1e-12)).mean())
+    return torch.stack(parts).mean()
+
+
+def training_loss(student: Any, teacher: Any | None, ids: Tensor, *, hidden_weight: float = 0.0) -> Tensor:
+    """The loss of one micro-batch: KL from the teacher where there is one (plus `hidden_weight` times `hidden_loss`),
+    else next-token prediction."""
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if teacher is None:
-        return next_token_loss(logits, ids)
+        return next_token_loss(student(**inputs).logits, ids)
+    if hidden_weight:
+        inputs["output_hidden_states"] = True
+    # The student first: its graph is the larger part of the memory, and the teacher's logits are needed only after.
+    ours = student(**inputs)
     with torch.no_grad():
-        target = teacher(input_ids=ids, use_cache=False).logits
-    return kl_divergence(logits, target)
+        theirs = teacher(**inputs)
+    loss = kl_divergence(ours.logits, theirs.logits)
+    return loss + hidden_weight * hidden_loss(ours.hidden_states, theirs.hidden_states) if hidden_weight else loss

@@ -172,9 +172,9 @@ def train(
                 waits = nullcontext() if last or world.size == 1 or world.sharded else step_model.no_sync()
                 with waits, marshal or nullcontext():
                     with accelerator.autocast():
-                        part = training_loss(step_model, teacher, ids) / config.gradient_accumulation
-                    accelerator.backward(part)
-                loss += part.detach().double().cpu() / world.size
+                        part = training_loss(step_model, teacher, ids, hidden_weight=config.hidden_weight)
+                    accelerator.backward(part / config.gradient_accumulation)
+                loss += part.detach().double().cpu() / (config.gradient_accumulation * world.size)
             total = float(world.sum(loss))
             if not math.isfinite(total):
                 raise UserError(

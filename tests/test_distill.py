@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from edkm_cli.distill import kl_divergence, next_token_loss, training_loss
+from edkm_cli.distill import hidden_loss, kl_divergence, next_token_loss, training_loss
 
 
 @pytest.mark.parametrize("tokens", [3, 256, 300])
@@ -36,3 +36,23 @@ def test_without_a_teacher_the_loss_is_next_token_prediction(ids):
     expected = model(ids, labels=ids).loss
     assert training_loss(model, None, ids).item() == pytest.approx(expected.item(), rel=1e-6)
     assert next_token_loss(model(ids).logits, ids).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_hidden_states_add_their_relative_error_token_by_token(ids):
+    from conftest import tiny_llama
+
+    student, teacher = tiny_llama(seed=1), tiny_llama()
+    ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    layers = []
+    for a, b in zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True):
+        tokens = [
+            float((x - y).square().sum() / y.square().sum())
+            for x, y in zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
+        ]
+        layers.append(sum(tokens) / len(tokens))
+    plain = training_loss(student, teacher, ids)
+    with_hidden = training_loss(student, teacher, ids, hidden_weight=0.5)
+    assert with_hidden.item() == pytest.approx(plain.item() + 0.5 * sum(layers) / len(layers), rel=1e-5)
+    assert hidden_loss(theirs.hidden_states, theirs.hidden_states).item() == 0
+    with_hidden.backward()
+    assert student.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0
