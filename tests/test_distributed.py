@@ -19,16 +19,20 @@ from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
 from edkm_cli.packing import unpack
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 WORKER = Path(__file__).with_name("distributed_worker.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def launch(configs, directory, **options):
+def launch(configs, directory, *, processes=2):
     file = directory / "settings.json"
     file.write_text(json.dumps([asdict(config) for config in configs]))
     return subprocess.run(
-        [*TORCHRUN, str(WORKER), str(file)], env=ENVIRONMENT, capture_output=True, text=True, timeout=600, **options
+        [*TORCHRUN, str(processes), str(WORKER), str(file)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -88,10 +92,24 @@ def test_two_processes_give_what_one_gives(model_directory, text_file, tmp_path)
     edkm_cli.load(tmp_path / "sharded")
 
 
+@pytest.mark.slow
+def test_four_processes_give_what_one_gives(model_directory, text_file, tmp_path):
+    common = {"steps": 20, "calibration_tokens": 512}
+    runs = [
+        settings(model_directory, text_file, tmp_path / sharding, sharding=sharding, **common)
+        for sharding in ("none", "full")
+    ]
+    done = launch(runs, tmp_path, processes=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compress(settings(model_directory, text_file, tmp_path / "one", gradient_accumulation=4, **common))
+    for sharding in ("none", "full"):
+        assert_same_to_rounding(tmp_path / sharding, tmp_path / "one")
+
+
 def command(config, *, sharding):
     from test_resume import argv
 
-    return [*TORCHRUN, *argv(config)[1:], "--sharding", sharding]
+    return [*TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
 
 
 @pytest.mark.slow
