@@ -50,7 +50,7 @@ def observed(model, index=0):
     stream = BlockStream(model, texts())
     path, block = list(stream.blocks.items())[index]
     sites = awq._sites(block, path)
-    grams, calls, _ = awq._watch(stream, index, sites)
+    grams, calls, _ = awq._watch(stream, index, sites, 8192)
     return sites, grams, calls
 
 
@@ -150,6 +150,17 @@ def test_the_models_error_on_the_calibration_text_is_below_that_of_rounding(symm
     rounded = error(rtn, rule="symmetric" if symmetric else "minmax")
     assert error(awq, symmetric=symmetric) < rounded
     assert error(awq, symmetric=symmetric, clip=False) < rounded
+
+
+def test_the_search_runs_modules_on_no_more_than_its_tokens():
+    model = tiny_llama()
+    stream = BlockStream(model, texts())  # chunks of 62 and 12 tokens
+    sites = awq._sites(model.model.layers[0], "block")
+    for tokens, chunks in [(8192, 2), (74, 2), (73, 1), (62, 1), (1, 1)]:
+        grams, calls, outputs = awq._watch(stream, 0, sites, tokens)
+        assert [len(found) for found in calls.values()] == [chunks, chunks]
+        assert grams[sites[0].layers[0]].tokens == 74
+        assert len(outputs) == 2
 
 
 def test_queries_and_keys_are_not_clipped(monkeypatch):

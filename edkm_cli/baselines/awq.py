@@ -11,7 +11,9 @@ alpha is searched on a grid (section 3.2) for the smallest squared error of what
     up projection       -> down          error of down's output
 
 Then each group's range is clipped where that lowers the error of its own part of the output (the authors' code; all
-layers but q and k), and everything is rounded to nearest. Each block sees the outputs of the unquantized ones.
+layers but q and k), and everything is rounded to nearest. Each block sees the outputs of the unquantized ones. Every
+candidate runs attention or MLP again, so those errors are measured on `search_tokens` tokens; magnitudes, clipping and
+the linears that are judged by themselves use all.
 
 The paper's grid is asymmetric with 20 values of alpha. `symmetric=True, grid=10, clip=False` is what llmcompressor does,
 except for its default of dividing s_x^alpha by the mean relative weight of the channel to the power 1 - alpha.
@@ -68,6 +70,7 @@ def quantize(
     symmetric: bool = False,
     grid: int = 20,
     clip: bool = True,
+    search_tokens: int = 8192,
 ) -> Outcome:
     """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
 
@@ -77,6 +80,7 @@ def quantize(
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
         grid: values of alpha, 0, 1 / grid, ..., below 1.
         clip: search for a clipped range of each group.
+        search_tokens: of the calibration text, for the errors of attention and MLP; at least one chunk is used.
 
     Raises UserError for bits or grid out of range, no calibration text, a group size that does not divide a layer, or a
     decoder that is not built like LLaMA's.
@@ -93,7 +97,7 @@ def quantize(
     sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
     quantized = set(layers.values())
     for index, (path, block) in enumerate(track(stream.blocks.items(), "awq", len(stream.blocks))):
-        grams, calls, outputs = _watch(stream, index, sites[path])
+        grams, calls, outputs = _watch(stream, index, sites[path], search_tokens)
         for site in sites[path]:
             if all(layer in quantized for layer in site.layers):
                 scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), rounding, grid)
@@ -133,9 +137,9 @@ def _sites(block: Any, path: str) -> list[_Site]:
 
 
 def _watch(
-    stream: BlockStream, index: int, sites: list[_Site]
+    stream: BlockStream, index: int, sites: list[_Site], search_tokens: int
 ) -> tuple[dict[nn.Module, Gram], dict[nn.Module, Calls], list[Tensor]]:
-    """Run a block once: input statistics of each linear, the calls of judged modules, and the block's outputs."""
+    """Run a block once: input statistics of each linear, first calls of judged modules, and the block's outputs."""
     block = list(stream.blocks.values())[index]
     grams: dict[nn.Module, Gram] = {}
     visits: dict[nn.Module, Any] = {}
@@ -144,16 +148,18 @@ def _watch(
         members = [block.get_submodule(name) for name in stage]
         visits[members[0]] = gram.visit
         grams |= dict.fromkeys(members, gram)
+    ends = [sum(hidden[..., 0].numel() for hidden in stream.hidden[: end + 1]) for end in range(len(stream.hidden))]
+    limit = max(1, sum(end <= search_tokens for end in ends))
     calls: dict[nn.Module, Calls] = {}
     for site in sites:
         if site.judged not in site.layers:
             calls[site.judged] = []
-            visits[site.judged] = _keep(calls[site.judged])
+            visits[site.judged] = _keep(calls[site.judged], limit)
     return grams, calls, stream.run(index, visits)
 
 
-def _keep(calls: Calls) -> Any:
-    return lambda args, kwargs: calls.append((args, kwargs))
+def _keep(calls: Calls, limit: int) -> Any:
+    return lambda args, kwargs: calls.append((args, kwargs)) if len(calls) < limit else None
 
 
 def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int) -> Tensor:

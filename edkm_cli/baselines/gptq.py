@@ -135,26 +135,26 @@ def quantize_weight(
     grids: list[Grid] = []
     if static_groups:
         grids = [fit_grid(part, bits=bits, rule=rule) for part in weight.split(width, 1)]
-    w = weight[:, permutation]  # a copy, changed below
+    # Transposed, so that a column of the layer is contiguous; indexing copies.
+    w = weight.t()[permutation].contiguous()  # (in, out)
     factor = _inverse_factor(hessian[permutation][:, permutation], damping).to(w.dtype)
     quantized = torch.empty_like(w)
     # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
     lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
-    grid = fit_grid(w, bits=bits, rule=rule)  # of whole rows; replaced as groups are reached
+    grid = fit_grid(weight, bits=bits, rule=rule)  # of whole rows; replaced as groups are reached
     for start in range(0, columns, lazy):
         end = min(start + lazy, columns)
-        errors = w.new_empty(w.shape[0], end - start)
+        errors = w.new_empty(end - start, w.shape[1])
         for j in range(start, end):
             if static_groups:
                 grid = grids[int(permutation[j]) // width]
             elif width < columns and j % width == 0:
-                grid = fit_grid(w[:, j : j + width], bits=bits, rule=rule)
-            quantized[:, j] = grid.round(w[:, j : j + 1])[:, 0]
-            error = (w[:, j] - quantized[:, j]) / factor[j, j]
-            w[:, j:end].addr_(error, factor[j, j:end], alpha=-1)
-            errors[:, j - start] = error
-        w[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
-    return quantized[:, permutation.argsort()]
+                grid = fit_grid(w[j : j + width].t(), bits=bits, rule=rule)
+            quantized[j] = grid.round(w[j][:, None])[:, 0]
+            error = torch.div(w[j] - quantized[j], factor[j, j], out=errors[j - start])
+            w[j:end].addr_(factor[j, j:end], error, alpha=-1)
+        w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
+    return quantized[permutation.argsort()].t().contiguous()
 
 
 def _order(diagonal: Tensor, width: int, order: str) -> Tensor:
