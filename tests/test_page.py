@@ -173,6 +173,15 @@ def test_without_the_original_the_page_says_so(copied):
     assert "Relative squared error" not in content
 
 
+def test_an_original_that_cannot_be_read_tensor_by_tensor(copied, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    edit_report(copied, model=str(tmp_path / "model.gguf"))
+    assert "GGUF" in build_report(copied)["missing"]
+    (tmp_path / "config.json").write_text("{}")
+    edit_report(copied, model=str(tmp_path))
+    assert "holds no safetensors" in build_report(copied)["missing"]
+
+
 def test_another_original_is_not_compared(copied, tmp_path):
     tiny_llama(hidden=32).save_pretrained(tmp_path / "other")
     edit_report(copied, model=str(tmp_path / "other"))
@@ -255,7 +264,7 @@ class TestErrors:
         ("change", "message"),
         [
             ({"weights_bytes": 0}, "weights_bytes must be positive"),
-            ({"weights_bytes": "many", "steps": None}, "steps must be a int"),
+            ({"weights_bytes": "many", "steps": None}, "steps must be a number"),
             ({"decoder_bits_per_weight": float("nan")}, "decoder_bits_per_weight"),
             ({"skipped": ["a"]}, "skipped must list objects"),
         ],
@@ -276,6 +285,12 @@ class TestErrors:
         path = copied / "metrics.jsonl"
         path.write_text("oops\n" + path.read_text())
         assert "line 1" in refused("report", copied)
+
+    def test_metrics_without_usable_figures(self, copied):
+        lines = ['{"step": 1}', '{"step": 2, "loss": NaN}', '{"step": 3, "loss": 1' + "0" * 400 + ', "tokens": "x"}']
+        (copied / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        assert build_report(copied, weights=False)["steps_done"] == 3
+        assert "Training" not in [heading.text for heading in parsed(copied / "report.html").iter("h2")]
 
     def test_place_that_cannot_be_written(self, copied, tmp_path):
         assert "--output" in refused("report", copied, "--output", tmp_path / "no" / "page.html")

@@ -201,7 +201,7 @@ def stacked_bars(
                 continue
             tip = tag("title", f"{label}, {name}: {show(value)}")
             drawn.append(tag("rect", tip, x=place, y=top, width=max(length, 0.5), height=40, class_=f"fill-{colour}"))
-            if length > 11 * max(len(name), len(show(value))) * 0.62 + 14:
+            if length > 7.4 * max(len(name), len(show(value))) + 16:
                 drawn.append(tag("text", name, x=place + 8, y=top + 17, class_="on-bar"))
                 drawn.append(tag("text", show(value), x=place + 8, y=top + 32, class_="on-bar quiet"))
             place += length
@@ -224,9 +224,10 @@ def heat_map(
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
     left, right, tall = 110, 64, 24
-    wide = (width - left - right) / max(len(columns), 1)
+    wide = min((width - left - right) / max(len(columns), 1), 72.0)
+    end = left + wide * len(columns) + right
     low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
-    parts = [tag("text", "mean", x=width - 4, y=12, class_="tick end")]
+    parts = [tag("text", "mean", x=end - 4, y=12, class_="tick end")]
     every = max(1, math.ceil(len(columns) / 16))
     for number, column in enumerate(columns):
         if number % every == 0:
@@ -241,7 +242,7 @@ def heat_map(
                 strength = 0.08 + 0.92 * (value - low) / ((high - low) or 1.0)
                 parts.append(tag("rect", tag("title", tip), x=left + number * wide, y=top, width=wide - 1.5, height=tall,
                                  rx=2, class_="fill-c1", fill_opacity=strength))  # fmt: skip
-        parts.append(tag("text", show(sum(found) / len(found)), x=width - 4, y=top + 16, class_="bar-label end strong"))
+        parts.append(tag("text", show(sum(found) / len(found)), x=end - 4, y=top + 16, class_="bar-label end strong"))
     return _svg(title, width, 22 + len(rows) * (tall + 2), *parts)
 
 

@@ -146,9 +146,9 @@ def perplexity_section(run: RunFiles) -> Markup | None:
 def training_section(run: RunFiles) -> Markup | None:
     """Loss (soft and hard, where there are both), learning rate, gradient norm."""
     metrics, settings = run.metrics, run.settings
-    if not metrics:
-        return None
     loss, hard = _points(metrics, "loss"), _points(metrics, "hard_loss")
+    if not loss:
+        return None
     soft = bool(hard)
     name = "soft loss" if soft else "loss"
     series, entries = [], [(name, "c1")]
@@ -258,27 +258,26 @@ def error_section(errors: Sequence[LayerError]) -> Markup:
 
 def histogram_section(histograms: Sequence[Histogram]) -> Markup:
     """Small multiples: kinds of projection down, first, middle and last layer across."""
-    panels, rows = [], []
+    rows = []
     many = any(entry.luts > 1 for entry in histograms)
-    kinds = list(dict.fromkeys(entry.kind for entry in histograms))
-    for entry in sorted(histograms, key=lambda entry: kinds.index(entry.kind)):
-        label = f"{entry.kind}, layer {_column(entry.layer)}"
+    panels: dict[str, list[Markup]] = {}
+    for entry in histograms:
+        where = f"layer {_column(entry.layer)}"
         chart = histogram(entry.counts, entry.low, entry.high, entry.entries, title=f"Weights of {entry.name}")
-        head = tag("h3", tag("b", entry.kind), f" layer {_column(entry.layer)}")
-        panels.append(tag("div", head, chart))
+        panels.setdefault(entry.kind, []).append(tag("div", tag("h3", tag("b", entry.kind), f" {where}"), chart))
         middles = [figure(middle) for _, middle, _ in entry.entries]
         shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
-        rows.append([label, f"{entry.luts:,}", shown])
+        rows.append([f"{entry.kind}, {where}", f"{entry.luts:,}", shown])
     tables = (
-        "Lines: the median of each LUT entry over the layer's LUTs; below, the middle half of them."
+        "Lines: the median of each entry over the layer's LUTs; the bars below span the middle half of its values."
         if many
         else "Lines: the entries of the LUT."
     )
     return _section(
         "Weights and their lookup tables",
         f"Hills: the original's weights, four standard deviations to either side. {tables}",
-        legend([("original weights", "hill"), ("LUT entries", "c2")]),
-        tag("div", *panels, class_="triple"),
+        legend([("original weights", "hill"), ("LUT entries", "c2"), *([("their spread", "c2 pale")] if many else [])]),
+        *(tag("div", *row, class_="triple") for row in panels.values()),
         unfold("as a table", table(rows, header=["linear", "LUTs", "entries (median)"], caption="LUT entries")),
     )
 

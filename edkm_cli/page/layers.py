@@ -64,9 +64,7 @@ class Weights:
     missing: str = ""
 
 
-def measure_weights(
-    directory: Path, original: str, *, original_bytes: int, trust_remote_code: bool = False, track: Track = no_progress
-) -> Weights:
+def measure_weights(directory: Path, original: str, *, original_bytes: int, track: Track = no_progress) -> Weights:
     """Measure a finished checkpoint against the model it was made from.
 
     Args:
@@ -121,14 +119,20 @@ def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, w
 def _original_directory(name: str) -> Path:
     """Where the original's safetensors files are. Raises UserError where they are not on this machine."""
     source = models.resolve(name)
+    if source.gguf_file and not source.architecture:
+        raise UserError(f"{name} is a GGUF file, which cannot be read tensor by tensor")
     if source.is_local:
-        return models.safetensors_directory(source)
-    import huggingface_hub
+        directory = models.safetensors_directory(source)
+    else:
+        import huggingface_hub
 
-    try:
-        return Path(huggingface_hub.snapshot_download(source.location, local_files_only=True))
-    except Exception as error:
-        raise UserError(f"the original model {source.location} is not on this machine") from error
+        try:
+            directory = Path(huggingface_hub.snapshot_download(source.location, local_files_only=True))
+        except Exception as error:
+            raise UserError(f"the original model {source.location} is not on this machine") from error
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"{directory} holds no safetensors files")
+    return directory
 
 
 def _representative(names: list[str]) -> list[str]:

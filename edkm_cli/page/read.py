@@ -15,10 +15,13 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.directory import MARKER
 
 STAGES = ("original", "start", "trained", "exported")
-_REPORT = {
-    "model": str, "perplexity": dict, "evaluation": dict, "weights_bytes": int, "original_weights_bytes": int,
-    "decoder_bits_per_weight": float, "model_bits_per_weight": float, "steps": int, "training_tokens": int,
-    "seconds": dict, "swapped": list, "skipped": list, "config": dict, "versions": dict,
+_NUMBERS = (
+    "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight", "steps",
+    "training_tokens",
+)  # fmt: skip
+_CONTAINERS = {
+    "model": str, "perplexity": dict, "evaluation": dict, "seconds": dict, "config": dict, "versions": dict,
+    "swapped": list, "skipped": list,
 }  # fmt: skip
 
 
@@ -75,8 +78,12 @@ def read_run(directory: str | Path) -> RunFiles:
 
 def number(value: object) -> float | None:
     """A finite number, or None for anything else."""
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if usable else None  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # JSON's integers have no end
+        return None
 
 
 def _is_run(path: Path) -> bool:
@@ -102,18 +109,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _checked_report(path: Path) -> dict[str, Any]:
     report = _read_json(path)
     faults = []
-    for key, kind in _REPORT.items():
-        value = report.get(key)
-        right = number(value) is not None and number(value) >= 0 if kind in (int, float) else isinstance(value, kind)  # type: ignore[operator]
-        if not right:
-            faults.append(f"{key} must be a {kind.__name__}, got {json.dumps(value)[:40]}")
-    if not faults:
-        faults += [f"weights_bytes must be positive, got {report['weights_bytes']}"] * (report["weights_bytes"] <= 0)
-        faults += [
-            f"{key} must list objects"
-            for key in ("swapped", "skipped")
-            if not all(isinstance(e, dict) for e in report[key])
-        ]
+    for key in _NUMBERS:
+        if (number(report.get(key)) or 0.0) < 0 or number(report.get(key)) is None:
+            faults.append(f"{key} must be a number from 0, got {json.dumps(report.get(key))[:40]}")
+    for key, kind in _CONTAINERS.items():
+        if not isinstance(report.get(key), kind):
+            faults.append(f"{key} must be a {kind.__name__}, got {json.dumps(report.get(key))[:40]}")
+    for key in ("swapped", "skipped"):
+        if isinstance(report.get(key), list) and not all(isinstance(entry, dict) for entry in report[key]):
+            faults.append(f"{key} must list objects")
+    if report.get("weights_bytes") == 0:
+        faults.append("weights_bytes must be positive, got 0")
     if faults:
         raise UserError(f"{path} must be a report of edkm compress: {'; '.join(faults)}; run edkm compress again")
     return report
