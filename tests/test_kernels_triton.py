@@ -95,13 +95,24 @@ def check_palette(dtype, tile, k):
     lut = torch.randn((4 // tile[0]) * (24 // tile[1]), k)
     arguments = weight, lut, tile
     assert torch.equal(triton_palette.nearest(*arguments), palette_torch.nearest(*arguments))
+    wanted = palette_torch.snap(*arguments, torch.float32)[0]
     ours, finite = triton_palette.snap(*arguments, torch.float32)
-    assert finite
-    assert torch.equal(ours, palette_torch.snap(*arguments, torch.float32)[0])
+    assert finite is None
+    assert torch.equal(ours, wanted)
     sums = triton_palette.sum_by_entry(weight, lut, grad, tile), palette_torch.sum_by_entry(weight, lut, grad, tile)
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
-    weight[1, 3] = float("nan")
-    assert not triton_palette.snap(*arguments, torch.float32)[1]
+    for flaw in (float("nan"), float("inf"), -float("inf")):
+        flawed = weight.clone()
+        flawed[1, 3] = flaw
+        ours, _ = triton_palette.snap(flawed, lut, tile, torch.float32)
+        assert ours.isnan().nonzero().tolist() == [[1, 3]]
+        assert torch.equal(ours[2:], wanted[2:])
+        for entry in (0, k - 1):
+            flawed_lut = lut.clone()
+            flawed_lut[-1, entry] = flaw
+            ours, _ = triton_palette.snap(weight, flawed_lut, tile, torch.float32)
+            assert ours[-tile[0] :, -tile[1] :].isnan().all()
+            assert int(ours.isnan().sum()) == tile[0] * tile[1]
 
 
 if __name__ == "__main__":

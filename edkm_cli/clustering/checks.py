@@ -37,6 +37,16 @@ def checked_tile(
     return tile
 
 
+def require_finite(tensor: Tensor, *, layer: str = "weight") -> None:
+    """Raise UserError for NaN or Inf in what was computed from a weight.
+
+    Not on a GPU: the answer would wait for all work queued before it, in every layer of every pass. There NaN spreads
+    to the layer's output, and the trainer sees it in the loss and in the gradient's norm, once a step.
+    """
+    if not tensor.is_cuda and not bool(tensor.isfinite().all()):
+        raise non_finite(layer)
+
+
 def non_finite(layer: str) -> UserError:
     """The error for NaN or Inf in a weight."""
     return UserError(

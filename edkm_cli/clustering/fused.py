@@ -13,18 +13,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
-from edkm_cli.clustering.checks import checked_tile, non_finite
+from edkm_cli.clustering.checks import checked_tile, require_finite
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Spread, Tile
 from edkm_cli.kernels.closed_form import Passes
 
 
 def open_passes(weight: Tensor, tile: Tile, k: int, temperature: float, name: str) -> tuple[Passes, Spread]:
-    """The passes over a weight and its groups' temperatures. Raises UserError if the weight isn't finite."""
+    """The passes over a weight and its groups' temperatures. See `require_finite` for NaN and Inf."""
     passes = kernels.passes(weight.detach(), tile, k)
     mean, variance = passes.spread()
-    if not bool(variance.isfinite().all()):
-        raise non_finite(name)
+    require_finite(variance, layer=name)
     return passes, kernels.relative_temperature(mean, variance, temperature)
 
 
@@ -35,8 +34,7 @@ class _FusedDkm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
         final = kernels.iterate(passes, centroids.to(kernels.centroid_dtype(weight)), spread.tau, iterations)
-        if not bool(final.isfinite().all()):
-            raise non_finite(name)
+        require_finite(final, layer=name)
         ctx.save_for_backward(weight, centroids)
         ctx.options = (tile, temperature, iterations, name)
         ctx.set_materialize_grads(False)
@@ -81,7 +79,7 @@ def fused_dkm(
         float64 weights, else float32. Both are differentiable with respect to weight and start.
 
     Raises:
-        UserError: shapes do not fit, k is not in 2 to 256, or the weight holds NaN or Inf.
+        UserError: shapes do not fit, k is not in 2 to 256, or the weight holds NaN or Inf (on a GPU, NaN comes out).
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     return _FusedDkm.apply(weight, centroids, tile, temperature, iterations, name)
@@ -106,6 +104,5 @@ def iterate_centroids(
     passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     final = kernels.iterate(passes, start, spread.tau, iterations)
-    if not bool(final.isfinite().all()):
-        raise non_finite(name)
+    require_finite(final, layer=name)
     return final.clone() if iterations == 0 else final

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
-from edkm_cli.clustering.checks import checked_tile, non_finite
+from edkm_cli.clustering.checks import checked_tile, non_finite, require_finite
 from edkm_cli.clustering.fused import open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
 from edkm_cli.config import UserError
@@ -73,7 +73,7 @@ def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: tor
         return passes.soft(final, spread.tau, dtype)
     lut = round_lut(final, options.lut_dtype).to(final.dtype)
     snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
-    if not finite:
+    if finite is False:  # None where a GPU has not been asked
         raise non_finite(options.name)
     return snapped
 
@@ -117,8 +117,7 @@ class _ClusteredLinear(torch.autograd.Function):
         effective = effective_weight(weight, _joined(a, b, options))
         if final is None:
             final = _final_centroids(effective, centroids, options)
-        if not bool(final.isfinite().all()):
-            raise non_finite(options.name)
+        require_finite(final, layer=options.name)
         forward_weight = _forward_weight(effective, final, options, x.dtype)
         del effective
         # The last centroids are k numbers a group; in straight-through mode they are the start itself.
@@ -232,7 +231,8 @@ def clustered_linear(
         (..., out) in x's dtype.
 
     Raises:
-        UserError: unknown mode or LUT dtype, shapes do not fit, or the weight holds NaN or Inf.
+        UserError: unknown mode or LUT dtype, shapes do not fit, or the weight holds NaN or Inf (on a GPU, NaN comes
+            out instead: see `require_finite`).
     """
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")

@@ -70,6 +70,6 @@ def snap(
     tile = checked_tile(weight, centroids, granularity, layer=name)
     lut = round_lut(centroids, lut_dtype).to(kernels.centroid_dtype(weight))
     snapped, finite = kernels.snap(weight, lut, tile, lut.dtype)
-    if not finite:
+    if not (bool(snapped.isfinite().all()) if finite is None else finite):
         raise non_finite(name)
     return snapped

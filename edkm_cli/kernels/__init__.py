@@ -99,8 +99,11 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     return _palette(weight).nearest(weight, centroids, tile)
 
 
-def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """(the nearest entry of each weight in `dtype`, whether all weights are finite)."""
+def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool | None]:
+    """(the nearest entry of each weight in `dtype`, whether all weights are finite).
+
+    Triton's kernel answers None: the result then holds NaN where something is not finite, and nobody has to wait.
+    """
     return _palette(weight).snap(weight, centroids, tile, dtype)
 
 

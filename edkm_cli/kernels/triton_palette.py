@@ -2,6 +2,8 @@
 
 One program works on a run of weights in one matrix row and one tile, so that its LUT is k numbers read once. Distances
 are |w - c| in float32 and a strictly smaller one wins: the reference's index for every weight.
+
+Nobody waits for the device: what is not finite becomes NaN in the result, and shows in whatever is computed from it.
 """
 
 from __future__ import annotations
@@ -35,23 +37,26 @@ def _place(across, columns, tile_rows, tile_columns, RUN: tl.constexpr):
 
 @triton.jit
 def _nearest(w, lut, k):
-    """(index, entry) of the nearest of k entries."""
-    entry = tl.zeros_like(w) + tl.load(lut)
+    """(index, entry) of the nearest of k entries; the entry is NaN where something is not finite."""
+    first = tl.load(lut)
+    entry = tl.zeros_like(w) + first
     index = tl.zeros_like(w).to(tl.int32)
     best = tl.abs(w - entry)
+    flaw = first - first  # 0, or NaN if an entry is NaN or Inf
     for j in range(1, k):
         c = tl.load(lut + j)
+        flaw += c - c
         distance = tl.abs(w - c)
         closer = distance < best
         best = tl.where(closer, distance, best)
         entry = tl.where(closer, c, entry)
         index = tl.where(closer, j, index)
-    return index, entry
+    return index, entry + (w - w + flaw)
 
 
 @triton.jit
 def _snap_kernel(
-    weight, luts, out, flawed, across, columns, tile_rows, tile_columns, k, INDEX: tl.constexpr, RUN: tl.constexpr
+    weight, luts, out, across, columns, tile_rows, tile_columns, k, INDEX: tl.constexpr, RUN: tl.constexpr
 ):
     offset, inside, group = _place(across, columns, tile_rows, tile_columns, RUN)
     w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
@@ -60,8 +65,6 @@ def _snap_kernel(
         tl.store(out + offset, index.to(tl.uint8), mask=inside)
     else:
         tl.store(out + offset, entry.to(out.dtype.element_ty), mask=inside)
-        bad = tl.sum(tl.where(w - w == 0.0, 0, 1), 0)
-        tl.atomic_add(flawed, bad, mask=bad > 0)
 
 
 @triton.jit
@@ -86,17 +89,17 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     """`palette_torch.nearest`."""
     grid, layout, run = _launch(weight, tile)
     out, luts = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), centroids.float().contiguous()
-    _snap_kernel[grid](weight.contiguous(), luts, out, out, *layout, luts.shape[1], INDEX=True, RUN=run)
+    _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=True, RUN=run)
     return out
 
 
-def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """`palette_torch.snap`."""
+def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, None]:
+    """`palette_torch.snap`, with NaN instead of an answer: in the place of a weight that is not finite, and in the
+    whole group of an entry that is not."""
     grid, layout, run = _launch(weight, tile)
     out, luts = torch.empty(weight.shape, dtype=dtype, device=weight.device), centroids.float().contiguous()
-    flawed = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    _snap_kernel[grid](weight.contiguous(), luts, out, flawed, *layout, luts.shape[1], INDEX=False, RUN=run)
-    return out, not bool(flawed.item())
+    _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=False, RUN=run)
+    return out, None
 
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
