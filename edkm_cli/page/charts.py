@@ -16,6 +16,7 @@ from edkm_cli.page.markup import Markup, join, tag
 
 Point = tuple[float, float]
 _MOST_POINTS = 600
+MOST_LINES = 32  # LUT entries that a histogram has room to draw as lines
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def heat_map(
 
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
-    left, right, tall = 110, 64, 24
+    left, right, tall = 110, 84, 24
     wide = min((width - left - right) / max(len(columns), 1), 72.0)
     end = left + wide * len(columns) + right
     low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
@@ -265,7 +266,7 @@ def histogram(
     """A histogram over equal bins from `low` to `high`, and LUT entries (from, middle, to) drawn into it.
 
     An entry is a line at its middle; where many LUTs share the panel, a band below the axis spans from..to, those of
-    neighbours in two lanes.
+    neighbours in two lanes. More than `MOST_LINES` entries are ticks below the axis, without bands.
     """
     x, base = Axis(low, high, 6, width - 6), height - 34
     y = Axis(0.0, max(*counts, 1.0), base, 4)
@@ -274,18 +275,19 @@ def histogram(
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
         outline += f" L{start:.1f} {y(count):.1f} L{end:.1f} {y(count):.1f}"
     parts = [tag("path", d=f"{outline} L{edges[-1]:.1f} {base} Z", class_="hill")]
-    few = len(entries) <= 32
+    few = len(entries) <= MOST_LINES
     for number, (start, middle, end) in enumerate(entries):
         tip = tag(
             "title",
             f"entry {number}: {figure(middle)}" + (f" ({figure(start)} to {figure(end)})" if end > start else ""),
         )
         a, b = (min(max(x(value), x.start), x.end) for value in (start, end))
-        if b > a:
+        if b > a and few:
             parts.append(tag("rect", tip, x=a, y=base + 3 + 5 * (number % 2), width=max(b - a, 1.0),
                              height=4, rx=2, class_="band"))  # fmt: skip
         if low <= middle <= high:
-            parts.append(tag("line", tip, x1=x(middle), x2=x(middle), y1=4 if few else base, y2=base + 3,
+            parts.append(tag("line", tip, x1=x(middle), x2=x(middle), y1=4 if few else base + 2,
+                             y2=base + (3 if few else 12),
                              class_="entry" if few else "entry thin"))  # fmt: skip
     parts.append(tag("line", x1=x.start, x2=x.end, y1=base, y2=base, class_="base"))
     for value in ticks(low, high, wanted=4):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.page.charts import (
+    MOST_LINES,
     Series,
     bars,
     figure,
@@ -268,15 +269,15 @@ def histogram_section(histograms: Sequence[Histogram]) -> Markup:
         middles = [figure(middle) for _, middle, _ in entry.entries]
         shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
         rows.append([f"{entry.kind}, {where}", f"{entry.luts:,}", shown])
-    tables = (
-        "Lines: the median of each entry over the layer's LUTs; the bars below span the middle half of its values."
-        if many
-        else "Lines: the entries of the LUT."
-    )
+    bands = many and any(len(entry.entries) <= MOST_LINES for entry in histograms)
+    tables = "the entries of the LUT." if not many else "the median of each entry over the layer's LUTs"
+    tables += "; the bars below span the middle half of its values." if bands else "." if many else ""
     return _section(
         "Weights and their lookup tables",
-        f"Hills: the original's weights, four standard deviations to either side. {tables}",
-        legend([("original weights", "hill"), ("LUT entries", "c2"), *([("their spread", "c2 pale")] if many else [])]),
+        f"Hills: the original's weights, four standard deviations to either side. Lines: {tables}",
+        legend(
+            [("original weights", "hill"), ("LUT entries", "c2"), *([("their spread", "c2 pale")] if bands else [])]
+        ),
         *(tag("div", *row, class_="triple") for row in panels.values()),
         unfold("as a table", table(rows, header=["linear", "LUTs", "entries (median)"], caption="LUT entries")),
     )
@@ -350,7 +351,7 @@ def _fixed(value: float) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
+    return f"{100 * value:.3g}%" if value < 0.01 else f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
 
 
 def _cell(value: float | None) -> str:
