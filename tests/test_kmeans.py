@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start
 from edkm_cli.config import UserError
 from edkm_cli.kernels import cpu, kmeans_torch
@@ -76,6 +77,32 @@ def test_more_distinct_values_than_cut_points_converge():
     index = (weight.reshape(-1, 1) - centroids).abs().argmin(1)
     means = torch.stack([weight.reshape(-1)[index == j].double().mean() for j in range(8)])
     torch.testing.assert_close(centroids[0].double(), means, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_large_group_of_16_bit_numbers_is_its_distinct_values(dtype, weighted, plain, monkeypatch):
+    torch.manual_seed(4)
+    values = torch.randn(3, 1 << 17).mul_(0.02).to(dtype).float()
+    mass = torch.rand_like(values) ** 4 if weighted else None
+    reference = (kmeans_torch if plain else cpu).kmeans(values, mass, 8)  # all values, one by one
+    if plain:
+        monkeypatch.setattr(cpu, "supports", lambda weight: False)
+    elif library() is None:
+        pytest.skip("the optimum needs a C compiler")
+    ours = kernels.kmeans(values, mass, 8)
+    for row in range(3):
+        counted = torch.ones_like(values[row]) if mass is None else mass[row]
+        found, wanted = (error_of(values[row], counted, centroids[row]) for centroids in (ours, reference))
+        assert found <= wanted * (1.02 if plain else 1 + 1e-5)
+    if not plain:
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-7)
+
+
+def test_a_large_group_without_any_importance_is_clustered_by_count():
+    values = torch.randn(1, 1 << 17, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    assert torch.equal(kernels.kmeans(values, torch.zeros_like(values), 4), kernels.kmeans(values, None, 4))
 
 
 @pytest.mark.parametrize("plain", [False, True])

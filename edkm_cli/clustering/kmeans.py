@@ -40,8 +40,9 @@ def kmeans_start(
     """Centroids that minimise the weighted squared error of snapping each weight to its nearest.
 
     The global optimum, where a compiler is at hand and a group has at most 65,536 distinct values; beyond that the
-    optimum over 65,536 cut points, converged by Lloyd's iteration. In plain PyTorch (also: weights on a GPU) the best
-    of several converged Lloyd runs.
+    optimum over 65,536 cut points, converged by Lloyd's iteration. Weights on a GPU are copied to the host for that:
+    sorting them there costs less than many short iterations here. Without a compiler the best of several converged
+    Lloyd runs, where the weight is.
 
     Args:
         weight: (out, in), any floating dtype.
@@ -59,8 +60,11 @@ def kmeans_start(
     """
     check_k(k, layer=name)
     tile = Granularity.parse(granularity).tile(weight.shape[0], weight.shape[1], layer=name)
+    home = weight.device
+    if weight.is_cuda and kernels.finds_optimum():
+        weight = weight.cpu()
     values = weight.detach().float()
     if not bool(values.sum(dtype=torch.float64).isfinite()):
         raise non_finite(name)
     masses = None if importance is None else kernels.to_groups(_masses(importance.detach(), weight, name), tile)
-    return kernels.kmeans(kernels.to_groups(values, tile), masses, k)
+    return kernels.kmeans(kernels.to_groups(values, tile), masses, k).to(home)

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import cpu, kmeans_torch, palette_torch, shapes
+from edkm_cli.kernels import build, cpu, kmeans_table, kmeans_torch, palette_torch, shapes
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -25,7 +25,7 @@ from edkm_cli.kernels.closed_form import (
     iterate,
     relative_temperature,
 )
-from edkm_cli.kernels.table import TablePasses, TorchTableKernels
+from edkm_cli.kernels.table import PATTERNS, TableKernels, TablePasses, TorchTableKernels
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Tile",
     "backward",
     "centroid_dtype",
+    "finds_optimum",
     "from_groups",
     "iterate",
     "kmeans",
@@ -58,10 +59,8 @@ def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
     """Triton's passes for this weight, or None. Imported late: importing Triton takes longer than most commands."""
     if not _triton():
         return None
-    from edkm_cli.kernels import triton_dkm, triton_table
+    from edkm_cli.kernels import triton_dkm
 
-    if is_table(weight, tile):
-        return TablePasses(weight.contiguous(), triton_table.TritonTableKernels())
     return cast("Passes", triton_dkm.TritonPasses(weight, tile)) if triton_dkm.supports(weight, tile, k) else None
 
 
@@ -74,12 +73,20 @@ def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
     """The fastest passes there are for this weight and k centroids."""
     if weight.is_meta:
         return cast("Passes", shapes.ShapePasses(weight, tile))
+    if is_table(weight, tile):
+        return TablePasses(weight.contiguous(), _table_kernels(weight))
     if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k)) is not None:
         return on_gpu
-    on_cpu = cpu.supports(weight)
-    if is_table(weight, tile):
-        return TablePasses(weight.contiguous(), cpu.CpuTableKernels() if on_cpu else TorchTableKernels())
-    return cpu.CpuPasses(weight, tile) if on_cpu else TorchPasses(weight, tile)
+    return cpu.CpuPasses(weight, tile) if cpu.supports(weight) else TorchPasses(weight, tile)
+
+
+def _table_kernels(weight: Tensor) -> TableKernels:
+    """The fastest table kernels for this 16-bit weight."""
+    if weight.is_cuda and _triton():
+        from edkm_cli.kernels import triton_table
+
+        return triton_table.TritonTableKernels()
+    return cpu.CpuTableKernels() if cpu.supports(weight) else TorchTableKernels()
 
 
 def _palette(weight: Tensor) -> ModuleType:
@@ -122,4 +129,26 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
 
 def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     """Centroids (groups, k) float32, ascending, of float32 values (groups, n), weighted by importance if given."""
+    if values.is_meta:
+        return shapes.kmeans(values, importance, k)
+    if values.shape[1] <= PATTERNS:
+        return _kmeans(values, importance, k)
+    masses = [None] * len(values) if importance is None else importance
+    return torch.cat([_kmeans_of_group(*group, k) for group in zip(values, masses, strict=True)])
+
+
+def _kmeans_of_group(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+    """(1, k) of a large group (n,): by its distinct values where there are few."""
+    narrow = kmeans_table.narrowed(values)
+    if narrow is None:
+        return _kmeans(values[None], None if importance is None else importance[None], k)
+    return _kmeans(*kmeans_table.distinct(narrow, importance, _table_kernels(narrow)), k)
+
+
+def _kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     return (cpu if cpu.supports(values) else kmeans_torch).kmeans(values, importance, k)
+
+
+def finds_optimum() -> bool:
+    """Whether `kmeans` of values in host memory finds the global optimum: whether a C compiler was there."""
+    return build.library() is not None

@@ -33,6 +33,11 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     return indices.new_empty(indices.shape, dtype=dtype)
 
 
+def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+    """`kmeans_torch.kmeans`. What k-means itself needs is host memory, also for weights on a GPU."""
+    return values.new_empty(values.shape[0], k)
+
+
 class ShapePasses:
     """The passes of `closed_form`, all iterations in one go: only the weight's gradient is as large as the weight."""
 
