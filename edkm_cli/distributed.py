@@ -149,6 +149,8 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
     # accelerate must not wrap the model a second time.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if size == 1:
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)  # kernels are started on the current GPU, wherever their tensors are
         return World(device=device)
     if device.startswith("cuda"):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -210,7 +212,7 @@ def assign(tensor: Tensor, value: Tensor) -> None:
     if not hasattr(tensor, "to_local"):
         tensor.copy_(value)
         return
-    mesh = tensor.device_mesh
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     parts = value.chunk(mesh.size())  # FSDP2's own split of dimension 0
     if mesh.get_local_rank() < len(parts):
         tensor.to_local().copy_(parts[mesh.get_local_rank()])

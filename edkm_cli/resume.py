@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +68,24 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the state after `step` optimizer steps: to a temporary directory, fsync, rename, then prune."""
         target = self.directory / f"step-{step:06d}"
-        partial = target.with_name(target.name + ".tmp")
+        unfinished = target.with_name(target.name + ".tmp")
         state = _State(model, optimizer)
         with ExitStack() as stack:
             writer = None
             if self._world.main:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                writer = stack.enter_context(SafetensorsWriter(partial / "state.safetensors", state.announced()))
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+                writer = stack.enter_context(SafetensorsWriter(unfinished / "state.safetensors", state.announced()))
             for name, read in state.readers():
                 tensor = read()  # a collective where it is sharded
                 if writer is not None:
                     writer.write(name, tensor)
         if self._world.main:
-            sha256 = sha256_of(partial / "state.safetensors")
-            write_json(partial / "state.json", {"step": step, "sha256": sha256, "numbers": state.numbers()})
-            sync(partial)
+            sha256 = sha256_of(unfinished / "state.safetensors")
+            write_json(unfinished / "state.json", {"step": step, "sha256": sha256, "numbers": state.numbers()})
+            sync(unfinished)
             shutil.rmtree(target, ignore_errors=True)
-            os.rename(partial, target)
+            os.rename(unfinished, target)
             sync(self.directory)
             for old in self._all()[: -self._keep]:
                 shutil.rmtree(old)
@@ -167,7 +168,7 @@ class _State:
 
     def readers(self) -> Iterable[tuple[str, Callable[[], Tensor]]]:
         for name, tensor in self._tensors.items():
-            yield name, lambda tensor=tensor: full(tensor)
+            yield name, partial(full, tensor)
 
     def numbers(self) -> dict[str, int | float]:
         return self._numbers
@@ -194,8 +195,9 @@ def _restore(
             value: Any = number
             if number is None:
                 whole = read(f"optimizer.{kind}.{name}")
-                value = whole
-                if kind != "step":  # a step count stays on the CPU, moments are where, and sharded as, the parameter is
+                if kind == "step":  # on the CPU, but for fused optimizers
+                    value = whole.to(parameter.device) if optimizer.defaults.get("fused") else whole
+                else:  # moments are where, and sharded as, the parameter is
                     value = torch.zeros_like(parameter, dtype=whole.dtype) if whole.shape == parameter.shape else whole
                     value = value.to(parameter.device)
                     assign(value, whole.to(parameter.device))
