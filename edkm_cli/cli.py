@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from edkm_cli import __version__
+from edkm_cli.allocator import return_large_blocks
 from edkm_cli.compare_config import METHODS, CompareConfig, build_compare_config
 from edkm_cli.config import CompressConfig, UserError, build_config
 from edkm_cli.errors import PeerLost, Preempted
@@ -140,6 +141,7 @@ def compress_command(
         result = plan(settings)
         _finish(plan_summary(result), result, json_file)
         return
+    return_large_blocks()
     from edkm_cli.compress import Observer, compress
     from edkm_cli.progress import Progress
     from edkm_cli.report import summary

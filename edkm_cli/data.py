@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edkm_cli.allocator import return_small_blocks
 from edkm_cli.config import UserError
 
 BUILTIN, WIKITEXT2, ALPACA = "builtin", "wikitext2", "alpaca"
@@ -176,7 +177,9 @@ def _held_out_start(documents: list[str]) -> int:
 
 def tokenize(documents: Documents, tokenizer: Any) -> Tensor:
     """Token ids of the whole text, (tokens,) int64, tokenized once as the perplexity protocol asks."""
-    return torch.tensor(tokenizer(documents.text(), verbose=False)["input_ids"], dtype=torch.int64)
+    tokens = torch.tensor(tokenizer(documents.text(), verbose=False)["input_ids"], dtype=torch.int64)
+    return_small_blocks()
+    return tokens
 
 
 def training_tokens(names: list[str], tokenizer: Any) -> Tensor:

@@ -10,6 +10,7 @@ seconds, and the ledger then holds what the step would. `call` answers what such
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,17 +30,19 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass
 class Account:
-    """Bytes by part now, and at the moment of each phase when the total was highest."""
+    """Bytes by part now, and at the moment of each phase when their total was highest."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)  # the sums of `peaks`
 
     def add(self, part: str, size: int, phase: str) -> None:
+        """So many bytes more (or fewer) under a part."""
         self.bytes[part] = self.bytes.get(part, 0) + size
         self.total += size
-        if size > 0 and self.total > sum(self.peaks.get(phase, {"": -1}).values()):
-            self.peaks[phase] = dict(self.bytes)
+        if self.total > self.totals.get(phase, -1):
+            self.totals[phase], self.peaks[phase] = self.total, dict(self.bytes)
 
 
 @dataclass
@@ -55,18 +58,30 @@ class Ledger(TorchDispatchMode):
 
     Args:
         call: runs an operation, `call(func, args, kwargs)`.
+        part_of: the part of a new storage, from a tensor on it; by default the current `part`.
         granule: sizes are rounded up to this many bytes, as the device's allocator does.
+
+    Attributes:
+        part, place: where new storages are entered. `under` sets them for a while, hooks may set them for good.
+        share: the fraction of a new storage that is counted, for one of several holders.
     """
 
-    def __init__(self, *, call: Call = _plain, granule: int = 1) -> None:
+    def __init__(
+        self, *, call: Call = _plain, part_of: Callable[[Tensor], str] | None = None, granule: int = 1
+    ) -> None:
         super().__init__()
         self.accounts = {DEVICE: Account(), HOST: Account()}
-        self.part, self.place, self._phase = "other", DEVICE, "start"
+        self.part, self.place, self.share = "other", DEVICE, 1.0
+        self.phase = "start"
         self._call, self._granule = call, granule
+        self._part_of = part_of or (lambda tensor: self.part)
+        self._counting = True
         self._entries: dict[int, _Entry] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = self._call(func, args, kwargs or {})
+        if not self._counting:
+            return result
         if isinstance(result, Tensor):
             self._enter(result)
         elif isinstance(result, (tuple, list)):
@@ -80,22 +95,23 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self._entries:
             return
-        size = -(-storage.nbytes() // self._granule) * self._granule
+        part, size = self._part_of(tensor), self._rounded(storage.nbytes(), self.share)
         watch = weakref.ref(storage, lambda _: self._strike(key))
-        self._entries[key] = _Entry(size, self.place, self.part, watch)
-        self.accounts[self.place].add(self.part, size, self._phase)
+        self._entries[key] = _Entry(size, self.place, part, watch)
+        self.accounts[self.place].add(part, size, self.phase)
+
+    def _rounded(self, size: int, share: float) -> int:
+        return math.ceil(size * share / self._granule) * self._granule
 
     def _strike(self, key: int) -> None:
         entry = self._entries.pop(key)
-        self.accounts[entry.place].add(entry.part, -entry.size, self._phase)
+        self.accounts[entry.place].add(entry.part, -entry.size, self.phase)
 
-    def phase(self, name: str) -> None:
+    def begin(self, phase: str) -> None:
         """From now on peaks belong to this phase; what is held already counts in it."""
-        self._phase = name
+        self.phase = phase
         for account in self.accounts.values():
-            account.add("other", 0, name)
-            if account.total > sum(account.peaks.get(name, {}).values()):
-                account.peaks[name] = dict(account.bytes)
+            account.add("other", 0, phase)
 
     @contextmanager
     def under(self, part: str, *, place: str | None = None) -> Iterator[None]:
@@ -107,16 +123,25 @@ class Ledger(TorchDispatchMode):
         finally:
             self.part, self.place = before
 
-    def move(self, tensors: Iterable[Tensor], part: str, *, place: str = DEVICE, divide: int = 1) -> None:
-        """Enter tensors under a part, wherever they were before, each storage once; `divide`: one of so many holders
-        of a storage keeps that fraction of it."""
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Storages made inside are not entered; `move` does that."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def move(self, tensors: Iterable[Tensor], part: str, *, place: str = DEVICE, share: float = 1.0) -> None:
+        """Enter tensors under a part, wherever they were before, each storage once. One of several holders of a
+        storage keeps a `share` of it."""
         for tensor in tensors:
             self._enter(tensor)
-            entry = self._entries[tensor.untyped_storage()._cdata]
-            self.accounts[entry.place].add(entry.part, -entry.size, self._phase)
-            entry.place, entry.part = place, part
-            entry.size = -(-tensor.untyped_storage().nbytes() // (self._granule * divide)) * self._granule
-            self.accounts[place].add(part, entry.size, self._phase)
+            storage = tensor.untyped_storage()
+            entry = self._entries[storage._cdata]
+            self.accounts[entry.place].add(entry.part, -entry.size, self.phase)
+            entry.place, entry.part, entry.size = place, part, self._rounded(storage.nbytes(), share)
+            self.accounts[place].add(part, entry.size, self.phase)
 
     def holds(self, tensor: Tensor, place: str) -> bool:
         """Whether the tensor's storage is entered at this place."""
@@ -126,14 +151,8 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def more(self, size_bytes: int, part: str, *, place: str = DEVICE) -> Iterator[None]:
         """So many bytes more under a part, inside: what no tensor stands for."""
-        self.accounts[place].add(part, size_bytes, self._phase)
+        self.accounts[place].add(part, size_bytes, self.phase)
         try:
             yield
         finally:
-            self.accounts[place].add(part, -size_bytes, self._phase)
-
-    def peak(self, place: str = DEVICE) -> tuple[str, dict[str, int]]:
-        """(the phase, bytes by part at its peak) of the highest peak; parts that held nothing are left out."""
-        peaks = self.accounts[place].peaks
-        phase = max(peaks, key=lambda name: sum(peaks[name].values()))
-        return phase, {part: size for part, size in peaks[phase].items() if size}
+            self.accounts[place].add(part, -size_bytes, self.phase)
