@@ -21,7 +21,7 @@ from edkm_cli.distributed import World, local, open_world, peers
 from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.format import QuantizationSpec, digest, read_spec, write_json
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import Clustering
@@ -36,8 +36,9 @@ from edkm_cli.nn.swap import (
     plan_swaps,
     swap_linears,
 )
-from edkm_cli.resume import Checkpoints, fingerprint, require_same
-from edkm_cli.train import freeze_dense_embeddings, step_sequences, train
+from edkm_cli.optimize import require_optimizer
+from edkm_cli.resume import fingerprint, require_same
+from edkm_cli.train import freeze_dense_embeddings, require_trackers, step_sequences, train
 from edkm_cli.weights import SafetensorsReader, build_sharded
 
 _CALIBRATION_LENGTH = 1024
@@ -169,6 +170,8 @@ class Run:
     """One run: its settings, what it has measured so far, and its steps in order, each a method."""
 
     def __init__(self, config: CompressConfig, world: World, watch: Observer):
+        require_trackers(config)
+        require_optimizer(config, world)
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
@@ -418,19 +421,22 @@ class Run:
         write_json(staging / "report.json", result)
         card = report.model_card(result, base_model=None if self.source.is_local else self.source.location)
         (staging / "README.md").write_text(card, encoding="utf-8")
-        Checkpoints(staging, keep=config.keep).remove()
         output.commit()
         return result
 
 
 def finished_report(config: CompressConfig) -> dict[str, Any] | None:
-    """The report of a finished run with these settings in `--output`, if there is one."""
+    """The report of a finished run with these settings in `--output`, if there is one; what is left to clear away there
+    after a kill is cleared away."""
+    path = Path(config.output).expanduser().absolute()
     try:
-        report_ = json.loads((Path(config.output) / "report.json").read_text(encoding="utf-8"))
+        report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    same = report_.get("config") == json.loads(json.dumps(asdict(config)))
-    return report_ if same else None
+    if report_.get("config") != json.loads(json.dumps(asdict(config))):
+        return None
+    settle(path)
+    return report_
 
 
 def needed_bytes(config: CompressConfig, parameters: int) -> int:

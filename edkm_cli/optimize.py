@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,24 +34,33 @@ def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str,
     ]
 
 
+def require_optimizer(config: CompressConfig, world: World) -> None:
+    """Raises UserError where the package or device is missing that `--optimizer` needs."""
+    if config.optimizer != "adamw-8bit":
+        return
+    if world.sharded or not world.device.startswith("cuda"):
+        raise UserError(
+            "--optimizer adamw-8bit needs a GPU and unsharded parameters (bitsandbytes), but the device is "
+            f"{world.device}{', sharded' if world.sharded else ''}; use --optimizer adamw",
+            everywhere=True,
+        )
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "--optimizer adamw-8bit needs bitsandbytes, which is not installed; pip install bitsandbytes",
+            everywhere=True,
+        )
+
+
 def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names. Raises UserError where its package or device is missing."""
+    require_optimizer(config, world)
     groups = parameter_groups(model, config)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8)
-    if world.sharded or not world.device.startswith("cuda"):
-        raise UserError(
-            "--optimizer adamw-8bit needs a GPU and unsharded parameters (bitsandbytes), but the device is "
-            f"{world.device}{', sharded' if world.sharded else ''}; use --optimizer adamw"
-        )
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise UserError(
-            "--optimizer adamw-8bit needs bitsandbytes, which is not installed; pip install bitsandbytes"
-        ) from error
+    import bitsandbytes
+
     return bitsandbytes.optim.AdamW8bit(groups, betas=_BETAS, eps=1e-8)
 
 

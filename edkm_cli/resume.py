@@ -27,6 +27,9 @@ from edkm_cli.distributed import ALONE, World, assign, full
 from edkm_cli.errors import UserError
 from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sync, write_json
 
+# Where they are, in the unfinished result.
+CHECKPOINTS = "checkpoints"
+
 # What may differ between a run and its resumption without changing the result.
 _FREE = ("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes")
 # These decide together, by their product with the number of processes, what a step sees.
@@ -62,7 +65,7 @@ class Checkpoints:
     """The checkpoints of one run, in `DIR.partial/checkpoints`; the newest `keep` stay. All processes call alike."""
 
     def __init__(self, staging: Path, *, keep: int, world: World = ALONE):
-        self.directory = staging / "checkpoints"
+        self.directory = staging / CHECKPOINTS
         self._keep, self._world = keep, world
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -126,9 +129,6 @@ class Checkpoints:
 
             _restore(model, optimizer, found.get("numbers", {}), list(layout), read)
         return found["step"]
-
-    def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _layout(opened: Any) -> dict[str, tuple[str, list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -61,7 +62,7 @@ class Metrics:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         if self._accelerator is not None:
             settings = {name: value if _is_plain(value) else str(value) for name, value in asdict(config).items()}
-            accelerator.init_trackers("edkm", config=settings)
+            accelerator.init_trackers("edkm", config=settings, init_kwargs=_tracker_options(path.parent, first))
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -80,6 +81,14 @@ class Metrics:
             self._accelerator.end_training()
 
 
+def _tracker_options(staging: Path, first: int) -> dict[str, dict[str, Any]]:
+    """What trackers write goes with the run; steps that a resumed run repeats replace the former ones."""
+    return {
+        "tensorboard": {"purge_step": first + 1},
+        "wandb": {} if "WANDB_DIR" in os.environ else {"dir": str(staging)},
+    }
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
@@ -88,13 +97,15 @@ def keep_metrics(path: Path, steps: int) -> None:
     """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:steps]
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        kept = path.with_name(path.name + ".tmp")
+        kept.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        os.replace(kept, path)  # a kill in between loses no line
 
 
-def make_accelerator(config: CompressConfig, world: World, mixed_precision: str, project: Path) -> Any:
-    """accelerate's part: data parallelism, autocast and trackers. Raises UserError for a tracker that is missing."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.state import AcceleratorState
+def require_trackers(config: CompressConfig) -> None:
+    """Raises UserError for a tracker of `--log-with` whose package is missing."""
+    if not config.log_with:
+        return
     from accelerate.tracking import get_available_trackers
 
     available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
@@ -103,6 +114,14 @@ def make_accelerator(config: CompressConfig, world: World, mixed_precision: str,
         raise UserError(
             f"--log-with {missing[0]} needs a package that is not installed; pip install {missing[0]}", everywhere=True
         )
+
+
+def make_accelerator(config: CompressConfig, world: World, mixed_precision: str, project: Path) -> Any:
+    """accelerate's part: data parallelism, autocast and trackers. Raises UserError for a tracker that is missing."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+
+    require_trackers(config)
     AcceleratorState._reset_state()  # a second run in one process may choose another precision
     # Buffers are packed indices, the same everywhere: nothing to broadcast before each forward.
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)

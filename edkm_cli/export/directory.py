@@ -6,15 +6,16 @@ import ctypes
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from edkm_cli.config import UserError
 from edkm_cli.format import sync, write_json
+from edkm_cli.resume import CHECKPOINTS
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 MARKER = "edkm-run.json"
+_UNMARKED = f"{MARKER}.tmp"
 
 
 class OutputDirectory:
@@ -34,7 +35,7 @@ class OutputDirectory:
         parent = next(folder for folder in self.path.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output needs a directory that can be written to, but {parent} cannot; choose another")
-        if self.partial.exists() and any(self.partial.iterdir()) and not (self.partial / MARKER).is_file():
+        if self.partial.exists() and not _is_ours(self.partial):
             raise UserError(
                 f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
             )
@@ -43,16 +44,20 @@ class OutputDirectory:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
         and the disk has room for the result."""
         folder = next(folder for folder in self.path.parents if folder.exists())
+        trial = folder / f".{self.path.name}.rehearsal"  # always the same: a killed run leaves one at most
         try:
-            with tempfile.TemporaryDirectory(prefix=".edkm-", dir=folder) as trial:
-                probe = Path(trial) / "probe"
-                probe.write_bytes(b"edkm")
-                sync(probe)
-                os.rename(probe, Path(trial) / "renamed")
+            shutil.rmtree(trial, ignore_errors=True)
+            trial.mkdir()
+            probe = trial / "probe"
+            probe.write_bytes(b"edkm")
+            sync(probe)
+            os.rename(probe, trial / "renamed")
         except OSError as error:
             raise UserError(
                 f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
             ) from error
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
         free = shutil.disk_usage(folder).free
         if free < needed_bytes:
             raise UserError(
@@ -63,7 +68,7 @@ class OutputDirectory:
     def begin(self, *, keep: bool = False) -> Path:
         """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with."""
         if self.partial.exists() and not keep:
-            shutil.rmtree(self.partial)
+            _remove(self.partial)
         self.partial.mkdir(parents=True, exist_ok=True)
         return self.partial
 
@@ -81,7 +86,9 @@ class OutputDirectory:
     def commit(self) -> None:
         """Put the finished result in its place. An earlier result disappears only after the new one is there.
 
-        Wherever this is interrupted, `DIR` is the old result or the new one, whole.
+        Wherever this is interrupted, `DIR` is the old result or the new one, whole (where the system cannot swap two
+        directories, it may also be absent), and training state goes last: what was interrupted goes on from it, or is
+        finished by `settle`.
         """
         for file in self.partial.iterdir():
             sync(file)
@@ -96,10 +103,39 @@ class OutputDirectory:
                 os.rename(self.path, old)
                 os.rename(self.partial, self.path)
                 os.rename(old, self.partial)
-            shutil.rmtree(self.partial)
-        (self.path / MARKER).unlink()
-        sync(self.path)
         sync(self.path.parent)
+        settle(self.path)
+
+
+def settle(path: Path) -> None:
+    """Clear away what only the unfinished run needed, inside the finished result at `path` and beside it, the mark last.
+
+    The end of `commit`; called again where a kill has come before it.
+    """
+    if not (path / MARKER).is_file():
+        return
+    partial = path.with_name(path.name + ".partial")
+    if partial.is_dir() and _is_ours(partial):
+        _remove(partial)
+    shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
+    (path / MARKER).unlink()
+    sync(path)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether a run began it: it has the mark, or nothing but what a kill while it was marked leaves."""
+    names = {entry.name for entry in directory.iterdir()}
+    return MARKER in names or not names - {_UNMARKED}
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of ours, its mark last: what a kill leaves of it is still known as ours."""
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != MARKER:
+            entry.unlink()
+    shutil.rmtree(directory)
 
 
 def _exchange(first: Path, second: Path) -> bool:
