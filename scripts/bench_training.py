@@ -1,0 +1,309 @@
+"""Measure a training step of a randomly initialised LLaMA, clustered and plain, as JSON.
+
+    python scripts/bench_training.py --shape llama-7b --mode lora --memory-limit 24GiB --json FILE
+    python scripts/bench_training.py --shape llama-7b --mode full --json FILE
+    python scripts/bench_training.py                       a tiny shape on a CPU: the same code
+
+Nothing is downloaded and no weight is written: the shape is `tiny` or an alias of configs/models.yaml. Both variants are
+trained by `edkm_cli.train`, the loop of `edkm compress`, each in a process of its own, with the same optimizer, losses,
+checkpointing and 8-bit embeddings. `clustered` has `ClusteredLinear` where `plain` has `nn.Linear` (mode `lora`: with
+peft's own layers). Only steps are measured, so LUTs start at the quantiles that normally distributed weights have.
+
+`--memory-limit` bounds what PyTorch may allocate on the GPU; a variant that does not fit is reported and the exit
+status is 1. On a CPU the peak is that of the process, Python and libraries included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+
+from edkm_cli import models
+from edkm_cli.compress import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.data import Blocks
+from edkm_cli.distill import FrozenTeacher
+from edkm_cli.distributed import open_world
+from edkm_cli.environment import hardware, versions
+from edkm_cli.evaluate import peak_memory_bytes
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import to_groups
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.nn.lora import add_lora
+from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings, plan_swaps
+from edkm_cli.plan import dry_run, parse_bytes
+from edkm_cli.train import train
+
+VARIANTS = ("plain", "clustered")
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def byte_count(text: str) -> int:
+    """24GiB -> 25769803776."""
+    try:
+        return parse_bytes(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"must be a size like 24GiB, got {text!r}") from error
+
+
+def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
+    """What `edkm compress` would be told. `directory` gets the config.json of a shape that is no alias."""
+    model = arguments.shape
+    if model == "tiny":
+        (directory / "config.json").write_text(json.dumps(TINY))
+        model = str(directory)
+    device = choose_device(arguments.device)
+    return CompressConfig(
+        model=model,
+        bits=arguments.bits,
+        granularity=arguments.granularity,
+        embedding_bits=arguments.embedding_bits,
+        importance="none",
+        steps=arguments.warmup + arguments.steps,
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.sequence_length,
+        context=arguments.sequence_length,
+        lora_rank=arguments.rank if arguments.mode == "lora" else 0,
+        distill=arguments.distill,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        dtype=choose_dtype(arguments.dtype, device),
+        device=device,
+        learning_rate=1e-5,
+        lut_learning_rate=1e-5,
+        save_every=0,
+    )
+
+
+def quick_start(weight: torch.Tensor, config: CompressConfig) -> torch.Tensor:
+    """Centroids (groups, 2**bits) at evenly spaced quantiles of the normal distribution of each group."""
+    values = to_groups(weight.detach(), Granularity.parse(config.granularity).tile(*weight.shape)).float()
+    spots = (torch.arange(2**config.bits, device=weight.device) + 0.5) / 2**config.bits
+    deviation, mean = torch.std_mean(values, 1, keepdim=True)
+    return mean + deviation * torch.special.ndtri(spots)
+
+
+def cluster(model: Any, swaps: list[Swap], config: CompressConfig) -> None:
+    """`swap_linears` with a start that takes no time."""
+    clustering = Clustering(config.bits, config.granularity, config.lut_dtype, mode=config.mode)
+    for swap in swaps:
+        if swap.role == LINEAR:
+            linear = model.get_submodule(swap.name)
+            start = quick_start(linear.weight, config)
+            layer = ClusteredLinear(
+                linear.weight, linear.bias, start, clustering, temperature=config.temperature, name=swap.name
+            )
+            model.set_submodule(swap.name, layer)
+
+
+def add_plain_lora(model: Any, swaps: list[Swap], config: CompressConfig) -> None:
+    """peft's own layers, with updates in float32 as `add_lora` and `peft.get_peft_model` have them."""
+    names = [swap.name for swap in swaps if swap.role == LINEAR]
+    inject_adapter_in_model(
+        LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=names), model
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+class PlainTeacher:
+    """The model under peft's plain layers, as `FrozenTeacher` is under clustered ones."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        training = self._model.training
+        self._model.eval()
+        for layer in layers:
+            layer._disable_adapters = True
+        output = self._model(**inputs)
+        for layer in layers:
+            layer._disable_adapters = False
+        self._model.train(training)
+        return output
+
+
+def build(config: CompressConfig, variant: str) -> tuple[Any, Any | None]:
+    """(model, teacher), random, on the device from the beginning: no copy is ever in host memory."""
+    architecture = models.load_config(models.resolve(config.model))
+    torch.manual_seed(config.seed)
+    with torch.device(config.device):
+        model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype)).eval()
+    swaps = plan_swaps(model, embedding_bits=embedding_bits(config))
+    teacher: Any = None
+    if config.distill and not config.lora_rank:
+        teacher = copy.deepcopy(model).requires_grad_(False)
+    if variant == "clustered":
+        cluster(model, swaps, config)
+    palettize_embeddings(model, swaps, spec_of(config, swaps))
+    if config.lora_rank and variant == "clustered":
+        add_lora(model, rank=config.lora_rank, alpha=2.0 * config.lora_rank)
+        teacher = FrozenTeacher(model) if config.distill else None
+    elif config.lora_rank:
+        add_plain_lora(model, swaps, config)
+        teacher = PlainTeacher(model) if config.distill else None
+    return model, teacher
+
+
+def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """Train one variant, in this process. Returns its row."""
+    gpu = config.device.startswith("cuda")
+    world = open_world(config.device, sharding="none", timeout_minutes=1)
+    if memory_limit_bytes is not None:
+        fraction = memory_limit_bytes / torch.cuda.get_device_properties(config.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0))
+    ticks: list[float] = []
+
+    def tick() -> None:
+        if gpu:
+            torch.cuda.synchronize()
+        ticks.append(time.perf_counter())
+
+    def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+        for item in items:
+            tick()
+            yield item
+        tick()
+
+    row: dict[str, Any] = {"variant": variant}
+    try:
+        model, teacher = build(config, variant)
+        if gpu:
+            torch.cuda.empty_cache()
+            row["bytes_before"] = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        tokens = torch.randint(model.config.vocab_size, (8 * config.batch_size * config.sequence_length,))
+        blocks = Blocks(tokens, config.sequence_length, seed=config.seed)
+        with tempfile.TemporaryDirectory() as staging:
+            train(
+                model,
+                teacher,
+                blocks,
+                config,
+                world=world,
+                staging=Path(staging),
+                mixed_precision=choose_mixed_precision(config.mixed_precision, config.dtype, config.device),
+                track=track,
+            )
+    except torch.cuda.OutOfMemoryError as error:
+        return {**row, "error": "out of memory: " + str(error).splitlines()[0]}
+    seconds = [after - before for before, after in pairwise(ticks)][warmup:]
+    median = statistics.median(seconds)
+    return {
+        **row,
+        "peak_memory_bytes": peak_memory_bytes(config.device),
+        **({"peak_reserved_bytes": torch.cuda.max_memory_reserved()} if gpu else {}),
+        "step_seconds": median,
+        "all_step_seconds": [round(value, 4) for value in seconds],
+        "tokens_per_second": config.batch_size * config.sequence_length / median,
+    }
+
+
+def apart(function: Any, *arguments: Any) -> Any:
+    """The function's result from a process of its own, so that each measurement starts alike."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def planned_bytes(config: CompressConfig) -> int:
+    """What `--dry-run` expects of this run's training: of the whole process on a CPU, of tensors on a GPU."""
+    plan = dry_run(config)
+    return plan["phases"]["training"] + (
+        0 if config.device.startswith("cuda") else plan["peak_memory_bytes"]["runtime"]
+    )
+
+
+def bench(config: CompressConfig, warmup: int, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """All rows, their ratios, and the plan."""
+    rows = []
+    for variant in VARIANTS:
+        rows.append(apart(measure, config, variant, warmup, memory_limit_bytes))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    result: dict[str, Any] = {"rows": rows, "planned_peak_memory_bytes": apart(planned_bytes, config)}
+    if not any("error" in row for row in rows):
+        plain, clustered = rows
+        for name in ("peak_memory_bytes", "tokens_per_second"):
+            result[f"{name}_ratio"] = clustered[name] / plain[name]
+        result["planned_over_measured"] = result["planned_peak_memory_bytes"] / clustered["peak_memory_bytes"]
+    return result
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--shape", default="tiny", help="tiny, or an alias of configs/models.yaml")
+    parser.add_argument("--mode", choices=("full", "lora"), default="full")
+    parser.add_argument("--rank", type=int, default=16, help="of the updates in mode lora")
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--granularity", default="row:1")
+    parser.add_argument("--embedding-bits", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--gradient-checkpointing", action=switch, default=True)
+    parser.add_argument("--distill", action=switch, default=True)
+    parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--steps", type=int, default=5, help="steps that count; their median is reported")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--memory-limit", type=byte_count, help="of the GPU's memory, for example 24GiB")
+    parser.add_argument("--json", type=Path, help="where the result goes; the default is to print it")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Parse, measure, write."""
+    arguments = parse()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            config = settings(arguments, Path(directory))
+            if arguments.memory_limit is not None and not config.device.startswith("cuda"):
+                raise UserError(f"--memory-limit needs a GPU, but the device is {config.device}; leave it out")
+            result = bench(config, arguments.warmup, arguments.memory_limit)
+        except UserError as error:
+            print(f"bench_training.py: {error}", file=sys.stderr)
+            return 2
+    result = {
+        "command": " ".join(["python scripts/bench_training.py", *sys.argv[1:]]),
+        "memory_limit_bytes": arguments.memory_limit,
+        "config": vars(replace(config, model=arguments.shape)),
+        **result,
+        "versions": versions(),
+        "hardware": hardware(config.device),
+    }
+    text = json.dumps(result, indent=1)
+    if arguments.json is None:
+        print(text)
+    else:
+        arguments.json.write_text(text + "\n")
+    return 1 if any("error" in row for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
