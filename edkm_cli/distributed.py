@@ -5,7 +5,7 @@ torch.distributed (gloo for host memory, nccl for GPUs). A run alone is a world 
 
 Sharded means FSDP2: `fully_shard` on each decoder block keeps 1/N of its parameters on each process (rows, dimension
 0) and gathers a block when it is used. Inside a block's forward a layer sees whole weights, so clustering is exact and
-moves no byte more than training does. Outside, `whole` gathers one block at a time.
+moves no byte more than training does. Outside, `gathered` makes one module whole at a time.
 """
 
 from __future__ import annotations
@@ -218,39 +218,23 @@ def assign(tensor: Tensor, value: Tensor) -> None:
         tensor.to_local().copy_(parts[mesh.get_local_rank()])
 
 
-class Gatherer:
-    """Makes the parameters of a sharded model whole, the blocks one after the other; all processes ask alike.
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """The parameters of a module, and of those below it, are whole inside: read-only copies beside the shards.
 
-    `open(path)` gathers the block that owns the module at `path` (and lets the one before go); use as a context
-    manager. On a model that is not sharded it does nothing.
+    All processes call alike. One module at a time, this takes less memory than unsharding its block, and the copies
+    may outlive the context. Where nothing is sharded it does nothing.
     """
-
-    def __init__(self, model: nn.Module):
-        self._owners = {name: module for name, module in model.named_modules() if hasattr(module, "unshard")}
-        self._opened: Any = None
-
-    @property
-    def sharded(self) -> bool:
-        """Whether there is anything to gather."""
-        return bool(self._owners)
-
-    def open(self, path: str) -> None:
-        parts = path.split(".")
-        prefixes = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-        owner: Any = next((self._owners[prefix] for prefix in prefixes if prefix in self._owners), None)
-        if owner is not self._opened:
-            self.close()
-            if owner is not None:
-                owner.unshard()
-            self._opened = owner
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.reshard()
-        self._opened = None
-
-    def __enter__(self) -> Gatherer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    sharded = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and local(parameter) is not parameter
+    ]
+    try:
+        for owner, name, parameter in sharded:
+            owner._parameters[name] = nn.Parameter(full(parameter.detach()), requires_grad=False)
+        yield
+    finally:
+        for owner, name, parameter in sharded:
+            owner._parameters[name] = parameter

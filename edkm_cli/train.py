@@ -21,7 +21,7 @@ from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distill import training_loss
-from edkm_cli.distributed import Gatherer, World, assign, full
+from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted
 from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
@@ -290,10 +290,8 @@ def hard_loss(
 @torch.no_grad()
 def finish_centroids(model: Any, world: World) -> None:
     """The iterated centroids of the trained weights, where they are not trained themselves; layer by layer."""
-    with Gatherer(model) as gatherer:
-        for name, layer in clustered_layers(model).items():
-            if layer.clustering.mode != "straight-through":
-                gatherer.open(name)
+    for layer in clustered_layers(model).values():
+        if layer.clustering.mode != "straight-through":
+            with gathered(layer):
                 final = layer.iterated_centroids()
-                gatherer.close()
-                assign(layer.centroids, final)
+            assign(layer.centroids, final)

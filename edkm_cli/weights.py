@@ -23,7 +23,6 @@ class SafetensorsReader:
     def __init__(self, directory: Path):
         self._directory = directory
         self._files = self._index()
-        self._open: dict[str, Any] = {}
 
     def _index(self) -> dict[str, str]:
         index = self._directory / "model.safetensors.index.json"
@@ -63,10 +62,9 @@ class SafetensorsReader:
             raise UserError(
                 f"the weights in {self._directory} must hold {name}, but do not; --sharding none loads other layouts"
             )
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._opened(file)
-        return self._open[file].get_tensor(name)
+        # Opened anew for each tensor: a file that stays open keeps in memory all that has been read of it.
+        with self._opened(self._files[name]) as opened:
+            return opened.get_tensor(name)
 
     def digest(self) -> str:
         """One sha256 over all tensors, in the order of their names."""

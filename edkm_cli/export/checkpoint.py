@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from edkm_cli.distributed import ALONE, Gatherer, World
+from edkm_cli.distributed import ALONE, World, full, gathered
 from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
@@ -23,29 +23,31 @@ _INDEX = "model.safetensors.index.json"
 
 
 class _Source:
-    """Tensors of the trained model under the checkpoint's names; holds one layer's indices at a time.
+    """Tensors of the trained model under the checkpoint's names, for the first process; holds one module's at a time.
 
-    `gather` makes whole what a name needs, where the model is sharded: all processes ask for the same names in turn.
+    All processes ask for the same names in the same order, since what is sharded is gathered from all.
     """
 
-    def __init__(self, model: nn.Module, gatherer: Gatherer):
-        self._model, self._gatherer = model, gatherer
+    def __init__(self, model: nn.Module, world: World):
+        self._model, self._world = model, world
         self._current: tuple[str, dict[str, Tensor]] = ("", {})
 
-    def gather(self, name: str) -> None:
-        self._gatherer.open(name.rpartition(".")[0])
-
-    def __getitem__(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | None:
+        """The tensor; on other processes than the first it may be None."""
         path, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if isinstance(module, ClusteredLinear) and leaf in ("indices", "lut"):
-            if self._current[0] != path:
-                indices, lut = module.snapped()
-                self._current = (path, {"indices": pack(indices, module.clustering.bits), "lut": lut})
-            return self._current[1][leaf]
-        tensor = getattr(module, leaf).detach()
-        # Memory that numpy has seen (the writer's way to its bytes) cannot be let go again by FSDP2.
-        return tensor.clone() if self._gatherer.sharded else tensor
+        if not isinstance(module, ClusteredLinear) or leaf not in ("indices", "lut"):
+            return full(getattr(module, leaf).detach())
+        if self._current[0] != path:
+            self._current = ("", {})  # let go before the next is made
+            with gathered(module):
+                self._current = (path, _packed(module) if self._world.main else {})
+        return self._current[1].get(leaf)
+
+
+def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
+    indices, lut = module.snapped()
+    return {"indices": pack(indices, module.clustering.bits), "lut": lut}
 
 
 def write_weights(
@@ -59,7 +61,7 @@ def write_weights(
 ) -> list[str]:
     """Write the safetensors files (and their index, if there are several) and config.json; returns the files' names.
 
-    Peak memory beyond the model (beyond this process's shards of it) is one decoder layer. All processes of `world`
+    Peak memory beyond the model (beyond this process's shards of it) is what one module needs. All processes of `world`
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
@@ -68,15 +70,14 @@ def write_weights(
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
-    with Gatherer(model) as gatherer:
-        source = _Source(model, gatherer)
-        for file, names in split.filename_to_tensors.items():
-            announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
-            with SafetensorsWriter(directory / file, announced) if world.main else nullcontext() as writer:
-                for name in track(names, f"writing {file}", len(names)):
-                    source.gather(name)
-                    if writer is not None:
-                        writer.write(name, source[name])
+    source = _Source(model, world)
+    for file, names in split.filename_to_tensors.items():
+        announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+        with SafetensorsWriter(directory / file, announced) if world.main else nullcontext() as writer:
+            for name in track(names, f"writing {file}", len(names)):
+                tensor = source.read(name)
+                if writer is not None and tensor is not None:
+                    writer.write(name, tensor)
     if world.main:
         _write_index_and_config(target, spec, split, directory)
     files = list(split.filename_to_tensors)

@@ -20,6 +20,7 @@ from edkm_cli.clustering import (
     dense_dkm,
     iterate_centroids,
     kmeans_start,
+    lookup,
     nearest_indices,
     parse_lut_dtype,
     round_lut,
@@ -218,7 +219,7 @@ class ClusteredLinear(nn.Module):
         rank = torch.empty_like(order).scatter_(
             1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
         )
-        renamed = _differentiable_lookup(rank.float(), indices, self.clustering.granularity).to(torch.uint8)
+        renamed = lookup(indices, rank.float(), granularity=self.clustering.granularity).to(torch.uint8)
         dtype = parse_lut_dtype(self.clustering.lut_dtype)
         assert dtype is not None
         return renamed, ascending.to(dtype)

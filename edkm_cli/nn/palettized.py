@@ -17,6 +17,8 @@ from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.packing import pack, unpack
 
+_FILL_ROWS = 1024
+
 
 class _Packed(nn.Module):
     """Shared by the three modules: packed indices, and buffers whose dtype no cast changes."""
@@ -82,12 +84,17 @@ class _RowScaled(_Packed):
         return self._decode(self.indices, self.scale, dtype)
 
     def fill(self, weight: Tensor) -> None:
-        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row gets the last level."""
+        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row gets the last level.
+
+        Some rows at a time, since a vocabulary's weight may be larger than a decoder layer.
+        """
         top = 2 ** (self.bits - 1) - 1
-        weight = weight.detach().float()
-        self.scale = (weight.abs().amax(1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
-        levels = (weight / self.scale).round().clamp(-top, top) + 2 ** (self.bits - 1)
-        self.indices = pack(levels.to(torch.uint8), self.bits)
+        for first in range(0, self.rows, _FILL_ROWS):
+            rows = slice(first, first + _FILL_ROWS)
+            part = weight[rows].detach().float()
+            scale = (part.abs().amax(1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
+            levels = (part / scale).round_().clamp_(-top, top).add_(2 ** (self.bits - 1))
+            self.scale[rows], self.indices[rows] = scale, pack(levels.to(torch.uint8), self.bits)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.columns}, bits={self.bits}"
