@@ -125,6 +125,10 @@ def compress_command(
         bool, typer.Option("--resume", help="Go on with the unfinished run of --output, if there is one.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan: modules, sizes, memory.")] = False,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="With --dry-run: plan for GPUs of this memory each, such as 24GiB.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="With --dry-run: plan for so many GPUs.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Train-time clustering and export to a checkpoint that transformers loads."""
@@ -138,9 +142,11 @@ def compress_command(
         from edkm_cli.plan import dry_run as plan
         from edkm_cli.report import plan_summary
 
-        result = plan(settings)
+        result = plan(settings, gpu_memory=gpu_memory, gpus=gpus)
         _finish(plan_summary(result), result, json_file)
         return
+    if gpu_memory is not None or gpus is not None:
+        raise UserError("--gpu-memory and --gpus plan for a machine, but --dry-run is not given; add it")
     return_large_blocks()
     from edkm_cli.compress import Observer, compress
     from edkm_cli.progress import Progress

@@ -1,86 +1,312 @@
-"""`--dry-run`: what a run would swap, write and need, from the configuration alone (meta device, no weights)."""
+"""`--dry-run`: what a run would swap, write and need, and what to change if that is too much.
+
+From the configuration alone: the run is rehearsed on the meta device (`edkm_cli.rehearsal`), for this machine or for
+GPUs that are named. Where it does not fit, other settings are rehearsed in the same way; those that fit are proposed.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import asdict
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from edkm_cli.compress import choose_device, choose_dtype, embedding_bits, plan, spec_of
-from edkm_cli.config import CompressConfig
-from edkm_cli.hf import skeleton, skeleton_tensors
-from edkm_cli.nn.swap import EMBEDDING, LINEAR, Swap, decoder_bits_per_weight
+from edkm_cli import models
+from edkm_cli.compress import choose_device, choose_dtype, plan, spec_of
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import launched
+from edkm_cli.evaluate import peak_memory_bytes
+from edkm_cli.hf import skeleton_tensors
+from edkm_cli.memory.ledger import DEVICE, HOST
+from edkm_cli.nn.swap import EMBEDDING, LINEAR, Swap, decoder_bits_per_weight, palettize_skeleton
+from edkm_cli.rehearsal import Peak, Rehearsal
+from edkm_cli.stage import PARTS, Setting
 
-_RUNTIME_BYTES = 400_000_000  # Python, torch and transformers themselves, measured on a CPU
+_RUNTIME = "runtime"
+_TOKENIZER_BYTES = 650  # an entry of the vocabulary: SmolLM2's 49,152 take 31 MB
+# The first matrix products (MKL, threads), the compiled kernels, and what tokenizing leaves behind.
+_FIRST_USE_BYTES = 50_000_000
+# CUDA's context, kernels and workspaces on the GPU, its libraries in host memory: usual figures, not measured here.
+_CUDA_DEVICE_BYTES, _CUDA_HOST_BYTES = 600_000_000, 2_000_000_000
+_USABLE = 0.95  # of a GPU: the caching allocator cannot use all that lies between its blocks
+_MOST_PROPOSALS, _MOST_REHEARSALS = 3, 6
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def dry_run(config: CompressConfig) -> dict[str, Any]:
-    """The plan of a run as the JSON of `edkm compress --dry-run` (design section 9's keys). Raises UserError."""
-    device = choose_device(config.device)
-    dtype = getattr(torch, choose_dtype(config.dtype, device))
-    model, swaps = plan(config)
-    spec = spec_of(config, swaps)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    target = skeleton(model.config, spec, dtype=dtype)
-    weights_bytes = sum(t.numel() * t.element_size() for t in skeleton_tensors(target).values())
-    memory = memory_by_part(config, model.config.get_text_config(decoder=True), swaps, parameters, dtype.itemsize)
-    available = available_bytes(device)
+@dataclass(frozen=True)
+class Machine:
+    """What there is: so many bytes of each device, and of host memory for all processes (None: not known)."""
+
+    setting: Setting
+    memory_bytes: int
+    host_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a process needs of its device and, beside a GPU, of host memory."""
+
+    device: Peak
+    host: Peak | None
+
+    def fits(self, machine: Machine) -> bool:
+        processes = machine.setting.processes
+        if self.host is None:
+            return self.device.total * processes <= machine.memory_bytes
+        host_fits = machine.host_bytes is None or self.host.total * processes <= machine.host_bytes
+        return self.device.total <= _USABLE * machine.memory_bytes and host_fits
+
+
+def parse_bytes(text: str) -> int:
+    """`24GiB`, `80 GB`, `25769803776`. Raises UserError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
+    if found is None or (found[2] or "B") not in _UNITS:
+        raise UserError(f"--gpu-memory must be a size like 24GiB or 80GB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or "B"])
+
+
+def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | None) -> Machine:
+    """The GPUs that are named, else what this machine has. Raises UserError where these contradict each other."""
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {gpus}")
+    present = torch.cuda.is_available()
+    if gpus is not None and gpu_memory is None and not present:
+        raise UserError("--gpus needs --gpu-memory on a machine without a GPU, got none; add for example 24GiB")
+    named = gpu_memory is not None or gpus is not None
+    if named and config.device == "cpu":
+        raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
+    device = "cuda" if named else choose_device(config.device).split(":")[0]
+    processes = gpus or launched()
+    asked = config.sharding == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    sharded = processes > 1 and (config.sharding == "full" or asked)
+    setting = Setting(device, processes, sharded, torch.get_num_threads())
+    if gpu_memory is not None:
+        return Machine(setting, parse_bytes(gpu_memory), None)
+    if device == "cuda":
+        number = torch.device(config.device).index if config.device.startswith("cuda:") else 0
+        return Machine(setting, torch.cuda.get_device_properties(number or 0).total_memory, _physical_bytes())
+    return Machine(setting, _physical_bytes(), None)
+
+
+def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
+    """The plan of a run as the JSON of `edkm compress --dry-run` (design section 9's keys).
+
+    Args:
+        config: the run's settings.
+        gpu_memory: plan for GPUs with that much memory each (`24GiB`), whatever this machine has.
+        gpus: how many of them, each with a process.
+
+    Raises UserError for settings that no run could have.
+    """
+    machine = choose_machine(config, gpu_memory, gpus)
+    setting = machine.setting
+    planner = _Planner(config)
+    need = planner.need(config, setting)
+    fits = need.fits(machine)
+    sequences = config.batch_size * config.gradient_accumulation * setting.processes
     return {
         "model": config.model,
-        "modules": _grouped(swaps, config),
-        "skipped": [swap.to_mapping() for swap in swaps if swap.reason],
-        "peak_memory_bytes": {**memory, "total": sum(memory.values())},
-        "weights_bytes": weights_bytes,
-        "original_weights_bytes": 2 * parameters,
+        "modules": _grouped(planner.swaps, config),
+        "skipped": [swap.to_mapping() for swap in planner.swaps if swap.reason],
+        "peak_memory_bytes": _by_part(need.device),
+        "phases": need.device.phases,
+        **({"host_memory_bytes": _by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
+        **({"not_counted": planner.not_counted} if planner.not_counted else {}),
+        "weights_bytes": planner.weights_bytes(setting),
+        "original_weights_bytes": 2 * planner.parameters,
         "decoder_bits_per_weight": decoder_bits_per_weight(
-            swaps, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype
+            planner.swaps, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype
         ),
         "steps": config.steps,
-        "training_tokens": config.steps * config.batch_size * config.gradient_accumulation * config.sequence_length,
-        "device": device,
-        "available_bytes": available,
-        "fits": sum(memory.values()) <= available,
+        "sequences_per_step": sequences,
+        "training_tokens": config.steps * sequences * config.sequence_length,
+        "device": setting.device,
+        "processes": setting.processes,
+        "sharded": setting.sharded,
+        "available_bytes": machine.memory_bytes,
+        "available_host_bytes": machine.host_bytes,
+        "fits": fits,
+        "proposals": [] if fits else planner.proposals(machine),
         "config": asdict(config),
     }
 
 
-def memory_by_part(
-    config: CompressConfig, architecture: Any, swaps: list[Swap], parameters: int, itemsize: int
-) -> dict[str, int]:
-    """Estimated peak bytes of training, by part."""
-    clustered = sum(s.shape[0] * s.shape[1] for s in swaps if s.role == LINEAR and not s.reason)
-    widest = max(s.shape[0] * s.shape[1] for s in swaps if s.role == LINEAR)
-    tokens = config.batch_size * config.sequence_length
-    hidden, layers = architecture.hidden_size, architecture.num_hidden_layers
-    inner, vocabulary = architecture.intermediate_size, architecture.vocab_size
-    training = config.steps > 0
-    # A decoder layer keeps its inputs, norms, attention and MLP intermediates: about 14 hidden and 4 inner vectors.
-    per_layer = tokens * (14 * hidden + 4 * inner) * itemsize
-    activations = (
-        tokens * hidden * itemsize * layers + per_layer if config.gradient_checkpointing else per_layer * layers
-    )
-    logits = tokens * vocabulary * (itemsize * 3 + 4)
-    importance = 4 * clustered if config.importance == "gradient" else 0
-    dense_embeddings = 0 if embedding_bits(config) is None else parameters - clustered
-    trainable = parameters - dense_embeddings if training else 0
-    return {
-        "weights": parameters * itemsize,
-        "teacher": parameters * itemsize if training and config.distill else 0,
-        "gradients": trainable * itemsize,
-        "optimizer": 2 * trainable * itemsize,
-        "activations": activations,
-        "logits": logits,
-        "clustering": max(importance if not training else 0, 3 * widest * 4),
-        "runtime": _RUNTIME_BYTES,
+class _Planner:
+    """Rehearses runs of one model; the one of `config`, and others that differ in a few settings."""
+
+    def __init__(self, config: CompressConfig):
+        self._config = config
+        self._dense, self.swaps = plan(config)
+        self.parameters = sum(parameter.numel() for parameter in self._dense.parameters())
+        self._clustered = sum(s.shape[0] * s.shape[1] for s in self.swaps if s.role == LINEAR and not s.reason)
+        self._source = models.resolve(config.model)
+        self.not_counted = ""
+        vocabulary = self._dense.config.get_text_config(decoder=True).vocab_size
+        # The process as it is now: all that a run imports is imported.
+        self._process_bytes = _resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES
+
+    def need(self, config: CompressConfig, setting: Setting) -> Need:
+        stored = models.stored_bytes(self._source) if self._source.is_local and not self._source.gguf_file else None
+        rehearsal = Rehearsal(
+            config, self._dense, self.swaps, setting, stored_bytes=2 * self.parameters if stored is None else stored
+        )
+        try:
+            peaks = rehearsal.run()
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            # Remote code, or layers that look at values: then only what no forward pass is needed for.
+            self.not_counted = f"activations: this model does not run on the meta device ({_first_line(error)})"
+            peaks = {DEVICE: self._static(config, setting), HOST: Peak("load", {}, {})}
+        if not setting.gpu:
+            return Need(_with_runtime(peaks[DEVICE], self._process_bytes), None)
+        host = _with_runtime(peaks[HOST], self._process_bytes + _CUDA_HOST_BYTES)
+        return Need(_with_runtime(peaks[DEVICE], _CUDA_DEVICE_BYTES), host)
+
+    def _static(self, config: CompressConfig, setting: Setting) -> Peak:
+        """What parameters alone need in training: no more than a run does."""
+        full = config.steps > 0 and not config.lora_rank
+        dense = getattr(torch, choose_dtype(config.dtype, setting.device))
+        trained = getattr(torch, choose_dtype(config.dtype, setting.device, master=setting.sharded and full))
+        clustered = int(self._clustered * trained.itemsize * setting.share)
+        whole = int(self.parameters * dense.itemsize * setting.share)
+        moments = {"adamw": 2.0, "sgd": 1.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
+        parts = {"weights": whole}
+        if full:
+            parts = {"weights": clustered, "gradients": clustered, "optimizer": int(moments * clustered)}
+            parts["teacher"] = whole if config.distill else 0
+        return Peak("training", parts, {"training": sum(parts.values())})
+
+    def weights_bytes(self, setting: Setting) -> int:
+        """Of the exported files, without their headers."""
+        target = copy.deepcopy(self._dense)
+        with torch.device("meta"):
+            palettize_skeleton(target, spec_of(self._config, self.swaps))
+        dtype = getattr(torch, choose_dtype(self._config.dtype, setting.device))
+        sizes = {name: dtype.itemsize for name, _ in target.named_parameters()}
+        stored = skeleton_tensors(target)
+        return sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())
+
+    def proposals(self, machine: Machine) -> list[dict[str, Any]]:
+        """Settings that fit, the least different first: flags, number of processes, and what they need."""
+        found: list[dict[str, Any]] = []
+        enough: list[set[str]] = []
+        rehearsed = 0
+        for names, flags, config, setting in _alternatives(self._config, machine.setting):
+            other = replace(machine, setting=setting)
+            least = Need(self._static(config, setting), Peak("", {}, {}) if setting.gpu else None)
+            if any(less <= names for less in enough) or not least.fits(other):
+                continue
+            need = self.need(config, setting)
+            rehearsed += 1
+            if need.fits(other):
+                host = {"host_total_bytes": need.host.total} if need.host else {}
+                count = setting.processes
+                found.append({"flags": flags, "processes": count, "total_bytes": need.device.total, **host})
+                enough.append(names)
+            if len(found) == _MOST_PROPOSALS or rehearsed == _MOST_REHEARSALS:
+                break
+        return found
+
+
+def _alternatives(config: CompressConfig, setting: Setting) -> Iterator[tuple[set[str], str, CompressConfig, Setting]]:
+    """(names of the changes, flags, the settings with them, where) in the order in which they are worth a try."""
+    changes = _changes(config, setting)
+    for names in _COMBINATIONS:
+        if all(name in changes for name in names):
+            sharded = setting.sharded or "shard" in names
+            yield set(names), *_changed(config, [changes[name] for name in names]), replace(setting, sharded=sharded)
+    if setting.gpu and config.steps:
+        more = [
+            ("--sharding full", {"sharding": "full"}),
+            *(changes[n] for n in ("checkpoint", "batch") if n in changes),
+        ]
+        for processes in (2, 4, 8, 16, 32):
+            if processes > setting.processes:
+                yield {"more"}, *_changed(config, more), replace(setting, processes=processes, sharded=True)
+
+
+def _changed(config: CompressConfig, changes: list[tuple[str, dict[str, Any]]]) -> tuple[str, CompressConfig]:
+    values = {key: value for _, settings in changes for key, value in settings.items()}
+    return " ".join(flags for flags, _ in changes), replace(config, **values)
+
+
+def _changes(config: CompressConfig, setting: Setting) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What could be changed, by name: (flags, settings)."""
+    sequences, trains = config.batch_size * config.gradient_accumulation, config.steps > 0
+    candidates: dict[str, tuple[bool, str, dict[str, Any]]] = {
+        "checkpoint": (
+            trains and not config.gradient_checkpointing,
+            "--gradient-checkpointing",
+            {"gradient_checkpointing": True},
+        ),
+        "batch": (
+            trains and config.batch_size > 1,
+            f"--batch-size 1 --gradient-accumulation {sequences}",
+            {"batch_size": 1, "gradient_accumulation": sequences},
+        ),
+        "shard": (setting.processes > 1 and not setting.sharded, "--sharding full", {"sharding": "full"}),
+        "offload": (trains and setting.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
+        "lora": (trains and not config.lora_rank, "--lora-rank 16", {"lora_rank": 16}),
+        "dtype": (
+            choose_dtype(config.dtype, setting.device) == "float32",
+            "--dtype bfloat16",
+            {"dtype": "bfloat16"},
+        ),
+        "importance": (config.importance == "gradient", "--importance activation", {"importance": "activation"}),
     }
+    return {name: (flags, values) for name, (possible, flags, values) in candidates.items() if possible}
 
 
-def available_bytes(device: str) -> int:
-    """Memory of the device: a GPU's total, or what a CPU machine has."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_properties(device).total_memory
+_COMBINATIONS = (
+    ("checkpoint",),
+    ("batch",),
+    ("checkpoint", "batch"),
+    ("offload",),
+    ("shard",),
+    ("shard", "checkpoint"),
+    ("shard", "checkpoint", "batch"),
+    ("importance",),
+    ("checkpoint", "importance"),
+    ("lora",),
+    ("lora", "checkpoint"),
+    ("lora", "batch"),
+    ("lora", "checkpoint", "batch"),
+    ("dtype",),
+    ("dtype", "checkpoint"),
+    ("dtype", "lora", "checkpoint"),
+    ("dtype", "lora", "checkpoint", "importance"),
+)
+
+
+def _by_part(peak: Peak) -> dict[str, int]:
+    """Every part, in one order, and `total`."""
+    parts = {part: peak.parts.get(part, 0) for part in (*PARTS, _RUNTIME)}
+    return {**parts, "total": sum(parts.values())}
+
+
+def _with_runtime(peak: Peak, size: int) -> Peak:
+    phases = {name: total + size for name, total in peak.phases.items()}
+    return Peak(peak.phase, {**peak.parts, _RUNTIME: size}, phases)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def _resident_bytes() -> int:
+    """Memory of this process now; at its peak, where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_memory_bytes("cpu")
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

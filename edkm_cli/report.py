@@ -138,11 +138,13 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
 
 def plan_summary(plan: dict[str, Any]) -> str:
     """What `--dry-run` prints."""
-    parts = [[name, megabytes(value)] for name, value in plan["peak_memory_bytes"].items()]
     shapes = [
         [kind["role"], f"{kind['count']} x", str(tuple(kind["shape"])), kind["becomes"]] for kind in plan["modules"]
     ]
     skipped = [f"  {entry['name']}: {entry['reason']}" for entry in plan["skipped"]] or ["  none"]
+    many = plan["processes"] > 1
+    where = f"each of {plan['processes']} processes on {plan['device']}" if many else plan["device"]
+    room = megabytes(plan["available_bytes"]) + (" each" if many and plan["device"] != "cpu" else "")
     return "\n".join(
         [
             f"{plan['model']}: what a run would do (nothing is read but the configuration, nothing is written)",
@@ -152,14 +154,48 @@ def plan_summary(plan: dict[str, Any]) -> str:
             "left dense",
             *skipped,
             "",
-            "estimated peak memory of training",
-            *("  " + line for line in table(parts).splitlines()),
+            f"peak memory of {where}",
+            *("  " + line for line in _need_table(plan).splitlines()),
+            *([f"  not counted: {plan['not_counted']}"] if "not_counted" in plan else []),
             "",
-            f"weights  {megabytes(plan['weights_bytes'])} (16-bit: {megabytes(plan['original_weights_bytes'])}), "
+            f"training  {plan['steps']} steps of {plan['sequences_per_step']} sequences, "
+            f"{plan['training_tokens']:,} tokens",
+            f"weights   {megabytes(plan['weights_bytes'])} (16-bit: {megabytes(plan['original_weights_bytes'])}), "
             f"decoder {plan['decoder_bits_per_weight']:.3f} bits a weight",
-            f"fits     {'yes' if plan['fits'] else 'no'}, {plan['device']} has {megabytes(plan['available_bytes'])}",
+            f"fits      {'yes' if plan['fits'] else 'no'}, {plan['device']} has {room}",
+            *_proposals(plan),
         ]
     )
+
+
+def _need_table(plan: dict[str, Any]) -> str:
+    """Bytes by part, on the device and, beside a GPU, in host memory; parts that need nothing are left out."""
+    columns = [("device", plan["peak_memory_bytes"], plan["phases"])]
+    if "host_memory_bytes" in plan:
+        columns.append(("host", plan["host_memory_bytes"], plan["host_phases"]))
+    rows = [
+        [part, *(megabytes(column[part]) for _, column, _ in columns)]
+        for part in plan["peak_memory_bytes"]
+        if any(column[part] >= 50_000 for _, column, _ in columns)
+    ]
+    rows.append(["during", *(max(phases, key=phases.__getitem__) for _, _, phases in columns)])
+    return table(rows, header=["", *(name for name, _, _ in columns)] if len(columns) > 1 else None)
+
+
+def _proposals(plan: dict[str, Any]) -> list[str]:
+    """The settings that would fit, a line each."""
+    if plan["fits"]:
+        return []
+    rows = [
+        [
+            entry["flags"] + (f" on {entry['processes']} GPUs" if entry["processes"] != plan["processes"] else ""),
+            megabytes(entry["total_bytes"]),
+        ]
+        for entry in plan["proposals"]
+    ]
+    if not rows:
+        return ["          and no combination of flags that was tried does"]
+    return ["would fit", *("  " + line for line in table(rows).splitlines())]
 
 
 def evaluation_summary(result: dict[str, Any]) -> str:

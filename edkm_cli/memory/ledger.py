@@ -111,7 +111,7 @@ class Ledger(TorchDispatchMode):
         """From now on peaks belong to this phase; what is held already counts in it."""
         self.phase = phase
         for account in self.accounts.values():
-            account.add("other", 0, phase)
+            account.add(self.part, 0, phase)
 
     @contextmanager
     def under(self, part: str, *, place: str | None = None) -> Iterator[None]:

@@ -1,0 +1,300 @@
+"""Where a rehearsal happens: the meta device, a ledger of what is alive on it, and stand-ins for what it lacks.
+
+Code that only computes runs on the meta device as it is. Code that looks at a value does not: whether weights are
+finite, what a loss is. Here such questions get the answer of a run that goes well. Attention is the kernel that the
+planned device would choose, since the generic one of the meta device keeps matrices that no GPU keeps.
+
+Storages are labelled with the part of memory they belong to, by hooks on the modules that make them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
+from edkm_cli.nn.clustered import ClusteredLinear
+
+WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, CLUSTERING = "activations", "logits", "clustering"
+OFFLOAD, SHARDING, FILES = "offload", "sharding", "files"
+PARTS = (WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CLUSTERING, OFFLOAD, SHARDING, FILES)
+
+META = torch.device("meta")
+_CUDA_GRANULE = 512  # bytes: the caching allocator rounds each block up to it
+_KEPT_BYTES = 1024  # saved tensors below that are not offloaded
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a run is planned: on `device` (`cpu` or `cuda`), by so many processes, each with as many threads;
+    parameters sharded over the processes, or whole on each."""
+
+    device: str = "cpu"
+    processes: int = 1
+    sharded: bool = False
+    threads: int = 1
+
+    @property
+    def gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def share(self) -> float:
+        """What one process keeps of a parameter."""
+        return 1 / self.processes if self.sharded else 1.0
+
+
+class Stage:
+    """Use as a context manager around a rehearsal."""
+
+    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, int]]) -> None:
+        """`shapes` are those of the clustered weights."""
+        self.setting = setting
+        self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if setting.gpu else 1)
+        self.ledger.part = ACTIVATIONS
+        self._shapes = set(shapes)
+        self._backward_part = ACTIVATIONS
+        self._clustering, self._place, self._share = False, DEVICE, 1.0
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Stage:
+        self._exits.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        functional: Any = torch.nn.functional
+        generic = functional.scaled_dot_product_attention
+        self._exits.callback(setattr, functional, "scaled_dot_product_attention", generic)
+        functional.scaled_dot_product_attention = self._attention(generic)
+        self._exits.enter_context(self.ledger)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def __deepcopy__(self, memo: Any) -> Stage:
+        return self  # hooks of a copied model belong to the same stage
+
+    # What the meta device cannot tell.
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.ledger.share = self._share
+        if func in _QUESTIONS and args[0].is_meta:
+            return _answer(func, args[0])
+        if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            return self._to_host(args[0], kwargs)
+        if self.setting.gpu:
+            on_host = any(isinstance(a, Tensor) and a.dim() and self.ledger.holds(a, HOST) for a in args)
+            self.ledger.place = HOST if on_host else self._place
+        if func in _IN_PLACE and args[0].is_meta:
+            return args[0]
+        if func in _POINTWISE and args[0].is_meta and args[0].is_floating_point():
+            return _pointwise(func, *args[:2], **kwargs)
+        return func(*args, **kwargs)
+
+    def _to_host(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if tensor.numel() == 1:
+            return torch.ones(tensor.shape, dtype=dtype)
+        if not self.setting.gpu and not self.setting.sharded:
+            return tensor if dtype == tensor.dtype else tensor.to(dtype)
+        # What is collected from a sharded model is sharded, too.
+        self.ledger.place, self.ledger.share = HOST if self.setting.gpu else DEVICE, self.setting.share
+        return torch.empty_like(tensor, dtype=dtype)
+
+    def _attention(self, generic: Any) -> Any:
+        """`scaled_dot_product_attention` as the planned device dispatches it."""
+        gpu = self.setting.gpu
+
+        def attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            if not query.is_meta:
+                return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            if gpu and attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
+                flash = _aten._scaled_dot_product_flash_attention
+                return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            if gpu and query.shape[1] == key.shape[1]:
+                efficient = _aten._scaled_dot_product_efficient_attention
+                return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+            if not gpu and _takes_flash_on_cpu(query, key, attn_mask, is_causal):
+                flash = _aten._scaled_dot_product_flash_attention_for_cpu
+                return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+            return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+        return attention
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, a run on a GPU works in host memory."""
+        self._place = HOST if self.setting.gpu else DEVICE
+        try:
+            yield
+        finally:
+            self._place = DEVICE
+
+    @contextmanager
+    def on_shards(self) -> Iterator[None]:
+        """Inside, new storages are a process's share."""
+        self._share = self.setting.share
+        try:
+            yield
+        finally:
+            self._share = 1.0
+
+    # Which part a storage belongs to.
+
+    def _part_of(self, tensor: Tensor) -> str:
+        node = torch._C._current_autograd_node()
+        in_backward = node is not None and not torch.is_grad_enabled()
+        clustered = "ClusteredLinear" in node.name() or self._clustering if in_backward else self._clustering
+        if clustered and tensor.shape in self._shapes:
+            return CLUSTERING
+        return self._backward_part if in_backward else self.ledger.part
+
+    @contextmanager
+    def clustering(self) -> Iterator[None]:
+        """Inside, what has the shape of a clustered weight belongs to clustering."""
+        before, self._clustering = self._clustering, True
+        try:
+            yield
+        finally:
+            self._clustering = before
+
+    def label(self, model: Any) -> None:
+        """Hook the modules that begin a part: decoder, head, clustered layers. A module is hooked once."""
+        head = model.get_output_embeddings()
+        hooks = [(model.base_model, self._enter_decoder), (head, self._enter_head)]
+        for module, hook in hooks:
+            if module is not None and not getattr(module, "_labelled", False):
+                module.register_forward_pre_hook(hook)
+                module._labelled = True
+        for module in model.modules():
+            if isinstance(module, ClusteredLinear) and not getattr(module, "_labelled", False):
+                module.register_forward_pre_hook(self._enter_clustered)
+                module.register_forward_hook(self._leave_clustered)
+                module._labelled = True  # type: ignore[assignment]
+
+    def _enter_decoder(self, module: nn.Module, inputs: Any) -> None:
+        self.ledger.part = ACTIVATIONS
+
+    def _enter_head(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.ledger.part = self._backward_part = LOGITS
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(self._leave_head_backward)
+
+    def _leave_head_backward(self, grad: Tensor) -> None:
+        self._backward_part = ACTIVATIONS
+
+    def _enter_clustered(self, module: nn.Module, inputs: Any) -> None:
+        self._clustering = True
+
+    def _leave_clustered(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._clustering = False
+        self.ledger.move([output], ACTIVATIONS)
+
+    # What the meta device lacks.
+
+    @contextmanager
+    def autocast(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        """bfloat16 matrix products of float32 models: layers get their inputs in bfloat16, as autocast gives them."""
+
+        def cast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (inputs[0].to(torch.bfloat16), *inputs[1:])
+
+        layers = [m for m in model.modules() if isinstance(m, ClusteredLinear)] if enabled else []
+        handles = [layer.register_forward_pre_hook(cast) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def offload(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        """Saved tensors go to host memory, each storage once, as `MarshalSavedTensors` moves them."""
+        if not (enabled and self.setting.gpu):
+            yield
+            return
+        stay = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        moved: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta or storage._cdata in stay or storage.nbytes() < _KEPT_BYTES:
+                return tensor
+            copied = moved.get(storage._cdata)
+            if copied is None:
+                copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device=META)
+                self.ledger.move([copied], OFFLOAD, place=HOST)
+                moved[storage._cdata] = copied
+            return copied, tensor.shape, tensor.stride(), tensor.dtype
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            _, shape, stride, dtype = packed
+            return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+_QUESTIONS = {
+    _aten.all.default: True,
+    _aten.any.default: False,
+    _aten.equal.default: True,
+    _aten._local_scalar_dense.default: None,
+}
+
+
+def _answer(func: Any, tensor: Tensor) -> Any:
+    """All is finite, nothing is odd, two tensors are equal; a number is 1 if it is real, 0 if it is an index."""
+    known = _QUESTIONS[func]
+    if known is None:
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
+    return known if func is _aten.equal.default else torch.tensor(known)
+
+
+# What follows from shapes alone. PyTorch's own rules for the meta device are written in Python and take most of a
+# rehearsal's time; these are its most frequent operations.
+_IN_PLACE = {
+    *(_aten.add_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.lerp_.Scalar),
+    *(_aten.addcmul_.default, _aten.addcdiv_.default),
+}
+_POINTWISE = {
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.pow.Tensor_Scalar),
+    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.neg.default, _aten.clamp.default),
+}
+
+
+def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> Tensor:
+    """The result of an operation on each number of a floating tensor and of another operand, if there is one: laid out
+    like the first, unless that is the smaller one."""
+    if isinstance(second, Tensor) and torch.broadcast_shapes(first.shape, second.shape) != first.shape:
+        return func(first, second, **kwargs)
+    return torch.empty_like(first, dtype=first.dtype if second is None else torch.result_type(first, second))
+
+
+def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Ask PyTorch, with tensors of two tokens: its choice depends on dtypes, heads and the mask."""
+    q = torch.empty(1, query.shape[1], 2, query.shape[-1], dtype=query.dtype, requires_grad=query.requires_grad)
+    k = torch.empty(1, key.shape[1], 2, key.shape[-1], dtype=key.dtype, requires_grad=key.requires_grad)
+    small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype)
+    options = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
+    return bool(torch._fused_sdp_choice(q, k, k, small, 0.0, **options) == 1)
