@@ -1,22 +1,24 @@
 """Killed runs resume to the very same files; checkpoints are whole or not used; a changed setting is named."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
+import kill_worker
 import pytest
 import torch
 from test_compress import settings, weights_of
 
 import edkm_cli
-from edkm_cli.compress import compress
+from edkm_cli.compress import Observer, compress
 from edkm_cli.config import UserError
 from edkm_cli.errors import Preempted
-from edkm_cli.resume import Checkpoints
+from edkm_cli.export.directory import MARKER, OutputDirectory, settle
+from edkm_cli.resume import CHECKPOINTS, Checkpoints
 
 
 def argv(config):
@@ -29,31 +31,80 @@ def argv(config):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["straight-through", "soft"])
-def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, mode):
-    whole = settings(model_directory, text_file, tmp_path / "whole", steps=6, mode=mode)
-    compress(whole)
-    parts = settings(model_directory, text_file, tmp_path / "parts", steps=6, mode=mode)
+def stop_after(step):
+    """An observer that sends SIGTERM, as a scheduler does, when so many steps are done."""
     shown = []
 
-    def stop_at_third(text):
+    def show(text):
         shown.append(text)
-        if len(shown) == 3:
+        if len(shown) == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    from edkm_cli.compress import Observer
+    return Observer(show=show)
 
+
+def metrics_of(directory, name="loss"):
+    return [json.loads(line)[name] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(found, wanted):
+    """The same weights bit for bit, the same perplexities, losses and files."""
+    assert weights_of(found) == weights_of(wanted)
+    reports = [json.loads((path / "report.json").read_text()) for path in (found, wanted)]
+    assert reports[0]["perplexity"] == reports[1]["perplexity"]
+    assert metrics_of(found) == metrics_of(wanted)
+    assert sorted(os.listdir(found)) == sorted(os.listdir(wanted))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mode": "soft"},
+        {"mode": "hard", "temperature_schedule": "cosine", "granularity": "tensor", "dtype": "bfloat16"},
+        {"lora_rank": 2},
+        {"lora_rank": 2, "mode": "soft", "distill": False},
+        {"optimizer": "sgd"},
+        {"gradient_accumulation": 2, "save_every": 2, "weight_decay": 0.1},
+    ],
+    ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",
+)
+def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, changes):
+    whole = settings(model_directory, text_file, tmp_path / "whole", steps=6, **changes)
+    compress(whole)
+    parts = settings(model_directory, text_file, tmp_path / "parts", steps=6, **changes)
     with pytest.raises(Preempted, match="after step 3 of 6"):
-        compress(parts, resume=True, observer=Observer(show=stop_at_third))
+        compress(parts, resume=True, observer=stop_after(3))
     assert not (tmp_path / "parts").exists()
     compress(parts, resume=True)
-    assert weights_of(tmp_path / "parts") == weights_of(tmp_path / "whole")
-    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("whole", "parts")]
-    assert reports[0]["perplexity"] == reports[1]["perplexity"]
-    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
-    losses = [[json.loads(line)["loss"] for line in part] for part in lines]
-    assert losses[0] == losses[1]
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
     assert set(os.listdir(tmp_path)) == {"whole", "parts"}
+
+
+def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, text_file, tmp_path):
+    from test_distributed import assert_same_to_rounding
+
+    whole = settings(model_directory, text_file, tmp_path / "whole", steps=20, batch_size=2)
+    compress(whole)
+    with pytest.raises(Preempted, match="after step 9 of 20"):
+        compress(
+            settings(model_directory, text_file, tmp_path / "parts", steps=20, batch_size=2), observer=stop_after(9)
+        )
+    split = settings(model_directory, text_file, tmp_path / "parts", steps=20, gradient_accumulation=2)
+    compress(split, resume=True)
+    assert_same_to_rounding(tmp_path / "parts", tmp_path / "whole")
+    losses, wanted = metrics_of(tmp_path / "parts"), metrics_of(tmp_path / "whole")
+    assert losses[:9] == wanted[:9]
+    assert losses[9:] == pytest.approx(wanted[9:], rel=1e-3)
+
+
+def test_other_sequences_in_a_step_are_refused(model_directory, text_file, tmp_path):
+    with pytest.raises(Preempted):
+        compress(settings(model_directory, text_file, tmp_path / "out", batch_size=2), observer=stop_after(1))
+    with pytest.raises(UserError, match="sequences_per_step was 2 and is 4"):
+        compress(
+            settings(model_directory, text_file, tmp_path / "out", batch_size=2, gradient_accumulation=2), resume=True
+        )
 
 
 def test_a_finished_run_is_not_run_again(model_directory, text_file, tmp_path):
@@ -63,11 +114,9 @@ def test_a_finished_run_is_not_run_again(model_directory, text_file, tmp_path):
 
 
 def test_a_changed_setting_model_or_text_is_named(model_directory, text_file, tmp_path):
-    from edkm_cli.compress import Observer
-
     config = settings(model_directory, text_file, tmp_path / "out", steps=6)
     with pytest.raises(Preempted):
-        compress(config, observer=Observer(show=lambda text: os.kill(os.getpid(), signal.SIGTERM)))
+        compress(config, observer=stop_after(1))
     changed = settings(model_directory, text_file, tmp_path / "out", steps=6, learning_rate=2e-3)
     with pytest.raises(UserError, match=r"learning_rate was 0\.001 and is 0\.002"):
         compress(changed, resume=True)
@@ -104,26 +153,143 @@ def test_old_checkpoints_are_pruned_and_damaged_ones_passed_over(tmp_path):
         assert torch.equal(value, states[4][name])
 
 
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["kill_worker"])
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a function of kill_worker in a child of the fork server; ends what is left of it after the test."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+    children = []
+
+    def begin(function, *arguments, **options):
+        children.append(SERVER.Process(target=function, args=arguments, kwargs=options))
+        children[-1].start()
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.join()
+
+
+def was_killed(child, seconds=300.0):
+    """Whether a child ends by SIGKILL, which it gets after so many seconds, and not by itself."""
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def contents(directory):
+    """Relative path -> text of all files."""
+    return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("former", [{}, {"model.safetensors": "old", "notes/mine.txt": "old"}])
+def test_wherever_a_commit_is_killed_the_output_is_old_or_new_and_the_rest_can_be_done(start, tmp_path, former):
+    new, number, killed = {"model.safetensors": "new", "edkm/events": "new"}, 0, True
+    while killed:
+        number += 1
+        path = tmp_path / str(number) / "out"
+        for name, text in former.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(text)
+        output = OutputDirectory(path, overwrite=True)
+        staging = output.begin()
+        output.mark({"fingerprint": {}})
+        for name, text in {**new, f"{CHECKPOINTS}/step-000030/state.json": "state"}.items():
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            (staging / name).write_text(text)
+        before = contents(staging)
+        killed = was_killed(start(kill_worker.commit, path, number))
+        found = contents(path) if path.exists() else {}
+        weights = found.get("model.safetensors")
+        assert weights in ("new", former.get("model.safetensors"))
+        if weights == "new":
+            assert {name: found[name] for name in new} == new
+            settle(path)
+        else:
+            assert {name: text for name, text in found.items() if name != MARKER} == former
+            assert contents(staging) == before  # and nothing of the training is lost
+            OutputDirectory(path, overwrite=True).commit()
+        assert contents(path) == new
+        assert os.listdir(path.parent) == ["out"]
+    assert number > 5
+
+
+def test_wherever_a_checkpoint_is_killed_it_or_the_one_before_is_whole(start, tmp_path):
+    states, number, killed = kill_worker.train_three_steps(tmp_path / "whole", 0), 0, True
+    steps = set()
+    while killed:
+        number += 1
+        folder = tmp_path / str(number)
+        killed = was_killed(start(kill_worker.train_three_steps, folder, number))
+        model = torch.nn.Linear(3, 2)
+        step = Checkpoints(folder, keep=2).load_newest(model, torch.optim.AdamW(model.parameters()))
+        steps.add(step)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, states[step][name])
+    assert steps == {2, 3}
+    assert step == 3
+
+
+def test_a_kill_while_a_run_is_marked_does_not_stand_in_its_way(tmp_path):
+    for names in ([], [f"{MARKER}.tmp"], [MARKER, f"{MARKER}.tmp"]):
+        partial = tmp_path / "out.partial"
+        partial.mkdir()
+        for name in names:
+            (partial / name).write_text("{")
+        OutputDirectory(tmp_path / "out").begin()
+        assert os.listdir(partial) == []
+        partial.rmdir()
+
+
+def moments_to_kill(names, seed):
+    """Twenty: eight by the clock, and twelve before a change of the file system: as (after, the most changes to count
+    from there), from the beginning, within a checkpoint and from the first weights written to the end."""
+    first = next(place for place, name in enumerate(names) if CHECKPOINTS in name)
+    export = next(place for place, name in enumerate(names) if "model.safetensors" in name)
+    moments = [None] * 8 + [("", first)] * 3 + [("step-", 9)] * 4 + [("model.safetensors", len(names) - export)] * 5
+    random.Random(seed).shuffle(moments)
+    return moments
+
+
 @pytest.mark.slow
-def test_runs_killed_at_random_moments_end_with_the_same_weights(model_directory, text_file, tmp_path):
-    whole = settings(model_directory, text_file, tmp_path / "whole", steps=30, save_every=5)
-    begin = time.monotonic()
-    subprocess.run(argv(whole), check=True, capture_output=True, timeout=300)
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "mode": "soft"}], ids=["full", "lora-soft"])
+def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(
+    start, model_directory, text_file, tmp_path, changes
+):
+    def configured(name):
+        return settings(model_directory, text_file, tmp_path / name, steps=30, save_every=3, **changes)
+
+    assert not was_killed(start(kill_worker.run, configured("whole"), record=tmp_path / "names"))
+    begin = time.monotonic()  # the server is there by now, and imports are done
+    assert not was_killed(start(kill_worker.run, configured("again")))
     seconds = time.monotonic() - begin
-    config = settings(model_directory, text_file, tmp_path / "killed", steps=30, save_every=5)
-    moments, kills = random.Random(0), 0
-    while kills < 6:
-        running = subprocess.Popen(argv(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            running.wait(timeout=moments.uniform(0.5, 1.0) * seconds)
-            break
-        except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
-            kills += 1
-        if (tmp_path / "killed").exists():
-            edkm_cli.load(tmp_path / "killed")
-    done = subprocess.run(argv(config), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
-    assert set(os.listdir(tmp_path)) == {"whole", "killed"}
+    chance = random.Random(1)
+    moments = moments_to_kill(json.loads((tmp_path / "names").read_text()), seed=0)
+    runs, attempts = ["again", "killed-1"], 0
+    while moments:
+        attempts += 1
+        assert attempts < 200
+        config, output = configured(runs[-1]), tmp_path / runs[-1]
+        if moments[-1] is None:
+            killed = was_killed(start(kill_worker.run, config), chance.uniform(0, seconds))
+        else:
+            after, most = moments[-1]
+            killed = was_killed(start(kill_worker.run, config, after=after, number=chance.randint(1, most)))
+        if output.exists():
+            edkm_cli.load(output)
+            assert weights_of(output) == weights_of(tmp_path / "whole")
+        if killed:
+            moments.pop()
+        else:
+            runs.append(f"killed-{len(runs)}")  # that one was through before its moment came
+    assert not was_killed(start(kill_worker.run, configured(runs[-1])))
+    for name in runs:
+        assert_same_run(tmp_path / name, tmp_path / "whole")
+    assert set(os.listdir(tmp_path)) == {"whole", "names", *runs}
