@@ -1,0 +1,53 @@
+"""Which parameters an optimizer gets, its schedule, and what is refused before any work."""
+
+import math
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import cluster, tiny_llama
+from test_cli import compress_arguments, refused
+
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import World
+from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.optimize import build_optimizer, learning_rate_factor, require_optimizer
+
+
+def test_8_bit_adamw_without_a_gpu_is_one_line_before_any_work(model_directory, text_file, tmp_path):
+    line = refused(*compress_arguments(model_directory, text_file, tmp_path / "out", "--optimizer", "adamw-8bit"))
+    assert "--optimizer adamw-8bit needs a GPU" in line
+    assert "the device is cpu; use --optimizer adamw" in line
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_8_bit_adamw_without_its_package_is_refused():
+    with pytest.raises(UserError, match="needs bitsandbytes, which is not installed; pip install bitsandbytes"):
+        require_optimizer(CompressConfig(optimizer="adamw-8bit"), World(device="cuda:0"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_only_clustered_weights_decay_and_tables_have_their_own_rate(optimizer):
+    model, _ = cluster(tiny_llama(bias=True))
+    config = CompressConfig(optimizer=optimizer, learning_rate=1e-3, lut_learning_rate=1e-2, weight_decay=0.1)
+    weights, luts, other = build_optimizer(model, config, World()).param_groups
+    layers = clustered_layers(model).values()
+    assert {id(p) for p in weights["params"]} == {id(layer.weight) for layer in layers}
+    assert {id(p) for p in luts["params"]} == {id(layer.centroids) for layer in layers}
+    assert all(p.dim() == 1 for p in other["params"])  # norms and biases
+    assert other["params"]
+    assert [(group["lr"], group["weight_decay"]) for group in (weights, luts, other)] == [
+        (1e-3, 0.1), (1e-2, 0.0), (1e-3, 0.0),
+    ]  # fmt: skip
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert {id(p) for group in (weights, luts, other) for p in group["params"]} == trained
+
+
+def test_the_rate_rises_linearly_then_falls_along_a_cosine():
+    factors = [learning_rate_factor(step, 100, 0.1) for step in range(100)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[55] == pytest.approx(0.001 + 0.999 * (1 + math.cos(math.pi * 45 / 90)) / 2)
+    assert torch.tensor(factors[10:]).diff().max() < 0
+    assert 0.001 < factors[-1] < 0.002
