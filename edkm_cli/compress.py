@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from edkm_cli import data, models, report
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distill import FrozenTeacher
-from edkm_cli.distributed import World, local, open_world, peers
+from edkm_cli.distributed import World, full, local, open_world, peers
 from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity
 from edkm_cli.export.checkpoint import write_checkpoint
@@ -39,7 +39,7 @@ from edkm_cli.nn.swap import (
 from edkm_cli.optimize import require_optimizer
 from edkm_cli.resume import fingerprint, require_same
 from edkm_cli.train import freeze_dense_embeddings, require_trackers, step_sequences, train
-from edkm_cli.weights import SafetensorsReader, build_sharded
+from edkm_cli.weights import build_sharded
 
 _CALIBRATION_LENGTH = 1024
 
@@ -242,12 +242,14 @@ class Run:
         )
 
     def _identity(self, dense: Any, tokens: Tensor) -> dict[str, Any]:
-        def of_files() -> str:
-            directory = models.safetensors_directory(self.source, trust_remote_code=self.config.trust_remote_code)
-            return SafetensorsReader(directory).digest()
+        # Of whole tensors, and of what `auto` stands for: the same however many processes share the model.
+        sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
+        settings = replace(self.config, dtype=self.dtype, mixed_precision=self._mixed_precision)
+        return fingerprint(settings, sha256, tokens, processes=self.world.size)
 
-        sha256 = self.world.on_main(of_files) if self.world.sharded else digest(dense.named_parameters())
-        return fingerprint(self.config, sha256, tokens, processes=self.world.size)
+    @property
+    def _mixed_precision(self) -> str:
+        return choose_mixed_precision(self.config.mixed_precision, self.dtype, self.world.device)
 
     def _unfinished(self, output: OutputDirectory | None, dense: Any, tokens: Tensor) -> dict[str, Any] | None:
         """What an unfinished run that can be gone on with recorded, or None. Raises UserError if it is another run's."""
@@ -373,7 +375,7 @@ class Run:
                 self.config,
                 world=self.world,
                 staging=staging,
-                mixed_precision=choose_mixed_precision(self.config.mixed_precision, self.dtype, self.world.device),
+                mixed_precision=self._mixed_precision,
                 track=self.watch.track,
                 show=self.watch.show,
             )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.distributed import World, shard
-from edkm_cli.format import digest
 
 
 class SafetensorsReader:
@@ -65,10 +64,6 @@ class SafetensorsReader:
         # Opened anew for each tensor: a file that stays open keeps in memory all that has been read of it.
         with self._opened(self._files[name]) as opened:
             return opened.get_tensor(name)
-
-    def digest(self) -> str:
-        """One sha256 over all tensors, in the order of their names."""
-        return digest((name, self.get(name)) for name in sorted(self._files))
 
 
 def decoder_blocks(model: Any) -> dict[str, nn.Module]:

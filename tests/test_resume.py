@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -96,6 +97,35 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
     losses, wanted = metrics_of(tmp_path / "parts"), metrics_of(tmp_path / "whole")
     assert losses[:9] == wanted[:9]
     assert losses[9:] == pytest.approx(wanted[9:], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(model_directory, text_file, tmp_path, sharding):
+    from test_distributed import ENVIRONMENT, assert_same_to_rounding, command
+
+    def configured(name, **changes):
+        return settings(model_directory, text_file, tmp_path / name, steps=40, sharding=sharding, **changes)
+
+    running = subprocess.Popen(
+        command(configured("parts"), sharding=sharding),
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    metrics = tmp_path / "parts.partial" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+        time.sleep(0.01)
+    running.terminate()
+    assert b"SIGTERM: saved after step" in running.communicate(timeout=120)[1]
+    before = metrics_of(tmp_path / "parts.partial")
+    assert 3 <= len(before) < 40
+    compress(configured("parts", gradient_accumulation=2), resume=True)
+    compress(configured("whole", gradient_accumulation=2))
+    assert_same_to_rounding(tmp_path / "parts", tmp_path / "whole")
+    assert metrics_of(tmp_path / "parts")[: len(before)] == before
+    assert metrics_of(tmp_path / "parts") == pytest.approx(metrics_of(tmp_path / "whole"), rel=1e-3)
 
 
 def test_other_sequences_in_a_step_are_refused(model_directory, text_file, tmp_path):
@@ -259,12 +289,9 @@ def moments_to_kill(names, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "mode": "soft"}], ids=["full", "lora-soft"])
-def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(
-    start, model_directory, text_file, tmp_path, changes
-):
+def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(start, model_directory, text_file, tmp_path):
     def configured(name):
-        return settings(model_directory, text_file, tmp_path / name, steps=30, save_every=3, **changes)
+        return settings(model_directory, text_file, tmp_path / name, steps=30, save_every=3)
 
     assert not was_killed(start(kill_worker.run, configured("whole"), record=tmp_path / "names"))
     begin = time.monotonic()  # the server is there by now, and imports are done
