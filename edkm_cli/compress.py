@@ -23,6 +23,7 @@ from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, 
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.format import QuantizationSpec, digest, read_spec, write_json
+from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.lora import add_lora
@@ -220,7 +221,7 @@ class Run:
 
         def check() -> None:
             output = OutputDirectory(self.config.output, overwrite=overwrite)
-            output.rehearse(needed_bytes(self.config, self.parameters))
+            output.rehearse(needed_bytes(self.config, self.parameters, self.swaps))
             opened.append(output)
 
         self.world.on_main(check)
@@ -302,8 +303,8 @@ class Run:
 
         def of(name: str) -> Tensor | None:
             value = importance.pop(name, None)
-            if value is not None and value.dim() == 2:
-                value = self.world.gather_rows(value, self._rows[name]) if self.world.sharded else value
+            if value is not None and value.dim() == 2 and self.world.sharded:
+                value = self.world.gather_rows(value.to(self.world.device), self._rows[name])
             return value
 
         clustering = Clustering(
@@ -441,7 +442,15 @@ def finished_report(config: CompressConfig) -> dict[str, Any] | None:
     return report_
 
 
-def needed_bytes(config: CompressConfig, parameters: int) -> int:
-    """Disk for the result (at most a byte a weight) and for checkpoints (weight and two moments, in float32)."""
+def needed_bytes(config: CompressConfig, parameters: int, swaps: list[Swap]) -> int:
+    """Disk for the result (at most a byte a weight) and for checkpoints (what trains, and two moments, in float32)."""
     kept = (config.keep + 1) if config.steps and config.save_every else 0
-    return int(parameters * 1.1) + 50_000_000 + kept * 12 * parameters
+    trained = parameters
+    if config.lora_rank:
+        geometry, trained = Granularity.parse(config.granularity), 0
+        for swap in swaps:
+            if swap.role == LINEAR and not swap.reason:
+                tile_rows, tile_columns = geometry.tile(*swap.shape)
+                luts = swap.shape[0] // tile_rows * (swap.shape[1] // tile_columns)
+                trained += config.lora_rank * sum(swap.shape) + luts * 2**config.bits
+    return int(parameters * 1.1) + 50_000_000 + kept * 12 * trained

@@ -58,7 +58,9 @@ def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> t
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9)
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8)
+        # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
+        fused = True if world.device.startswith("cuda") else None
+        return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=fused)
     import bitsandbytes
 
     return bitsandbytes.optim.AdamW8bit(groups, betas=_BETAS, eps=1e-8)

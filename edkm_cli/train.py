@@ -195,14 +195,10 @@ def train(
                     accelerator.backward(part / config.gradient_accumulation)
                 loss += part.detach().double().cpu() / (config.gradient_accumulation * world.size)
             total = float(world.sum(loss))
-            if not math.isfinite(total):
-                raise UserError(
-                    f"the training loss must stay finite, but is {total} at step {step + 1}; lower --learning-rate, or "
-                    "use --dtype float32",
-                    everywhere=True,
-                )
+            require_finite("training loss", total, step)
             hard = hard_loss(model, teacher, ids, step, config, world) if config.mode == "soft" else None
-            norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+            norm = float(full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)))
+            require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
             for layer in layers.values():
                 layer.commit()
             optimizer.step()
@@ -213,7 +209,7 @@ def train(
                 "step": done,
                 "loss": total,
                 **({"hard_loss": hard} if hard is not None else {}),
-                "gradient_norm": float(norm),
+                "gradient_norm": norm,
                 "learning_rate": config.learning_rate * factor,
                 "temperature": temperature,
                 "tokens": done * step_sequences(config, world) * config.sequence_length,
@@ -230,6 +226,16 @@ def train(
     finish_centroids(model, world)
     model.eval()
     return marshal.statistics.as_dict() if marshal else {}
+
+
+def require_finite(what: str, value: float, step: int) -> None:
+    """Raises UserError for NaN or Inf, which all processes have at once."""
+    if not math.isfinite(value):
+        raise UserError(
+            f"the {what} must stay finite, but is {value} at step {step + 1}; lower --learning-rate, or use "
+            "--dtype float32",
+            everywhere=True,
+        )
 
 
 def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli.compress import compress
+from edkm_cli.compress import compress, needed_bytes, plan
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.measure import evaluate_model
@@ -148,6 +148,31 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path):
 def test_a_full_disk_is_found_out_before_the_work(tmp_path):
     with pytest.raises(UserError, match="free some"):
         OutputDirectory(tmp_path / "out").rehearse(10**18)
+
+
+def test_checkpoints_of_low_rank_updates_need_little_disk():
+    config = CompressConfig(model="llama-7b", lora_rank=16, keep=1)
+    _, swaps = plan(config)
+    result_bytes = needed_bytes(CompressConfig(model="llama-7b", steps=0), 6_738_415_616, swaps)
+    updates = 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    luts = 32 * 8 * (5 * 4096 + 2 * 11008)
+    assert needed_bytes(config, 6_738_415_616, swaps) == result_bytes + 2 * 12 * (updates + luts)
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_weights_and_checkpoints(
+    model_directory, text_file, tmp_path, monkeypatch
+):
+    clip, norms = torch.nn.utils.clip_grad_norm_, iter([1.0, 1.0, float("nan")])
+
+    def overflowing(parameters, limit):
+        return clip(parameters, limit) * next(norms)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflowing)
+    config = settings(model_directory, text_file, tmp_path / "out", save_every=1)
+    with pytest.raises(UserError, match="gradient's norm must stay finite, but is nan at step 3"):
+        compress(config)
+    kept = sorted(path.name for path in (tmp_path / "out.partial" / "checkpoints").iterdir())
+    assert kept == ["step-000001", "step-000002"]
 
 
 def test_a_dry_run_predicts_the_file_and_writes_nothing(model_directory, text_file, tmp_path):
