@@ -1,7 +1,8 @@
 """The Triton kernels in Triton's interpreter against the plain passes, in a process of its own.
 
 `TRITON_INTERPRET=1` must be set before Triton is imported, so this file runs itself: pytest starts
-`python tests/test_kernels_triton.py`, which checks everything and exits with 0.
+`python tests/test_kernels_triton.py`, which checks everything and exits with 0. `scripts/gpu_check.sh` runs it with the
+argument `cuda`, without the interpreter.
 """
 
 import importlib.util
@@ -116,6 +117,7 @@ def check_palette(dtype, tile, k):
 
 
 if __name__ == "__main__":
+    torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     torch.manual_seed(0)
     for case in CASES:
         check_groups(*case)
