@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class Stage:
         self._shapes = set(shapes)
         self._backward_part = ACTIVATIONS
         self._clustering, self._place, self._share = False, DEVICE, 1.0
+        self._autocast: torch.dtype | None = None
         self._exits = ExitStack()
 
     def __enter__(self) -> Stage:
@@ -126,6 +127,8 @@ class Stage:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             if not query.is_meta:
                 return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            if self._autocast is not None:
+                query, key, value = (tensor.to(self._autocast) for tensor in (query, key, value))
             if gpu and attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
                 flash = _aten._scaled_dot_product_flash_attention
                 return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -212,16 +215,18 @@ class Stage:
 
     @contextmanager
     def autocast(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        """bfloat16 matrix products of float32 models: layers get their inputs in bfloat16, as autocast gives them."""
+        """bfloat16 products of float32 models: layers and attention get their inputs as autocast gives them."""
 
         def cast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].to(torch.bfloat16), *inputs[1:])
 
+        self._autocast = torch.bfloat16 if enabled else None
         layers = [m for m in model.modules() if isinstance(m, ClusteredLinear)] if enabled else []
         handles = [layer.register_forward_pre_hook(cast) for layer in layers]
         try:
             yield
         finally:
+            self._autocast = None
             for handle in handles:
                 handle.remove()
 
@@ -232,17 +237,17 @@ class Stage:
             yield
             return
         stay = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-        moved: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        moved: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # storage -> its copy, each as long as it lives
 
         def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()
             if not tensor.is_meta or storage._cdata in stay or storage.nbytes() < _KEPT_BYTES:
                 return tensor
-            copied = moved.get(storage._cdata)
+            copied = moved[storage]() if storage in moved else None
             if copied is None:
                 copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device=META)
                 self.ledger.move([copied], OFFLOAD, place=HOST)
-                moved[storage._cdata] = copied
+                moved[storage] = ref(copied)
             return copied, tensor.shape, tensor.stride(), tensor.dtype
 
         def unpack(packed: Any) -> Tensor:
@@ -275,7 +280,7 @@ def _answer(func: Any, tensor: Tensor) -> Any:
 # rehearsal's time; these are its most frequent operations.
 _IN_PLACE = {
     *(_aten.add_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.lerp_.Scalar),
-    *(_aten.addcmul_.default, _aten.addcdiv_.default),
+    *(_aten.addcmul_.default, _aten.addcdiv_.default, _aten.addmm_.default),
 }
 _POINTWISE = {
     *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.pow.Tensor_Scalar),
@@ -284,11 +289,16 @@ _POINTWISE = {
 
 
 def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> Tensor:
-    """The result of an operation on each number of a floating tensor and of another operand, if there is one: laid out
-    like the first, unless that is the smaller one."""
-    if isinstance(second, Tensor) and torch.broadcast_shapes(first.shape, second.shape) != first.shape:
-        return func(first, second, **kwargs)
-    return torch.empty_like(first, dtype=first.dtype if second is None else torch.result_type(first, second))
+    """The result of an operation on each number of a floating tensor and of another operand, if there is one."""
+    like = first
+    if isinstance(second, Tensor) and second.shape != first.shape:
+        shape = torch.broadcast_shapes(first.shape, second.shape)
+        if shape not in (first.shape, second.shape):
+            return func(first, second, **kwargs)
+        like = first if shape == first.shape else second
+    return torch.empty_like(
+        like, dtype=first.dtype if second is None else torch.result_type(first, second), device=META
+    )
 
 
 def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

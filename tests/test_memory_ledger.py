@@ -1,0 +1,90 @@
+"""The ledger of storages: each once, for as long as it lives, under its part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
+
+KB = 1000
+
+
+def held(ledger, place=DEVICE):
+    return {part: size for part, size in ledger.accounts[place].bytes.items() if size}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_storage_counts_once_while_any_tensor_on_it_lives(device):
+    with Ledger() as ledger:
+        x = torch.empty(250, device=device)
+        view = x.view(25, 10)[3:, 2:].t()
+        assert ledger.accounts[DEVICE].total == KB
+        del x
+        assert ledger.accounts[DEVICE].total == KB
+        del view
+        assert ledger.accounts[DEVICE].total == 0
+        assert ledger.accounts[DEVICE].totals["start"] == KB
+
+
+def test_in_place_work_and_returned_arguments_make_nothing_new():
+    with Ledger() as ledger:
+        x = torch.zeros(250)
+        x.add_(1).mul_(2)
+        x.view(10, 25).t_()
+        assert ledger.accounts[DEVICE].totals["start"] == KB
+
+
+def test_parts_are_those_of_the_peak_of_each_phase():
+    with Ledger() as ledger:
+        with ledger.under("weights"):
+            weights = torch.empty(250)
+        with ledger.under("scratch"):
+            scratch = torch.empty(500)
+        del scratch
+        ledger.begin("later")
+        with ledger.under("state", place=HOST):
+            state = torch.empty(125)
+    device, host = ledger.accounts[DEVICE], ledger.accounts[HOST]
+    assert device.peaks["start"] == {"weights": KB, "scratch": 2 * KB}
+    assert device.totals == {"start": 3 * KB, "later": KB}
+    assert host.totals == {"later": KB // 2}
+    del weights, state
+
+
+def test_what_backward_needs_is_alive_between_forward_and_backward_only():
+    with Ledger() as ledger:
+        weight = torch.empty(100, 100, requires_grad=True)
+        x = torch.empty(50, 100)
+        before = ledger.accounts[DEVICE].total
+        loss = (x @ weight).exp().sum()  # exp keeps its result
+        assert ledger.accounts[DEVICE].total == before + 50 * 100 * 4 + 4
+        loss.backward()
+        del loss
+        assert ledger.accounts[DEVICE].total == before + 100 * 100 * 4  # the gradient
+
+
+def test_moving_keeps_the_total_and_a_share_is_a_share():
+    with Ledger(granule=512) as ledger:
+        with ledger.under("a"):
+            tensors = [torch.empty(128), torch.empty(1)]
+        assert held(ledger) == {"a": 1024}  # rounded up to granules
+        ledger.move(tensors, "b", place=HOST)
+        assert held(ledger) == {}
+        assert held(ledger, HOST) == {"b": 1024}
+        ledger.move(tensors[:1], "b", share=0.25)
+        assert held(ledger) == {"b": 512}
+        tensors.clear()
+        assert held(ledger) == {}
+        assert held(ledger, HOST) == {}
+
+
+def test_bytes_without_a_tensor_and_tensors_without_bytes():
+    with Ledger() as ledger:
+        with ledger.more(3 * KB, "files"):
+            assert held(ledger) == {"files": 3 * KB}
+        with ledger.uncounted():
+            x = torch.empty(250)
+        assert ledger.accounts[DEVICE].total == 0
+        ledger.move([x], "weights")
+        assert held(ledger) == {"weights": KB}

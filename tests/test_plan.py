@@ -1,0 +1,295 @@
+"""Dry runs: what they count is what runs hold; what they propose fits by the same count."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from edkm_cli.compress import compress, plan
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
+from edkm_cli.plan import dry_run, parse_bytes
+from edkm_cli.rehearsal import Rehearsal
+from edkm_cli.report import plan_summary
+from edkm_cli.stage import Setting
+from tests.conftest import byte_tokenizer, tiny_llama, tiny_qwen
+
+SHORT = {
+    "sequence_length": 96,
+    "context": 64,
+    "calibration_tokens": 128,
+    "eval_windows": 2,
+    "steps": 3,
+    "save_every": 0,
+}
+GPU = Setting("cuda")
+RUNTIME = 600_000_000  # of CUDA
+WIDE_CLUSTERED = 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1408 * 512)
+WIDE_PARAMETERS = WIDE_CLUSTERED + 1024 * 512 + 9 * 512
+
+
+def mid_sized(**changes):
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    tokens = {"max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 256}
+    return LlamaConfig(**{**shape, **tokens, **changes})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories of two families, large enough that activations outweigh bookkeeping."""
+    directories = {}
+    wide = LlamaForCausalLM(mid_sized(num_hidden_layers=4, vocab_size=1024))
+    for name, model in (("llama", tiny_llama(hidden=64, inner=176)), ("qwen", tiny_qwen()), ("wide", wide)):
+        directories[name] = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(directories[name])
+        byte_tokenizer().save_pretrained(directories[name])
+    return directories
+
+
+def rehearse(config, setting=None):
+    return Rehearsal(config, *plan(config), setting or Setting(), stored_bytes=0).run()
+
+
+CASES = [
+    {},
+    {"gradient_checkpointing": True},
+    {"lora_rank": 4},
+    {"steps": 0},
+    {"distill": False, "batch_size": 3},
+    {"granularity": "tensor", "mode": "soft"},
+]
+MORE_CASES = [
+    {"dtype": "bfloat16"},
+    {"gradient_accumulation": 2, "mode": "hard"},
+    {"method": "dkm"},
+    {"granularity": "block:8x8", "embedding_bits": 16},
+    {"optimizer": "sgd", "importance": "activation"},
+    {"lora_rank": 4, "gradient_checkpointing": True},
+    {"context": 128, "sequence_length": 16},
+    {"steps": 1},
+]
+
+
+def check_against_a_run(model, changes, text_file, tmp_path):
+    values = {"model": str(model), "data": (str(text_file),), "output": str(tmp_path / "out"), "device": "cpu"}
+    config = CompressConfig(**{**values, **SHORT, **changes})
+    with Ledger() as ledger:
+        compress(config)
+    token_ids = 8 * len(text_file.read_bytes())  # the text itself, a byte a token, is not part of the estimate
+    held = ledger.accounts[DEVICE].totals["start"] - token_ids
+    assert rehearse(config)[DEVICE].total == pytest.approx(held, rel=0.03)
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path):
+    check_against_a_run(models["llama"], changes, text_file, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", MORE_CASES, ids=str)
+def test_a_rehearsal_holds_what_a_run_holds_in_more_settings(changes, models, text_file, tmp_path):
+    check_against_a_run(models["llama"], changes, text_file, tmp_path)
+
+
+@pytest.mark.slow
+def test_another_family_is_rehearsed_as_well(models, text_file, tmp_path):
+    check_against_a_run(models["qwen"], {"sequence_length": 256, "lora_rank": 2}, text_file, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--lora-rank 8 --gradient-checkpointing", "--dtype bfloat16 --batch-size 2"])
+def test_the_estimate_is_within_a_tenth_of_a_process(flags, text_file, tmp_path):
+    config = mid_sized(num_hidden_layers=8, vocab_size=8192)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
+    common += shlex.split("--steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1")
+
+    def edkm(*more):
+        command = [sys.executable, "-m", "edkm_cli", "compress", *map(str, (*common, *more))]
+        subprocess.run([*command, "--json", str(tmp_path / "result.json")], check=True, capture_output=True)
+        return json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]
+
+    assert edkm("--dry-run")["total"] == pytest.approx(edkm("-o", tmp_path / "out", "--save-every", 0), rel=0.1)
+
+
+def test_llama_7b_needs_no_hub_and_little_memory(tmp_path):
+    flags = [
+        "--model",
+        "llama-7b",
+        "--gpu-memory",
+        "141GB",
+        "--sequence-length",
+        "2048",
+        "--json",
+        tmp_path / "plan.json",
+    ]
+    command = [sys.executable, "-m", "edkm_cli", "compress", "--dry-run", *map(str, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    assert usage.ru_maxrss * 1024 < 2e9
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["fits"]
+    assert found["proposals"] == []
+    assert found["original_weights_bytes"] == 2 * 6_738_415_616
+    assert 2.5e9 < found["weights_bytes"] < 2.9e9
+    assert found["decoder_bits_per_weight"] == pytest.approx(3.03, abs=0.01)
+    assert found["peak_memory_bytes"]["total"] == sum(found["peak_memory_bytes"].values()) / 2
+
+
+@pytest.mark.slow
+def test_llama_7b_trains_on_24_gib_with_lora():
+    config = CompressConfig(model="llama-7b", sequence_length=2048, lora_rank=16)
+    found = dry_run(config, gpu_memory="24GiB")
+    assert not found["fits"]
+    assert found["proposals"][0]["flags"] == "--gradient-checkpointing"
+    assert dry_run(replace(config, gradient_checkpointing=True), gpu_memory="24GiB")["fits"]
+
+
+def test_what_is_proposed_fits(models):
+    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256}
+    config = CompressConfig(model=str(models["wide"]), **shape)
+    needed = dry_run(config, gpu_memory="80GB")["peak_memory_bytes"]["total"] - RUNTIME
+    memory = f"{(RUNTIME + 0.45 * needed) / 0.95:.0f}"
+    found = dry_run(config, gpu_memory=memory, gpus=2)
+    assert not found["fits"]
+    assert len(found["proposals"]) == 3
+    for proposal in found["proposals"]:
+        words = shlex.split(proposal["flags"])
+        values: dict = {"gradient_checkpointing": True} if "--gradient-checkpointing" in words else {}
+        for flag in ("--batch-size", "--gradient-accumulation", "--offload", "--sharding", "--lora-rank"):
+            if flag in words:
+                value = words[words.index(flag) + 1]
+                values[flag[2:].replace("-", "_")] = int(value) if value.isdigit() else value
+        again = dry_run(replace(config, **values), gpu_memory=memory, gpus=proposal["processes"])
+        assert again["fits"]
+        assert again["peak_memory_bytes"]["total"] == proposal["total_bytes"]
+
+
+class TestParts:
+    """What settings change, on a GPU."""
+
+    @pytest.fixture
+    def peaks(self, models):
+        def of(setting=GPU, **changes):
+            values = {"sequence_length": 256, "context": 64, "calibration_tokens": 64, "steps": 2}
+            found = rehearse(CompressConfig(**{"model": str(models["wide"]), **values, **changes}), setting)
+            return found[DEVICE], found[HOST]
+
+        return of
+
+    def test_lora_has_no_teacher_and_no_moments_of_weight_size(self, peaks):
+        full, lora = peaks()[0].parts, peaks(lora_rank=16)[0].parts
+        assert full["teacher"] == pytest.approx(2 * WIDE_PARAMETERS, rel=0.01)
+        assert "teacher" not in lora
+        assert lora["optimizer"] < 0.2 * full["optimizer"]
+
+    def test_checkpointing_and_offloading_take_activations_off_the_device(self, peaks):
+        long = {"lora_rank": 4, "sequence_length": 2048}
+        plain, checkpointed = peaks(**long)[0], peaks(**long, gradient_checkpointing=True)[0]
+        offloaded, host = peaks(**long, offload="cpu")
+        assert checkpointed.phases["training"] < 0.6 * plain.phases["training"]
+        assert offloaded.phases["training"] < 0.6 * plain.phases["training"]
+        assert host.phases["training"] > 0.9 * (plain.phases["training"] - offloaded.phases["training"])
+
+    def test_attention_keeps_no_matrix_of_tokens_by_tokens(self, peaks):
+        short = peaks(sequence_length=512, distill=False)[0].parts["activations"]
+        long = peaks(sequence_length=2048, distill=False)[0].parts["activations"]
+        assert long == pytest.approx(4 * short, rel=0.02)
+
+    def test_data_parallel_processes_keep_gradients_in_buckets(self, peaks):
+        alone, many = peaks()[0].parts, peaks(Setting("cuda", processes=2))[0].parts
+        assert many["weights"] == alone["weights"]
+        assert many["gradients"] == pytest.approx(many["optimizer"] / 2, rel=0.01)
+
+    def test_sharding_divides_what_parameters_need(self, peaks):
+        two, eight = (peaks(Setting("cuda", processes=n, sharded=True))[0].parts for n in (2, 8))
+        assert eight["optimizer"] == pytest.approx(two["optimizer"] / 4, rel=0.01)
+        assert eight["teacher"] == pytest.approx(two["teacher"] / 4, rel=0.01)
+        assert eight["sharding"] == two["sharding"] > 0  # layers are gathered whole
+
+    def test_importances_are_in_host_memory_beside_a_gpu(self, peaks):
+        device, host = peaks(steps=0)
+        assert host.phases["calibration"] >= 4 * WIDE_CLUSTERED
+        assert device.total < 4 * WIDE_CLUSTERED + 2 * WIDE_PARAMETERS
+
+    def test_a_model_is_left_as_it_was(self, models):
+        config = CompressConfig(model=str(models["wide"]), sequence_length=64, context=64, calibration_tokens=64)
+        dense, swaps = plan(config)
+        first, again = (Rehearsal(config, dense, swaps, GPU, stored_bytes=0).run() for _ in range(2))
+        assert first == again
+
+
+class TestMachine:
+    def test_sizes(self):
+        assert parse_bytes("24GiB") == 24 * 2**30
+        assert parse_bytes(" 80 gb ") == 80 * 10**9
+        assert parse_bytes("1000") == 1000
+        assert parse_bytes("1.5MiB") == 3 * 2**19
+
+    @pytest.mark.parametrize("text", ["", "24G", "GiB", "-1GB", "24 GiB each"])
+    def test_no_sizes(self, text):
+        with pytest.raises(UserError, match="24GiB"):
+            parse_bytes(text)
+
+    def test_contradictions(self, model_directory):
+        config = CompressConfig(model=str(model_directory))
+        with pytest.raises(UserError, match="at least 1"):
+            dry_run(config, gpu_memory="24GiB", gpus=0)
+        with pytest.raises(UserError, match="--device is cpu"):
+            dry_run(replace(config, device="cpu"), gpu_memory="24GiB")
+
+    def test_tokens_are_those_of_all_processes(self, model_directory):
+        config = CompressConfig(
+            model=str(model_directory), steps=10, batch_size=2, gradient_accumulation=3, sequence_length=16, context=16
+        )
+        found = dry_run(config, gpu_memory="24GiB", gpus=4)
+        assert found["sequences_per_step"] == 24
+        assert found["training_tokens"] == 10 * 24 * 16
+        assert found["processes"] == 4
+        assert not found["sharded"]
+
+    def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
+        config = CompressConfig(model=str(model_directory), sequence_length=16, context=16)
+        total = dry_run(config, gpu_memory="24GiB")["peak_memory_bytes"]["total"]
+        assert not dry_run(config, gpu_memory=f"{total}")["fits"]
+        assert dry_run(config, gpu_memory=f"{total / 0.94}")["fits"]
+
+
+def test_a_model_that_looks_at_values_is_planned_without_activations(tmp_path):
+    config = MixtralConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    found = dry_run(CompressConfig(model=str(tmp_path), device="cpu"))
+    assert "activations" in found["not_counted"]
+    assert found["peak_memory_bytes"]["teacher"] > 0
+    assert "not counted" in plan_summary(found)
+
+
+def test_the_summary_shows_device_and_host_and_what_would_fit(models):
+    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256}
+    found = dry_run(CompressConfig(model=str(models["wide"]), **shape), gpu_memory="0.8GB", gpus=2)
+    text = plan_summary(found)
+    assert "each of 2 processes on cuda" in text
+    assert "device" in text
+    assert "host" in text
+    assert "fits      no" in text
+    assert all(proposal["flags"] in text for proposal in found["proposals"])
+    assert found["proposals"]
