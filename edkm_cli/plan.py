@@ -101,7 +101,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         gpu_memory: plan for GPUs with that much memory each (`24GiB`), whatever this machine has.
         gpus: how many of them, each with a process.
 
-    Raises UserError for settings that no run could have.
+    `phases` are the highest totals of each phase, without `runtime`. Raises UserError for settings that no run could have.
     """
     machine = choose_machine(config, gpu_memory, gpus)
     setting = machine.setting
@@ -289,8 +289,8 @@ def _by_part(peak: Peak) -> dict[str, int]:
 
 
 def _with_runtime(peak: Peak, size: int) -> Peak:
-    phases = {name: total + size for name, total in peak.phases.items()}
-    return Peak(peak.phase, {**peak.parts, _RUNTIME: size}, phases)
+    """The phases stay those of tensors."""
+    return Peak(peak.phase, {**peak.parts, _RUNTIME: size}, peak.phases)
 
 
 def _first_line(error: BaseException) -> str:

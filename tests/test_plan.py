@@ -73,6 +73,7 @@ MORE_CASES = [
     {"optimizer": "sgd", "importance": "activation"},
     {"lora_rank": 4, "gradient_checkpointing": True},
     {"context": 128, "sequence_length": 16},
+    {"hidden_weight": 1.0},
     {"steps": 1},
 ]
 
@@ -161,7 +162,7 @@ def test_what_is_proposed_fits(models):
     memory = f"{(RUNTIME + 0.45 * needed) / 0.95:.0f}"
     found = dry_run(config, gpu_memory=memory, gpus=2)
     assert not found["fits"]
-    assert len(found["proposals"]) == 3
+    assert len(found["proposals"]) >= 2
     for proposal in found["proposals"]:
         words = shlex.split(proposal["flags"])
         values: dict = {"gradient_checkpointing": True} if "--gradient-checkpointing" in words else {}
