@@ -141,8 +141,11 @@ class Rehearsal:
     def _calibrate(self, model: Any) -> dict[str, Tensor]:
         self._ledger.begin("calibration")
         config, names = self.config, [swap.name for swap in self._clustered]
+        if config.importance == "none":
+            return {}
         tokens = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        batches = calibration_batches(tokens, config)[:2] if config.importance != "none" else []
+        # The second one finds the sums of the first in memory; beside a GPU they are in the host's.
+        batches = calibration_batches(tokens, config)[: 1 if self.setting.gpu else 2]
         with self._stage.clustering(), self._gathered(model):
             found = collect_importance(model, names, batches, kind=config.importance, world=World(device="meta"))
         place = HOST if self.setting.gpu else DEVICE
