@@ -226,12 +226,6 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
     }
 
 
-def apart(function: Any, *arguments: Any) -> Any:
-    """The function's result from a process of its own, so that each measurement starts alike."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def planned_bytes(config: CompressConfig) -> int:
     """What `--dry-run` expects of this run's training: of the whole process on a CPU, of tensors on a GPU."""
     plan = dry_run(config)
@@ -244,9 +238,10 @@ def bench(config: CompressConfig, warmup: int, memory_limit_bytes: int | None) -
     """All rows, their ratios, and the plan."""
     rows = []
     for variant in VARIANTS:
-        rows.append(apart(measure, config, variant, warmup, memory_limit_bytes))
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows.append(pool.submit(measure, config, variant, warmup, memory_limit_bytes).result())
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    result: dict[str, Any] = {"rows": rows, "planned_peak_memory_bytes": apart(planned_bytes, config)}
+    result: dict[str, Any] = {"rows": rows, "planned_peak_memory_bytes": planned_bytes(config)}
     if not any("error" in row for row in rows):
         plain, clustered = rows
         for name in ("peak_memory_bytes", "tokens_per_second"):

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# LLaMA-7B to 3 bits on one GPU of 24 GB, by low-rank updates: plan, compress, evaluate, show.
+#
+#     scripts/llama_7b_one_gpu.sh
+#     MODEL=meta-llama/Llama-2-7b-hf OUTPUT=out/llama-2 scripts/llama_7b_one_gpu.sh --steps 1000
+#
+# Arguments go to `edkm compress`. Stopped or killed, started again it goes on from the newest checkpoint.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+MODEL=${MODEL:-llama-7b}
+OUTPUT=${OUTPUT:-out/llama-7b-3bit-lora}
+DEVICE=${DEVICE:-cuda}
+EVAL_DATA=${EVAL_DATA:-wikitext2}
+CONTEXT=${CONTEXT:-2048}
+
+edkm() { "$PYTHON" -m edkm_cli "$@"; }
+run=(--config configs/llama_7b_lora_24gb.yaml --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" "$@")
+
+edkm compress "${run[@]}" --dry-run
+edkm compress "${run[@]}" --resume
+edkm eval "$OUTPUT" --data "$EVAL_DATA" --context "$CONTEXT" --device "$DEVICE" --json "$OUTPUT-eval.json"
+edkm report "$OUTPUT" --no-weights

@@ -1,0 +1,207 @@
+"""Scripts and configurations run from top to bottom: on a CPU, with a tiny model, by the code that GPU nodes run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import edkm_cli
+from edkm_cli.compare_config import build_compare_config
+from edkm_cli.config import build_config, configs_directory
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+CONFIGS = sorted(path for path in configs_directory().glob("*.yaml") if path.name != "models.yaml")
+# What makes a run of minutes out of a run of days.
+TINY = ["--sequence-length", "48", "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256"]
+
+
+def environment(**more):
+    thread = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **thread, "PYTHON": sys.executable, "DEVICE": "cpu", **{k: str(v) for k, v in more.items()}}
+
+
+def run(script, *arguments, expected=0, **variables):
+    """The finished process of a script."""
+    done = subprocess.run(
+        [str(ROOT / "scripts" / script), *map(str, arguments)],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_configuration_is_accepted_and_says_how_to_launch_it(path):
+    build = build_compare_config if path.name.startswith("compare") else build_config
+    build(path, {})
+    header = path.read_text().split("\nmodel:")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"--config configs/{path.name}" in header
+
+
+def test_the_papers_recipe_is_what_the_paper_says():
+    config = build_config(configs_directory() / "paper_llama7b_3bit.yaml", {})
+    said = {"model": "llama-7b", "data": ("alpaca",), "bits": 3, "embedding_bits": 8, "granularity": "tensor"}
+    said |= {"mode": "soft", "optimizer": "adamw", "learning_rate": 5e-5, "sharding": "full", "dtype": "bfloat16"}
+    assert {name: getattr(config, name) for name in said} == said
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_sound(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert os.access(path, os.X_OK)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(path)], check=True)
+
+
+@pytest.mark.slow
+def test_one_gpu_plans_compresses_and_evaluates(model_directory, text_file, tmp_path):
+    output = tmp_path / "out"
+    variables = {"MODEL": model_directory, "OUTPUT": output, "EVAL_DATA": text_file, "CONTEXT": 64}
+    arguments = ["--data", text_file, "--steps", 2, "--lora-rank", 2, "--gradient-accumulation", 2, *TINY]
+    done = run("llama_7b_one_gpu.sh", *arguments, **variables)
+    report = json.loads((output / "report.json").read_text())
+    assert report["config"]["lora_rank"] == 2
+    assert report["config"]["gradient_checkpointing"] is True
+    assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
+    assert "peak" in done.stdout
+    assert (output / "report.html").is_file()
+    edkm_cli.load(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_7b_full_8gpu", "paper_llama7b_3bit"])
+def test_one_node_trains_sharded_over_its_processes(model_directory, text_file, tmp_path, name):
+    output = tmp_path / "out"
+    run(
+        "llama_7b_node.sh",
+        *("--data", text_file, "--steps", 2, "--batch-size", 1, *TINY),
+        CONFIG=f"configs/{name}.yaml",
+        MODEL=model_directory,
+        OUTPUT=output,
+        PROCESSES=2,
+        EVAL_DATA=text_file,
+        CONTEXT=64,
+    )
+    report = json.loads((output / "report.json").read_text())
+    assert (report["processes"], report["sharded"]) == (2, True)
+    assert report["config"]["mode"] == ("soft" if name.startswith("paper") else "straight-through")
+    assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
+
+
+def fake_slurm(directory):
+    """A directory for PATH with a SLURM of one node: srun runs its command here, scontrol notes what goes back."""
+    programs = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+        "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >>"$REQUEUED"; fi\n',
+    }
+    directory.mkdir()
+    for name, body in programs.items():
+        (directory / name).write_text("#!/usr/bin/env bash\n" + body)
+        (directory / name).chmod(0o755)
+    return directory
+
+
+@pytest.mark.slow
+def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(model_directory, text_file, tmp_path):
+    output, requeued = tmp_path / "out", tmp_path / "requeued"
+    job = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "localhost", "REQUEUED": requeued}
+    variables = environment(
+        **job,
+        SLURM_SUBMIT_DIR=ROOT,
+        PATH=f"{fake_slurm(tmp_path / 'bin')}:{os.environ['PATH']}",
+        MODEL=model_directory,
+        OUTPUT=output,
+        PROCESSES=2,
+        BATCH_SIZE=1,
+        EVAL_DATA=text_file,
+        CONTEXT=64,
+    )
+    arguments = ["--data", str(text_file), "--steps", "40", "--save-every", "1000", *TINY]
+    command = [str(ROOT / "scripts" / "llama_7b_slurm.sh"), *arguments]
+    log = (tmp_path / "log").open("w")
+    job = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    metrics = tmp_path / "out.partial" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+            assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)  # to the script alone, as SLURM does
+        assert job.wait(timeout=60) != 0
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert requeued.read_text() == "requeue 4711\n", (tmp_path / "log").read_text()[-3000:]
+    saved = [path.name for path in (tmp_path / "out.partial" / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert not output.exists()
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+    assert requeued.read_text() == "requeue 4711\n"
+    assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
+
+
+def test_a_memory_limit_needs_a_gpu():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench_training.py"), "--device", "cpu", "--memory-limit", "24GiB"],
+        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "bench_training.py: --memory-limit needs a GPU, but the device is cpu; leave it out"
+
+
+def assert_training_was_measured(result, *, rank):
+    plain, clustered = result["rows"]
+    assert (plain["variant"], clustered["variant"]) == ("plain", "clustered")
+    for row in result["rows"]:
+        assert len(row["all_step_seconds"]) == 2
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+        assert row["peak_memory_bytes"] > 100e6
+    assert result["tokens_per_second_ratio"] == clustered["tokens_per_second"] / plain["tokens_per_second"]
+    assert result["peak_memory_bytes_ratio"] == clustered["peak_memory_bytes"] / plain["peak_memory_bytes"]
+    assert result["planned_over_measured"] == pytest.approx(1, abs=0.5)
+    assert result["config"]["lora_rank"] == rank
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_from_top_to_bottom(tmp_path):
+    """Without its part `kernels`, which is tests/test_gpu.py."""
+    parts = "lora full compress processes clustering ablation offload"
+    run("gpu_check.sh", tmp_path, PARTS=parts)
+    (summary,) = tmp_path.glob("gpu_check_cpu_*.json")
+    result = json.loads(summary.read_text())
+    assert [part["name"] for part in result["parts"]] == parts.replace("compress", "compress compress").split()
+    assert {part["status"] for part in result["parts"]} == {0}
+    assert result["runs"].keys() == {"compress-full", "compress-lora", "compress-sharded"}
+    assert result["runs"]["compress-sharded"]["processes"] == 2
+    assert len(list(tmp_path.iterdir())) == 6
+    for file in tmp_path.iterdir():
+        assert {"command", "versions", "hardware"} <= json.loads(file.read_text()).keys(), file.name
+    for name, rank in (("full", 0), ("lora16", 16)):
+        (file,) = tmp_path.glob(f"training_tiny-{name}_cpu_*.json")
+        assert_training_was_measured(json.loads(file.read_text()), rank=rank)
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_stops_nothing_and_is_named(tmp_path):
+    done = run("gpu_check.sh", tmp_path, PARTS="clustering ablation", LIMIT="0.2", expected=1)
+    (summary,) = tmp_path.glob("gpu_check_cpu_*.json")
+    assert [part["status"] for part in json.loads(summary.read_text())["parts"]] == [124, 124]
+    assert "failed: clustering, ablation" in done.stdout
+    assert "clustering took longer than 0.2 seconds" in done.stderr
