@@ -11,7 +11,6 @@ from edkm_cli.compress import compress, needed_bytes, plan
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.measure import evaluate_model
-from edkm_cli.plan import dry_run
 
 
 def settings(model_directory, text_file, output, **changes):
@@ -173,23 +172,3 @@ def test_a_gradient_that_is_not_finite_never_reaches_weights_and_checkpoints(
         compress(config)
     kept = sorted(path.name for path in (tmp_path / "out.partial" / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000002"]
-
-
-def test_a_dry_run_predicts_the_file_and_writes_nothing(model_directory, text_file, tmp_path):
-    config = settings(model_directory, text_file, tmp_path / "out", steps=0)
-    plan = dry_run(config)
-    assert not (tmp_path / "out").exists()
-    result = compress(config)
-    header = 12_000  # the safetensors header of so small a model is not small
-    assert plan["weights_bytes"] <= result["weights_bytes"] <= plan["weights_bytes"] + header
-    assert plan["decoder_bits_per_weight"] == result["decoder_bits_per_weight"]
-    assert plan["peak_memory_bytes"]["total"] == sum(
-        value for name, value in plan["peak_memory_bytes"].items() if name != "total"
-    )
-
-
-def test_llama_7b_is_planned_without_a_hub():
-    plan = dry_run(CompressConfig(model="llama-7b", device="cpu", gradient_checkpointing=True))
-    assert plan["original_weights_bytes"] == pytest.approx(2 * 6_738_415_616)
-    assert 2.5e9 < plan["weights_bytes"] < 2.9e9
-    assert plan["decoder_bits_per_weight"] == pytest.approx(3.03, abs=0.01)

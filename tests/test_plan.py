@@ -93,6 +93,17 @@ def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path
     check_against_a_run(models["llama"], changes, text_file, tmp_path)
 
 
+def test_a_plan_predicts_the_file_and_writes_nothing(models, text_file, tmp_path):
+    values = {"model": str(models["llama"]), "data": (str(text_file),), "output": str(tmp_path / "out")}
+    config = CompressConfig(**{**values, **SHORT, "device": "cpu", "steps": 0})
+    planned = dry_run(config)
+    assert not (tmp_path / "out").exists()
+    result = compress(config)
+    header = 12_000  # the safetensors header of so small a model is not small
+    assert planned["weights_bytes"] <= result["weights_bytes"] <= planned["weights_bytes"] + header
+    assert planned["decoder_bits_per_weight"] == result["decoder_bits_per_weight"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", MORE_CASES, ids=str)
 def test_a_rehearsal_holds_what_a_run_holds_in_more_settings(changes, models, text_file, tmp_path):
