@@ -10,8 +10,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from edkm_cli.cli import main
 from edkm_cli.compress import compress, plan
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
@@ -258,6 +260,17 @@ class TestMachine:
             dry_run(config, gpu_memory="24GiB", gpus=0)
         with pytest.raises(UserError, match="--device is cpu"):
             dry_run(replace(config, device="cpu"), gpu_memory="24GiB")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+    def test_gpus_that_are_not_here_need_a_size(self, model_directory):
+        with pytest.raises(UserError, match="--gpu-memory"):
+            dry_run(CompressConfig(model=str(model_directory)), gpus=2)
+
+    def test_flags_of_planning_need_a_dry_run(self, model_directory, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["compress", "--model", str(model_directory), "--gpus", "2"])
+        assert stop.value.code == 2
+        assert "--dry-run is not given" in capsys.readouterr().err
 
     def test_tokens_are_those_of_all_processes(self, model_directory):
         config = CompressConfig(
