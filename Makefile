@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := edkm_cli tests scripts
 
-.PHONY: help venv demo test check fix bench clean model
+.PHONY: help venv demo test lint check fix bench clean model
 
 help:  ## what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -27,11 +27,13 @@ demo: venv model  ## compress SmolLM2-135M to 3 bits, trained a little, exported
 test: venv model  ## all tests
 	$(BIN)/python -m pytest -q
 
-check: venv  ## lint, format, types, import contract, fast tests
+lint: venv  ## lint, format, types, import contract
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
+
+check: lint  ## lint and fast tests
 	$(BIN)/python -m pytest -q -m "not slow and not real_model"
 
 fix: venv  ## repair lint and format
