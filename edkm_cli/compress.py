@@ -177,6 +177,13 @@ class Run:
         self.clock = Clock()
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
         self.dtype = choose_dtype(config.dtype, world.device, master=world.sharded and not config.lora_rank)
+        one_dtype = self.dtype == "float32" or config.mode != "straight-through" or config.lora_rank
+        if world.sharded and not one_dtype:
+            raise UserError(
+                "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
+                f"{self.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard",
+                everywhere=True,
+            )
         self.source = models.resolve(config.model)
         meta, self.swaps = plan(config)
         self.parameters = sum(parameter.numel() for parameter in meta.parameters())

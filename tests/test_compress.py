@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli.compress import compress, needed_bytes, plan
+from edkm_cli.compress import Observer, Run, compress, needed_bytes, plan
 from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import World
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.measure import evaluate_model
 
@@ -147,6 +148,12 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path):
 def test_a_full_disk_is_found_out_before_the_work(tmp_path):
     with pytest.raises(UserError, match="free some"):
         OutputDirectory(tmp_path / "out").rehearse(10**18)
+
+
+def test_weights_of_16_bits_and_their_tables_are_not_trained_in_one_shard(model_directory, text_file, tmp_path):
+    config = settings(model_directory, text_file, tmp_path / "out", sharding="full", dtype="bfloat16")
+    with pytest.raises(UserError, match="both must be float32, but --dtype is bfloat16"):
+        Run(config, World(size=2, sharded=True), Observer())
 
 
 def test_checkpoints_of_low_rank_updates_need_little_disk():
