@@ -57,9 +57,15 @@ class Need:
     def fits(self, machine: Machine) -> bool:
         processes = machine.setting.processes
         if self.host is None:
-            return self.device.total * processes <= machine.memory_bytes
-        host_fits = machine.host_bytes is None or self.host.total * processes <= machine.host_bytes
+            return _needed_bytes(self.device) * processes <= machine.memory_bytes
+        host_fits = machine.host_bytes is None or _needed_bytes(self.host) * processes <= machine.host_bytes
         return self.device.total <= _USABLE * machine.memory_bytes and host_fits
+
+
+def _needed_bytes(peak: Peak) -> int:
+    """The peak without a file's pages, which the system takes back where memory is short. Only loading has them."""
+    phases = {**peak.phases, "load": peak.phases.get("load", 0) - peak.files}
+    return max(phases.values()) + peak.parts.get(_RUNTIME, 0)
 
 
 def parse_bytes(text: str) -> int:
@@ -275,6 +281,7 @@ _COMBINATIONS = (
     ("lora", "checkpoint"),
     ("lora", "batch"),
     ("lora", "checkpoint", "batch"),
+    ("lora", "checkpoint", "importance"),
     ("dtype",),
     ("dtype", "checkpoint"),
     ("dtype", "lora", "checkpoint"),
@@ -290,7 +297,7 @@ def _by_part(peak: Peak) -> dict[str, int]:
 
 def _with_runtime(peak: Peak, size: int) -> Peak:
     """The phases stay those of tensors."""
-    return Peak(peak.phase, {**peak.parts, _RUNTIME: size}, peak.phases)
+    return replace(peak, parts={**peak.parts, _RUNTIME: size})
 
 
 def _first_line(error: BaseException) -> str:

@@ -60,11 +60,13 @@ _MOMENT_8BIT_BYTES = 1 + 4 / 256
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes by part at the moment of the highest total, the phase it is in, and the highest total of each phase."""
+    """Bytes by part at the moment of the highest total, the phase it is in, the highest total of each phase, and how
+    much of that of loading is pages of files."""
 
     phase: str
     parts: dict[str, int]
     phases: dict[str, int]
+    files: int = 0
 
     @property
     def total(self) -> int:
@@ -99,7 +101,7 @@ class Rehearsal:
         account = self._ledger.accounts[place]
         phase = max(account.totals, key=account.totals.__getitem__)
         parts = {part: size for part, size in account.peaks[phase].items() if size}
-        return Peak(phase, parts, dict(account.totals))
+        return Peak(phase, parts, dict(account.totals), account.peaks["load"].get(FILES, 0))
 
     # Phases.
 

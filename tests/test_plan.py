@@ -17,8 +17,8 @@ from edkm_cli.cli import main
 from edkm_cli.compress import compress, plan
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
-from edkm_cli.plan import dry_run, parse_bytes
-from edkm_cli.rehearsal import Rehearsal
+from edkm_cli.plan import Machine, Need, dry_run, parse_bytes
+from edkm_cli.rehearsal import Peak, Rehearsal
 from edkm_cli.report import plan_summary
 from edkm_cli.stage import Setting
 from tests.conftest import byte_tokenizer, tiny_llama, tiny_qwen
@@ -281,6 +281,13 @@ class TestMachine:
         assert found["training_tokens"] == 10 * 24 * 16
         assert found["processes"] == 4
         assert not found["sharded"]
+
+    def test_pages_of_files_count_in_the_peak_and_not_against_the_fit(self):
+        peak = Peak("load", {"weights": 10, "files": 5}, {"load": 15, "training": 12}, files=5)
+        assert peak.total == 15
+        assert Need(peak, None).fits(Machine(Setting(), 12, None))
+        assert not Need(peak, None).fits(Machine(Setting(), 11, None))
+        assert not Need(peak, None).fits(Machine(Setting(processes=2), 12, None))
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
         config = CompressConfig(model=str(model_directory), sequence_length=16, context=16)
