@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,12 @@ def peak_memory_bytes(device: str) -> int:
     """Peak memory of the process: allocated on a CUDA device, resident on a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
+    try:
+        # Not getrusage where there is better: its maximum survives exec, so it may be that of the parent process.
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass  # not Linux
     import resource
     import sys
 
