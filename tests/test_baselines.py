@@ -113,11 +113,13 @@ def test_sizes_count_scales_zero_points_and_orders():
         ("rtn", {}, 3 + (16 + 3) / 8),
         ("rtn", {"rule": "symmetric"}, 3 + 16 / 8),
         ("rtn", {"rule": "autoround"}, 3 + 16 / 8),
+        ("rtn", {"rule": "symmetric", "scale_dtype": "float32"}, 3 + 32 / 8),
         ("gptq", {}, 3 + (16 + 3) / 8),
         ("gptq", {"symmetric": True, "order": "within-groups"}, 3 + 16 / 8),
         ("gptq", {"symmetric": True, "order": "activation", "static_groups": True}, 3 + 16 / 8),
         ("awq", {"grid": 2}, 3 + (16 + 3) / 8),
         ("awq", {"grid": 2, "symmetric": True}, 3 + 16 / 8),
+        ("awq", {"grid": 3, "duo_scaling": True, "scale_dtype": "float32"}, 3 + (32 + 3) / 8),
     ],
 )
 def test_what_is_not_stored_is_not_counted(method, options, expected):

@@ -70,9 +70,29 @@ def test_scaling_without_rounding_leaves_the_logits_unchanged(make):
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
 
 
+def plain_candidates(magnitude, weights):
+    return [magnitude ** (step / 10) for step in range(10)]
+
+
+def duo_candidates(magnitude, weights):
+    """No scaling, then s_x^alpha / s_w^(1 - alpha) for nine values of alpha, one weight at a time."""
+    columns = magnitude.numel()
+    total, rows = torch.zeros(columns), 0
+    for weight in weights:
+        for row in weight:
+            for start in range(0, columns, WIDTH):
+                group = row[start : start + WIDTH].abs()
+                total[start : start + WIDTH] += group / (group.max() + 1e-6)
+            rows += 1
+    mean = total / rows
+    found = [magnitude**a / (mean ** (1 - a) + 1e-4) for a in (step / 8 for step in range(9))]
+    return [torch.ones(columns), *found]
+
+
+@pytest.mark.parametrize("duo_scaling", [False, True])
 @pytest.mark.parametrize("number", range(4))
 @torch.no_grad()
-def test_the_best_alpha_is_that_of_an_exhaustive_search(number):
+def test_the_best_alpha_is_that_of_an_exhaustive_search(number, duo_scaling):
     model = without_grouped_queries()
     block = model.model.layers[0]
     block.input_layernorm.weight[[3, 11]] *= 20
@@ -96,8 +116,7 @@ def test_the_best_alpha_is_that_of_an_exhaustive_search(number):
         return torch.cat([(y[0] if isinstance(y, tuple) else y).flatten() for y in found])
 
     target, errors, candidates = outputs(), [], []
-    for step in range(10):
-        s = magnitude ** (step / 10)
+    for s in (duo_candidates if duo_scaling else plain_candidates)(magnitude, originals):
         s = s / (s.max() * s.min()).sqrt()
         for layer, original in zip(site.layers, originals, strict=True):
             layer.weight.copy_(round_weight(original * s, bits=3, width=WIDTH, rule="minmax") / s)
@@ -105,7 +124,7 @@ def test_the_best_alpha_is_that_of_an_exhaustive_search(number):
         candidates.append(s)
     for layer, original in zip(site.layers, originals, strict=True):
         layer.weight.copy_(original)
-    found = awq._search(site, grams[site.layers[0]], calls.get(site.judged, []), ROUNDING, 10)
+    found = awq._search(site, grams[site.layers[0]], calls.get(site.judged, []), ROUNDING, 10, duo_scaling)
     torch.testing.assert_close(found, candidates[errors.index(min(errors))], rtol=1e-4, atol=0)
     assert len(set(errors)) > 1
     for layer, original in zip(site.layers, originals, strict=True):
@@ -150,6 +169,7 @@ def test_the_models_error_on_the_calibration_text_is_below_that_of_rounding(symm
     rounded = error(rtn, rule="symmetric" if symmetric else "minmax")
     assert error(awq, symmetric=symmetric) < rounded
     assert error(awq, symmetric=symmetric, clip=False) < rounded
+    assert error(awq, symmetric=symmetric, clip=False, duo_scaling=True) < rounded
 
 
 def test_the_search_runs_modules_on_no_more_than_its_tokens():
@@ -198,3 +218,5 @@ def test_decoders_that_scales_cannot_be_folded_into_are_refused():
         awq.quantize(gemma, texts(), bits=3, group_size=WIDTH)
     with pytest.raises(UserError, match="grid must be at least 1"):
         awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=0)
+    with pytest.raises(UserError, match="duo_scaling needs a grid of at least 3 candidates, got 2"):
+        awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=2, duo_scaling=True)

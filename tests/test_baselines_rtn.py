@@ -63,6 +63,37 @@ def test_autorounds_rule_meets_the_largest_weight_and_the_symmetric_rule_does_no
     assert rounded[0, 0] == pytest.approx(0.5 * 6 / 7, rel=1e-3)
 
 
+def test_the_symmetric_rule_sends_the_most_negative_weight_to_the_lowest_level_unless_the_scale_was_rounded_up():
+    weight = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight *= -torch.gather(weight, 1, weight.abs().argmax(1, keepdim=True)).sign()
+    largest = -weight.amin(1)  # of magnitude, and negative, in each row
+    lower, upper = largest * 8 / 7, largest * 6 / 7  # -4 and -3 scales, equally far
+
+    def reached(scale_dtype):
+        rounded = round_weight(weight, bits=3, width=64, rule="symmetric", scale_dtype=scale_dtype)
+        found = -rounded.gather(1, weight.argmin(1, keepdim=True))[:, 0]
+        low = torch.isclose(found, lower, rtol=1e-3)
+        assert bool((low | torch.isclose(found, upper, rtol=1e-3)).all())
+        return int(low.sum())
+
+    rounded_up = int(((2 * largest / 7).half().float() > 2 * largest / 7).sum())
+    assert 50 < rounded_up < 150
+    assert reached("float16") == 200 - rounded_up
+    assert reached("float32") > 160  # a quotient of float32 numbers is exactly -3.5 for most, and ties go to even
+
+
+def test_scales_are_stored_in_the_dtype_asked_for():
+    weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    for rule in RULES:
+        exact = fit_grid(weight.double(), bits=3, rule=rule, scale_dtype="float32").scale
+        stored = fit_grid(weight.double(), bits=3, rule=rule).scale
+        assert torch.equal(exact.float().double(), exact)
+        assert torch.equal(exact.half().double(), stored)
+        assert not torch.equal(exact, stored)
+    with pytest.raises(UserError, match="scale_dtype must be one of float16, float32, got 'bfloat16'"):
+        rtn.quantize(tiny_llama(), [], bits=3, group_size=8, scale_dtype="bfloat16")
+
+
 def test_the_model_gets_the_rounded_weights():
     model = tiny_llama()
     before = {name: layer.weight.detach().clone() for name, layer in decoder_linears(model).items()}

@@ -15,8 +15,9 @@ layers but q and k), and everything is rounded to nearest. Each block sees the o
 candidate runs attention or MLP again, so those errors are measured on `search_tokens` tokens; magnitudes, clipping and
 the linears that are judged by themselves use all.
 
-The paper's grid is asymmetric with 20 values of alpha. `symmetric=True, grid=10, clip=False` is what llmcompressor does,
-except for its default of dividing s_x^alpha by the mean relative weight of the channel to the power 1 - alpha.
+The paper's grid is asymmetric with 20 values of alpha. llmcompressor and AutoAWQ divide s_x^alpha by s_w^(1 - alpha), s_w
+the mean over rows of a channel's weights relative to the largest of their group (`duo_scaling`); llmcompressor does not
+clip, and keeps scales in the weights' dtype: `symmetric=True, clip=False, duo_scaling=True, scale_dtype="float32"`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.baselines.blocks import BlockStream, Gram
-from edkm_cli.baselines.grid import fit_grid, round_weight, zero_bits
+from edkm_cli.baselines.grid import fit_grid, round_weight, scale_bits, zero_bits
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import Track, no_progress
@@ -44,9 +45,11 @@ class _Rounding:
     bits: int
     group_size: int
     rule: str
+    scale_dtype: str = "float16"
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return round_weight(weight, bits=self.bits, width=self.group_size or weight.shape[1], rule=self.rule)
+        width = self.group_size or weight.shape[1]
+        return round_weight(weight, bits=self.bits, width=width, rule=self.rule, scale_dtype=self.scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def quantize(
     grid: int = 20,
     clip: bool = True,
     search_tokens: int = 8192,
+    duo_scaling: bool = False,
+    scale_dtype: str = "float16",
 ) -> Outcome:
     """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
 
@@ -81,18 +86,24 @@ def quantize(
         grid: values of alpha, 0, 1 / grid, ..., below 1.
         clip: search for a clipped range of each group.
         search_tokens: of the calibration text, for the errors of attention and MLP; at least one chunk is used.
+        duo_scaling: weights have a say in the scales, too. `grid` candidates are then no scaling at all, and values of
+            alpha from 0 to 1 inclusive.
+        scale_dtype: of the stored scales, `float16` or `float32`.
 
-    Raises UserError for bits or grid out of range, no calibration text, a group size that does not divide a layer, or a
-    decoder that is not built like LLaMA's.
+    Raises UserError for bits, grid or scale_dtype out of range, no calibration text, a group size that does not divide a
+    layer, or a decoder that is not built like LLaMA's.
     """
     check_bits(bits)
     if grid < 1:
         raise UserError(f"grid must be at least 1 value of alpha, got {grid}; the paper's is 20")
+    if duo_scaling and grid < 3:
+        raise UserError(f"duo_scaling needs a grid of at least 3 candidates, got {grid}")
     rule = "symmetric" if symmetric else "minmax"
     layers = decoder_linears(model)
     for name, layer in layers.items():
         columns_in_group(group_size, layer.in_features, layer=name)
-    rounding = _Rounding(bits, group_size, rule)
+    side = {"zero_bits": zero_bits(rule, bits), "scale_bits": scale_bits(scale_dtype)}
+    rounding = _Rounding(bits, group_size, rule, scale_dtype)
     stream = BlockStream(model, batches)
     sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
     quantized = set(layers.values())
@@ -100,7 +111,7 @@ def quantize(
         grams, calls, outputs = _watch(stream, index, sites[path], search_tokens)
         for site in sites[path]:
             if all(layer in quantized for layer in site.layers):
-                scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), rounding, grid)
+                scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), rounding, grid, duo_scaling)
                 _fold(site, scales, path)
                 for gram in {id(grams[layer]): grams[layer] for layer in site.layers}.values():
                     gram.products /= scales[:, None] * scales
@@ -115,7 +126,7 @@ def quantize(
         [(layer.out_features, layer.in_features) for layer in layers.values()],
         bits=bits,
         group_size=group_size,
-        zero_bits=zero_bits(rule, bits),
+        **side,
     )
     return Outcome(bits_per_weight, stored_bytes, calibration_tokens=stream.tokens)
 
@@ -162,13 +173,14 @@ def _keep(calls: Calls, limit: int) -> Any:
     return lambda args, kwargs: calls.append((args, kwargs)) if len(calls) < limit else None
 
 
-def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int) -> Tensor:
+def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int, duo_scaling: bool = False) -> Tensor:
     """The scales (in,) whose alpha gives the least error."""
     weights = [layer.weight.float().clone() for layer in site.layers]
     outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
     magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
-    for step in range(grid):
-        scales = magnitude.pow(step / grid).clamp_min(_SMALLEST)
+    candidates = _duo_candidates(magnitude, weights, rounding, grid) if duo_scaling else _candidates(magnitude, grid)
+    for candidate in candidates:
+        scales = candidate.clamp_min(_SMALLEST)
         scales = scales / (scales.max() * scales.min()).sqrt()
         rounded = [rounding(weight * scales) / scales for weight in weights]
         if calls:
@@ -186,6 +198,20 @@ def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: in
     for layer, weight in zip(site.layers, weights, strict=True):
         layer.weight.copy_(weight)
     return best
+
+
+def _candidates(magnitude: Tensor, grid: int) -> list[Tensor]:
+    return [magnitude.pow(step / grid) for step in range(grid)]
+
+
+def _duo_candidates(magnitude: Tensor, weights: list[Tensor], rounding: _Rounding, grid: int) -> list[Tensor]:
+    groups = torch.cat(weights).abs().unflatten(1, (-1, rounding.group_size or weights[0].shape[1]))
+    relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)  # s_w, (in,)
+    alphas = [step / (grid - 2) for step in range(grid - 1)]
+    return [
+        torch.ones_like(magnitude),
+        *(magnitude.pow(alpha) / (relative.pow(1 - alpha) + _SMALLEST) for alpha in alphas),
+    ]
 
 
 def _first(output: Any) -> Tensor:

@@ -10,7 +10,10 @@ Three rules choose scale and zero from a group's values:
 - `autoround`: the weight of largest magnitude is met exactly by the one end of the grid that has 2**(bits - 1) steps; the
   scale is a / 2**(bits - 1), negative where that weight is positive (AutoRound, arXiv 2309.05516, its symmetric type).
 
-Scales are rounded to float16 before anything is rounded to them: it is what is stored.
+Scales are rounded to float16 before anything is rounded to them: it is what is stored. `scale_dtype="float32"` keeps
+them as they come. That is no small matter for `symmetric`: -a lies halfway between its two lowest points, and goes to the
+lower one (ties to even) unless the scale was rounded up. Where half of those weights shrink like all the positive ones,
+SmolLM2-135M at 3 bits has a perplexity of 228 in place of 216.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 
 RULES = ("minmax", "symmetric", "autoround")
+_SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest number: a group of zeros must not divide by zero
 
 
@@ -39,34 +43,45 @@ class Grid(NamedTuple):
         return self.scale * (integers - self.zero)
 
 
-def fit_grid(groups: Tensor, *, bits: int, rule: str) -> Grid:
-    """The grid of each group (..., n), float32 or float64, by one of `RULES`. Raises UserError for another rule."""
+def fit_grid(groups: Tensor, *, bits: int, rule: str, scale_dtype: str = "float16") -> Grid:
+    """The grid of each group (..., n), float32 or float64, by one of `RULES`.
+
+    Raises UserError for another rule, or a scale_dtype that is not float16 or float32.
+    """
     if rule not in RULES:
         raise UserError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    scale_bits(scale_dtype)
     low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
     half, top = 2 ** (bits - 1), 2**bits - 1
     if rule == "minmax":
-        scale = _as_stored((high - low) / top)
+        scale = _as_stored((high - low) / top, scale_dtype)
         return Grid(scale, torch.round(-low / scale).clamp_(0, top), top)
     largest = torch.maximum(-low, high)
     if rule == "symmetric":
-        scale = _as_stored(2 * largest / top)
+        scale = _as_stored(2 * largest / top, scale_dtype)
     else:
-        scale = _as_stored(largest / half) * torch.where(high >= -low, -1.0, 1.0)
+        scale = _as_stored(largest / half, scale_dtype) * torch.where(high >= -low, -1.0, 1.0)
     return Grid(scale, torch.full_like(scale, half), top)
 
 
-def _as_stored(scale: Tensor) -> Tensor:
-    limit = torch.finfo(torch.float16).max
-    return scale.clamp(_SMALLEST_SCALE, limit).to(torch.float16).to(scale.dtype)
+def _as_stored(scale: Tensor, scale_dtype: str) -> Tensor:
+    dtype = _SCALE_DTYPES[scale_dtype]
+    return scale.clamp(_SMALLEST_SCALE, torch.finfo(dtype).max).to(dtype).to(scale.dtype)
 
 
-def round_weight(weight: Tensor, *, bits: int, width: int, rule: str) -> Tensor:
+def round_weight(weight: Tensor, *, bits: int, width: int, rule: str, scale_dtype: str = "float16") -> Tensor:
     """A matrix (out, in) with every `width` weights of a row rounded to their own grid; `width` divides `in`."""
     groups = weight.reshape(weight.shape[0], -1, width)  # (out, groups, width)
-    return fit_grid(groups, bits=bits, rule=rule).round(groups).reshape(weight.shape)
+    return fit_grid(groups, bits=bits, rule=rule, scale_dtype=scale_dtype).round(groups).reshape(weight.shape)
 
 
 def zero_bits(rule: str, bits: int) -> int:
     """Bits of a stored zero point: none where the rule fixes it."""
     return bits if rule == "minmax" else 0
+
+
+def scale_bits(scale_dtype: str) -> int:
+    """Bits of a stored scale. Raises UserError for a dtype other than float16 and float32."""
+    if scale_dtype not in _SCALE_DTYPES:
+        raise UserError(f"scale_dtype must be one of {', '.join(_SCALE_DTYPES)}, got {scale_dtype!r}")
+    return torch.finfo(_SCALE_DTYPES[scale_dtype]).bits

@@ -61,17 +61,23 @@ def check_bits(bits: int) -> None:
 
 
 def count_uniform(
-    shapes: Iterable[tuple[int, int]], *, bits: int, group_size: int, zero_bits: int, order_bits: int = 0
+    shapes: Iterable[tuple[int, int]],
+    *,
+    bits: int,
+    group_size: int,
+    zero_bits: int,
+    order_bits: int = 0,
+    scale_bits: int = SCALE_BITS,
 ) -> tuple[float, int]:
     """(bits a weight, stored bytes) of uniformly quantized matrices (out, in).
 
-    Each group of `group_size` weights (0: each row) has a 16-bit scale and a zero point of `zero_bits` (0 in symmetric
-    schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
+    Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
+    symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
     """
     total_bits = weights = stored_bytes = 0
     for rows, columns in shapes:
         groups = rows * (columns // (group_size or columns))
-        side_bits = groups * (SCALE_BITS + zero_bits) + columns * order_bits
+        side_bits = groups * (scale_bits + zero_bits) + columns * order_bits
         total_bits += rows * columns * bits + side_bits
         stored_bytes += rows * packed_width(columns, bits) + (side_bits + 7) // 8
         weights += rows * columns
