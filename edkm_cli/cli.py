@@ -58,6 +58,10 @@ def compress_command(
     ] = None,
     importance: Annotated[str | None, _option("Weighs the start: gradient, activation, none.", "importance")] = None,
     calibration_tokens: Annotated[int | None, _option("Tokens for the importance.", "calibration_tokens")] = None,
+    start: Annotated[
+        str | None, _option("kmeans; compensated: weights make up for one another's errors; auto.", "start")
+    ] = None,
+    start_tokens: Annotated[int | None, _option("Tokens for the compensation.", "start_tokens")] = None,
     data: Annotated[list[str] | None, _option("wikitext2, alpaca, builtin or a file (repeatable).", "data")] = None,
     eval_data: Annotated[
         str | None, _option("Text for perplexities; default: what is held out of the first --data.", "eval_data")

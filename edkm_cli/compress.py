@@ -26,6 +26,7 @@ from edkm_cli.format import QuantizationSpec, digest, read_spec, write_json
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.compensate import compensate
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.sensitivity import collect_importance
 from edkm_cli.nn.swap import (
@@ -136,12 +137,22 @@ def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     return data.tokenize(data.load_documents(name, split), tokenizer)
 
 
-def calibration_batches(tokens: Tensor, config: CompressConfig) -> list[Tensor]:
-    """The first blocks of a seeded shuffle, together at most `calibration_tokens` tokens (and at least one block)."""
-    length = min(_CALIBRATION_LENGTH, tokens.numel(), max(config.calibration_tokens, 2))
+def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | None = None) -> list[Tensor]:
+    """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
+    one block."""
+    limit = config.calibration_tokens if limit is None else limit
+    length = min(_CALIBRATION_LENGTH, tokens.numel(), max(limit, 2))
     blocks = data.Blocks(tokens, length, seed=config.seed)
-    count = max(1, min(len(blocks), config.calibration_tokens // length))
+    count = max(1, min(len(blocks), limit // length))
     return [blocks.batch(index, 1) for index in range(count)]
+
+
+def compensates(config: CompressConfig, *, sharded: bool) -> bool:
+    """Whether weights start compensated. `auto`: where they are snapped in training, too, and are whole and free to
+    move, which those under LoRA are not."""
+    if config.start != "auto":
+        return config.start == "compensated"
+    return config.mode == "straight-through" and not sharded and not config.lora_rank
 
 
 def compress(
@@ -182,6 +193,11 @@ class Run:
             raise UserError(
                 "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
                 f"{self.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard",
+                everywhere=True,
+            )
+        if world.sharded and config.start == "compensated":
+            raise UserError(
+                "--start compensated changes whole weights, but --sharding full splits them; leave --start out",
                 everywhere=True,
             )
         self.source = models.resolve(config.model)
@@ -301,6 +317,9 @@ class Run:
                 for _ in self._swap(model, importance, track=True):
                     pass
                 palettize_embeddings(model, self.swaps, self.spec)
+                if compensates(config, sharded=world.sharded):
+                    text = calibration_batches(tokens, config, config.start_tokens)
+                    compensate(model, text, world=world, track=self.watch.track)
                 if config.lora_rank:
                     self._add_lora(model)
         return model, FrozenTeacher(model) if distilled and config.lora_rank else teacher

@@ -43,6 +43,8 @@ class CompressConfig:
     temperature_schedule: str = "constant"
     importance: str = "gradient"
     calibration_tokens: int = 4096
+    start: str = "auto"
+    start_tokens: int = 8192
     # data
     data: tuple[str, ...] = ("builtin",)
     eval_data: str | None = None
@@ -94,6 +96,8 @@ class CompressConfig:
             faults.append(f"warmup must be a fraction of the steps, 0 to 1, got {self.warmup}")
         if self.lora_alpha is not None and not self.lora_alpha > 0:
             faults.append(f"lora_alpha must be positive, got {self.lora_alpha}")
+        if self.start == "compensated" and self.lora_rank:
+            faults.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
         for tracker in self.log_with:
             if tracker not in TRACKERS:
                 faults.append(f"log_with must be of {', '.join(TRACKERS)}, got {tracker!r}")
@@ -107,7 +111,15 @@ class CompressConfig:
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
         zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank", "hidden_weight")
-        ones = ("iterations", "batch_size", "gradient_accumulation", "eval_windows", "keep", "timeout_minutes")
+        ones = (
+            "iterations",
+            "batch_size",
+            "gradient_accumulation",
+            "eval_windows",
+            "keep",
+            "timeout_minutes",
+            "start_tokens",
+        )
         return [
             *((name, 1, getattr(self, name)) for name in ones),
             *((name, 0, getattr(self, name)) for name in zeros),
@@ -123,6 +135,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "method": ("edkm", "dkm"),
     "mode": ("straight-through", "hard", "soft"),
     "temperature_schedule": ("constant", "linear", "cosine", "exponential"),
+    "start": ("auto", "kmeans", "compensated"),
     "importance": ("gradient", "activation", "none"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "mixed_precision": ("auto", "no", "bf16"),

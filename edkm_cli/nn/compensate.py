@@ -1,0 +1,147 @@
+"""The error-compensated start: weights moved so that, once snapped, the errors of a row make up for one another.
+
+K-means places the LUT entries; which entry a weight goes to need not be the nearest of its own value. For a layer with
+inputs X the error of the snapped weight Q is tr((W - Q) H (W - Q)^T) with H = X X^T. As in GPTQ (arXiv 2210.17323),
+columns are rounded one after the other, those with the largest inputs first, and each error is made up for by the
+columns that are still to come, through the Cholesky factor of the inverse of H. What a weight was right before it was
+rounded becomes the weight to train: its nearest entry is the one that was chosen, and it is free to leave.
+
+A LUT serves its rows whatever the order of the columns, so the order costs no storage, unlike the groups of a uniform
+grid. One forward pass does it all: a hook before each layer sees inputs that come from compensated layers, and changes
+the layer before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.clustering import round_lut
+from edkm_cli.config import UserError
+from edkm_cli.distributed import ALONE, World
+from edkm_cli.granularity import Granularity
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+
+_LAZY_COLUMNS = 128
+_DAMPING = 0.01
+
+
+def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+    """The weight whose nearest entries compensate one another's errors, (out, in), in `weight`'s dtype.
+
+    Args:
+        weight: (out, in).
+        entries: (out, tiles, k) float32 or float64: the LUT of each row in each of `tiles` equal parts of the columns.
+        factor: (in, in) upper triangular U, U^T U the inverse of the (damped) H over the columns in `order`.
+        order: (in,) int64, the columns in the order in which they are rounded.
+    """
+    columns, width = weight.shape[1], weight.shape[1] // entries.shape[1]
+    # Transposed, so that a column of the layer is contiguous; indexing copies.
+    w = weight.t()[order].to(entries.dtype).contiguous()
+    factor = factor.to(entries.dtype)
+    tiles = (order // width).tolist()
+    for start in range(0, columns, _LAZY_COLUMNS):
+        end = min(start + _LAZY_COLUMNS, columns)
+        errors = w.new_empty(end - start, w.shape[1])
+        for j in range(start, end):
+            w[j] = w[j].to(weight.dtype)  # as it will be stored, or another entry might be the nearest
+            lut = entries[:, tiles[j]]
+            nearest = (w[j][:, None] - lut).abs_().argmin(1, keepdim=True)
+            error = torch.sub(w[j], lut.gather(1, nearest)[:, 0], out=errors[j - start]).div_(factor[j, j])
+            w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+        w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
+    return w[order.argsort()].t().to(weight.dtype).contiguous()
+
+
+def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING) -> Tensor:
+    """U, upper triangular, with U^T U the inverse of the damped matrix; float64. Damping grows until there is one.
+
+    `damping` is the share of the mean diagonal that is added. Raises UserError if the matrix is not finite.
+    """
+    h = hessian.double()  # a copy, or changed in place below
+    h = h.clone() if h is hessian else h
+    diagonal = h.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = 1.0  # an input that is always zero: its column is rounded to nearest
+    for _ in range(20):
+        diagonal += damping * mean
+        lower, failed = torch.linalg.cholesky_ex(h)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper
+    raise UserError("calibration inputs must be finite, but a layer's have no Cholesky factor; use --start kmeans")
+
+
+def row_entries(layer: ClusteredLinear) -> Tensor:
+    """The LUTs as `compensated` takes them, (out, tiles, k), rounded as they are stored."""
+    options, shape = layer.clustering, (layer.out_features, layer.in_features)
+    tile_rows, tile_columns = Granularity.parse(options.granularity).tile(*shape, layer=layer.name)
+    lut = round_lut(layer.centroids.detach(), options.lut_dtype)
+    tiled = lut.view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
+    return tiled.repeat_interleave(tile_rows, 0)
+
+
+class _Compensation:
+    """The hook before each layer. Layers that follow each other with one input share its factor."""
+
+    def __init__(self, world: World, counts: bool, progress: Iterator[Any]):
+        self._world, self._counts, self._progress = world, counts, progress
+        self._done: set[Any] = set()
+        self._input: Tensor | None = None
+        self._factor = self._order = torch.empty(0)
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        if layer in self._done:  # a module that is used twice
+            return
+        self._done.add(layer)
+        if inputs[0] is not self._input:
+            self._input = inputs[0]
+            x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
+            hessian = self._world.sum(x.t() @ x if self._counts else x.new_zeros(x.shape[1], x.shape[1]))
+            self._order = hessian.diagonal().argsort(descending=True, stable=True)
+            self._factor = inverse_factor(hessian[self._order][:, self._order])
+        weight = compensated(layer.weight, row_entries(layer), self._factor, self._order)
+        layer.weight.copy_(self._world.broadcast(weight))
+        next(self._progress, None)
+
+
+@torch.no_grad()
+def compensate(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    world: World = ALONE,
+    track: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, description, total: items,
+) -> None:
+    """Compensate all `ClusteredLinear` layers of a causal LM, in place, in the order in which they run.
+
+    Centroids stay as they are. A layer that the text does not reach keeps its weight. On N processes, which hold the
+    same whole weights, each runs 1/N of the text.
+
+    Args:
+        batches: token ids, (batch, sequence) int64, all of one shape, the same on all processes; they go through the
+            decoder together, so memory must hold one layer's activations of all of them.
+
+    Raises UserError if inputs are not finite.
+    """
+    layers = clustered_layers(model)
+    turns = world.turns(batches)
+    counted = [batch for batch, counts in turns if counts]
+    progress = iter(track(range(len(layers)), "compensation", len(layers)))
+    hook = _Compensation(world, bool(counted), progress)
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers.values()]
+    was_training = model.training
+    model.eval()
+    try:
+        ids = torch.cat(counted or [turns[0][0]]).to(world.device)
+        model.base_model(input_ids=ids, use_cache=False)
+        for _ in progress:  # layers that were not reached
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(was_training)

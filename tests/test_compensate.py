@@ -1,0 +1,160 @@
+"""The error-compensated start: against optimal brain quantization written out, and on models."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from edkm_cli.clustering import kmeans_start, nearest_indices, snap
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distill import kl_divergence
+from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.nn.compensate import compensate, compensated, inverse_factor, row_entries
+from tests.conftest import cluster, tiny_llama
+
+
+def inputs_and_weight(rows=6, columns=24, tokens=200, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(columns, columns, dtype=torch.float64, generator=generator)
+    x = torch.randn(tokens, columns, dtype=torch.float64, generator=generator) @ mixing
+    return x.t() @ x, torch.randn(rows, columns, dtype=torch.float64, generator=generator)
+
+
+def written_out(weight, luts, hessian, order):
+    """Section 3 of arXiv 2210.17323 word by word: after each column the inverse of H over the remaining ones anew.
+
+    `luts(row, column)` is the LUT of a weight.
+    """
+    latent, w = torch.empty_like(weight), weight.clone()
+    for step, column in enumerate(order):
+        rest = order[step:]
+        inverse = torch.linalg.inv(hessian[rest][:, rest])
+        latent[:, column] = w[:, column]
+        for row in range(weight.shape[0]):
+            lut = luts(row, int(column))
+            error = w[row, column] - lut[(lut - w[row, column]).abs().argmin()]
+            w[row, rest] -= error / inverse[0, 0] * inverse[0]
+    return latent
+
+
+@pytest.mark.parametrize("tile_columns", [24, 8])
+def test_it_is_optimal_brain_quantization_with_luts(tile_columns):
+    hessian, weight = inputs_and_weight()
+    tiles = weight.shape[1] // tile_columns
+    entries = torch.randn(6, tiles, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    order = hessian.diagonal().argsort(descending=True)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(24, dtype=torch.float64)
+    factor = inverse_factor(hessian[order][:, order])
+    expected = written_out(weight, lambda row, column: entries[row, column // tile_columns], damped, order)
+    assert torch.allclose(compensated(weight, entries, factor, order), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_columns_beyond_a_lazy_block_are_compensated_too():
+    hessian, weight = inputs_and_weight(rows=3, columns=300, tokens=900)
+    entries = torch.randn(3, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    order = torch.arange(300)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(300, dtype=torch.float64)
+    expected = written_out(weight, lambda row, column: entries[row, 0], damped, order)
+    assert torch.allclose(compensated(weight, entries, inverse_factor(hessian), order), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_layers_error_falls_though_weights_leave_their_nearest_entries():
+    hessian, weight = (tensor.float() for tensor in inputs_and_weight(rows=16, columns=64, tokens=1000))
+    lut = kmeans_start(weight, 8, granularity="row:1")
+    order = hessian.diagonal().argsort(descending=True)
+    moved = compensated(weight, lut[:, None], inverse_factor(hessian[order][:, order]), order)
+
+    def error(latent):
+        difference = weight - snap(latent, lut, granularity="row:1")
+        return float(((difference @ hessian) * difference).sum())
+
+    assert error(moved) < 0.8 * error(weight)
+    assert not torch.equal(
+        nearest_indices(moved, lut, granularity="row:1"), nearest_indices(weight, lut, granularity="row:1")
+    )
+
+
+def test_an_input_that_is_always_zero_is_rounded_to_nearest():
+    hessian, weight = inputs_and_weight()
+    hessian[5] = hessian[:, 5] = 0
+    entries = torch.randn(6, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    moved = compensated(weight, entries, inverse_factor(hessian), torch.arange(24))
+    assert torch.allclose(moved[:, 5], weight[:, 5])
+
+
+def test_inputs_must_be_finite():
+    with pytest.raises(UserError, match="finite"):
+        inverse_factor(torch.full((4, 4), torch.nan))
+
+
+@pytest.mark.parametrize("granularity", ["row:1", "row:4", "tensor", "block:4x8"])
+def test_the_model_comes_nearer_to_the_one_it_came_from(granularity):
+    model = tiny_llama(hidden=64, inner=128)
+    dense = copy.deepcopy(model).eval()
+    cluster(model, bits=3, granularity=granularity)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, model.config.vocab_size, (1, 64), generator=generator) for _ in range(8)]
+    text = torch.randint(0, model.config.vocab_size, (4, 64), generator=generator)
+
+    @torch.no_grad()
+    def divergence():
+        return float(kl_divergence(model.eval()(text).logits, dense(text).logits))
+
+    before, centroids = divergence(), {name: layer.centroids.clone() for name, layer in clustered_layers(model).items()}
+    compensate(model, batches)
+    assert divergence() < before
+    assert all(torch.equal(layer.centroids, centroids[name]) for name, layer in clustered_layers(model).items())
+
+
+def test_all_layers_are_visited_once_and_see_compensated_inputs():
+    model = tiny_llama(hidden=64, inner=128)
+    cluster(model, bits=2)
+    batches = [torch.randint(0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0))]
+    seen: list[int] = []
+    compensate(model, batches, track=lambda items, description, total: (seen.append(item) or item for item in items))
+    assert len(seen) == len(clustered_layers(model))
+    assert not any(layer._forward_pre_hooks for layer in clustered_layers(model).values())
+    # The last layer's inputs were those of the compensated model: from them follows what it became.
+    last = list(clustered_layers(model).values())[-1]
+    found = {}
+    handle = last.register_forward_pre_hook(lambda layer, inputs: found.update(x=inputs[0]))
+    with torch.no_grad():
+        model.eval().base_model(torch.cat(batches))
+    handle.remove()
+    x = found["x"].reshape(-1, last.in_features)
+    hessian = x.t() @ x
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = inverse_factor(hessian[order][:, order])
+    reference, _ = cluster(tiny_llama(hidden=64, inner=128), bits=2)
+    start = list(clustered_layers(reference).values())[-1]
+    assert torch.allclose(last.weight, compensated(start.weight.detach(), row_entries(start), factor, order), atol=1e-5)
+
+
+def test_a_run_starts_compensated_unless_told_otherwise(model_directory, text_file, tmp_path):
+    config = CompressConfig(
+        model=str(model_directory),
+        data=(str(text_file),),
+        output=str(tmp_path / "out"),
+        steps=0,
+        bits=2,
+        context=64,
+        eval_windows=2,
+        calibration_tokens=256,
+        start_tokens=1024,
+        save_every=0,
+    )
+    weights = {}
+    for start in ("auto", "compensated", "kmeans"):
+        result = compress(replace(config, start=start, output=str(tmp_path / start)))
+        assert result["perplexity"]["exported"] == result["perplexity"]["start"]
+        weights[start] = (tmp_path / start / "model.safetensors").read_bytes()
+    assert weights["auto"] == weights["compensated"] != weights["kmeans"]
+
+
+def test_lora_keeps_the_weights_and_says_so():
+    with pytest.raises(UserError, match="LoRA"):
+        CompressConfig(start="compensated", lora_rank=4)
