@@ -147,12 +147,12 @@ def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | Non
     return [blocks.batch(index, 1) for index in range(count)]
 
 
-def compensates(config: CompressConfig, *, sharded: bool) -> bool:
-    """Whether weights start compensated. `auto`: where they are snapped in training, too, and are whole and free to
-    move, which those under LoRA are not."""
+def compensates(config: CompressConfig) -> bool:
+    """Whether weights start compensated. `auto`: where they are snapped in training, too, and are free to move, which
+    those under LoRA are not."""
     if config.start != "auto":
         return config.start == "compensated"
-    return config.mode == "straight-through" and not sharded and not config.lora_rank
+    return config.mode == "straight-through" and not config.lora_rank
 
 
 def compress(
@@ -193,11 +193,6 @@ class Run:
             raise UserError(
                 "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
                 f"{self.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard",
-                everywhere=True,
-            )
-        if world.sharded and config.start == "compensated":
-            raise UserError(
-                "--start compensated changes whole weights, but --sharding full splits them; leave --start out",
                 everywhere=True,
             )
         self.source = models.resolve(config.model)
@@ -317,11 +312,11 @@ class Run:
                 for _ in self._swap(model, importance, track=True):
                     pass
                 palettize_embeddings(model, self.swaps, self.spec)
-                if compensates(config, sharded=world.sharded):
-                    text = calibration_batches(tokens, config, config.start_tokens)
-                    compensate(model, text, world=world, track=self.watch.track)
                 if config.lora_rank:
                     self._add_lora(model)
+            if compensates(config):
+                text = calibration_batches(tokens, config, config.start_tokens)
+                compensate(model, text, world=world, track=self.watch.track)
         return model, FrozenTeacher(model) if distilled and config.lora_rank else teacher
 
     def _swap(self, model: nn.Module, importance: dict[str, Tensor], *, prefix: str = "", track: bool = False) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import kmeans_start
-from edkm_cli.compress import calibration_batches, compensates, choose_dtype, choose_mixed_precision, spec_of
+from edkm_cli.compress import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
 from edkm_cli.config import CompressConfig
 from edkm_cli.distill import FrozenTeacher, training_loss
 from edkm_cli.distributed import World
@@ -179,7 +179,7 @@ class Rehearsal:
         self._stage.label(model)
         self._ledger.move(model.parameters(), WEIGHTS, share=self.setting.share)
         self._ledger.move(model.buffers(), WEIGHTS)
-        if compensates(config, sharded=self.setting.sharded):
+        if compensates(config):
             self._compensate(model)
         return model, FrozenTeacher(model) if distilled and config.lora_rank else teacher
 
@@ -191,11 +191,10 @@ class Rehearsal:
         batches = calibration_batches(
             torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META), config, config.start_tokens
         )
-        ids = torch.cat(batches[: -(-len(batches) // self.setting.processes)])
         columns = max(swap.shape[1] for swap in self._clustered)
         model.eval()
-        with self._ledger.more(columns**2 * (2 * 4 + 3 * 8), CLUSTERING):
-            model.base_model(input_ids=ids, use_cache=False)
+        with self._gathered(model), self._ledger.more(columns**2 * (2 * 4 + 3 * 8), CLUSTERING):
+            model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
 
     def _swap(self, model: Any, importance: dict[str, Tensor]) -> None:
         """`swap_linears`, with one k-means for each shape: layers of a shape need the same."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from edkm_cli.clustering import round_lut
 from edkm_cli.config import UserError
-from edkm_cli.distributed import ALONE, World
+from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
@@ -88,8 +88,9 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
 class _Compensation:
     """The hook before each layer. Layers that follow each other with one input share its factor."""
 
-    def __init__(self, world: World, counts: bool, progress: Iterator[Any]):
-        self._world, self._counts, self._progress = world, counts, progress
+    def __init__(self, world: World, progress: Iterator[Any]):
+        self.rows: dict[Any, Tensor] = {}  # of sharded layers, what this process keeps
+        self._world, self._progress = world, progress
         self._done: set[Any] = set()
         self._input: Tensor | None = None
         self._factor = self._order = torch.empty(0)
@@ -101,12 +102,22 @@ class _Compensation:
         if inputs[0] is not self._input:
             self._input = inputs[0]
             x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
-            hessian = self._world.sum(x.t() @ x if self._counts else x.new_zeros(x.shape[1], x.shape[1]))
+            hessian = x.t() @ x
             self._order = hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(hessian[self._order][:, self._order])
         weight = compensated(layer.weight, row_entries(layer), self._factor, self._order)
-        layer.weight.copy_(self._world.broadcast(weight))
+        weight = self._world.broadcast(weight)  # processors may differ in the last bit
+        layer.weight.copy_(weight)
+        if self._world.sharded:  # here the weight is whole for the length of its block, and then forgotten
+            parts = weight.chunk(self._world.size)
+            self.rows[layer] = parts[min(self._world.rank, len(parts) - 1)].clone()
         next(self._progress, None)
+
+    def keep(self) -> None:
+        """Give sharded layers their rows."""
+        for layer, rows in self.rows.items():
+            mine = local(layer.weight)
+            mine.copy_(rows[: mine.shape[0]])  # the last processes may have none
 
 
 @torch.no_grad()
@@ -119,8 +130,8 @@ def compensate(
 ) -> None:
     """Compensate all `ClusteredLinear` layers of a causal LM, in place, in the order in which they run.
 
-    Centroids stay as they are. A layer that the text does not reach keeps its weight. On N processes, which hold the
-    same whole weights, each runs 1/N of the text.
+    Centroids stay as they are. A layer that the text does not reach keeps its weight. Several processes all do the same,
+    so that their number decides nothing: the text is short, and columns cannot be shared out.
 
     Args:
         batches: token ids, (batch, sequence) int64, all of one shape, the same on all processes; they go through the
@@ -129,19 +140,18 @@ def compensate(
     Raises UserError if inputs are not finite.
     """
     layers = clustered_layers(model)
-    turns = world.turns(batches)
-    counted = [batch for batch, counts in turns if counts]
     progress = iter(track(range(len(layers)), "compensation", len(layers)))
-    hook = _Compensation(world, bool(counted), progress)
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers.values()]
+    compensation = _Compensation(world, progress)
+    handles = [layer.register_forward_pre_hook(compensation) for layer in layers.values()]
     was_training = model.training
     model.eval()
     try:
-        ids = torch.cat(counted or [turns[0][0]]).to(world.device)
-        model.base_model(input_ids=ids, use_cache=False)
+        # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
+        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
         for _ in progress:  # layers that were not reached
             pass
     finally:
         for handle in handles:
             handle.remove()
         model.train(was_training)
+    compensation.keep()
