@@ -90,6 +90,9 @@ def compress_command(
         bool | None,
         _option("KL from the uncompressed model, or plain fine-tuning.", "distill", "--distill/--no-distill"),
     ] = None,
+    label_weight: Annotated[
+        float | None, _option("Of the next-token loss beside distillation; 0: the teacher only.", "label_weight")
+    ] = None,
     hidden_weight: Annotated[
         float | None, _option("Of the decoder layers' outputs in distillation; 0: logits only.", "hidden_weight")
     ] = None,

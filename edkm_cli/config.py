@@ -64,6 +64,7 @@ class CompressConfig:
     sequence_length: int = 1024
     gradient_accumulation: int = 1
     distill: bool = True
+    label_weight: float = 0.0
     hidden_weight: float = 0.0
     gradient_checkpointing: bool = False
     offload: str = "none"
@@ -110,7 +111,7 @@ class CompressConfig:
         return faults
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
-        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank", "hidden_weight")
+        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank")
         ones = (
             "iterations",
             "batch_size",

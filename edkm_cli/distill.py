@@ -13,35 +13,55 @@ _CHUNK_TOKENS = 256
 
 
 class _MeanKL(torch.autograd.Function):
-    """KL(teacher || student) a token, averaged. Its gradient, softmax(student) - softmax(teacher), is as large as the
-    logits and is the one thing saved; log-softmaxes exist only chunk by chunk."""
+    """KL(teacher || student) a token, averaged, plus `label_weight` times the next token's negative log-probability,
+    averaged. Its gradient is as large as the logits and is the one thing saved; log-softmaxes exist only chunk by chunk.
+
+    `labels` (tokens,) int64 are the next tokens, -1 where there is none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, labels: Tensor, label_weight: float) -> Tensor:
         gradient = torch.empty_like(student)
         total = torch.zeros((), dtype=torch.float64, device=student.device)
+        known = labels >= 0
+        share = label_weight / known.sum() * known if label_weight else None  # (tokens,), what a label weighs
         for rows in torch.arange(student.shape[0]).split(_CHUNK_TOKENS):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             log_student = student[part].float().log_softmax(1)
             log_teacher = teacher[part].float().log_softmax(1)
             probabilities = log_teacher.exp()
-            total += ((log_teacher - log_student) * probabilities).sum()
-            gradient[part] = (log_student.exp_() - probabilities).div_(student.shape[0]).to(student.dtype)
+            total += ((log_teacher - log_student) * probabilities).sum() / student.shape[0]
+            del log_teacher
+            if share is None:
+                gradient[part] = (log_student.exp_() - probabilities).div_(student.shape[0]).to(student.dtype)
+                continue
+            # Both losses end in the student's softmax: their targets are added, each with its weight.
+            weights, target = share[part], probabilities.div_(student.shape[0])
+            picks = labels[part].clamp_min(0)[:, None]
+            total -= (log_student.gather(1, picks)[:, 0] * weights).sum()
+            target.scatter_add_(1, picks, weights[:, None].to(target.dtype))
+            gradient[part] = (log_student.exp_().mul_(weights[:, None] + 1 / student.shape[0]) - target).to(
+                student.dtype
+            )
         ctx.save_for_backward(gradient)
-        return (total / student.shape[0]).float()
+        return total.float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None
+        return gradient * grad.to(gradient.dtype), None, None, None
 
 
-def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+def kl_divergence(student: Tensor, teacher: Tensor, *, ids: Tensor | None = None, label_weight: float = 0.0) -> Tensor:
     """Mean over tokens of KL(softmax(teacher) || softmax(student)); logits (..., vocabulary), computed in float32.
 
-    The gradient goes to the student only.
+    With a `label_weight`, plus that times `next_token_loss(student, ids)` (soft and hard targets, arXiv 1503.02531), at
+    no further memory. The gradient goes to the student only.
     """
-    return _MeanKL.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2))
+    labels = torch.full(student.shape[:-1], -1, device=student.device)
+    if label_weight and ids is not None:
+        labels[:, :-1] = ids[:, 1:]
+    return _MeanKL.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), labels.flatten(), label_weight)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -74,9 +94,11 @@ def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
     return torch.stack(parts).mean()
 
 
-def training_loss(student: Any, teacher: Any | None, ids: Tensor, *, hidden_weight: float = 0.0) -> Tensor:
-    """The loss of one micro-batch: KL from the teacher where there is one (plus `hidden_weight` times `hidden_loss`),
-    else next-token prediction."""
+def training_loss(
+    student: Any, teacher: Any | None, ids: Tensor, *, label_weight: float = 0.0, hidden_weight: float = 0.0
+) -> Tensor:
+    """The loss of one micro-batch: KL from the teacher where there is one (plus `label_weight` times `next_token_loss` and
+    `hidden_weight` times `hidden_loss`), else next-token prediction."""
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if teacher is None:
         return next_token_loss(student(**inputs).logits, ids)
@@ -86,5 +108,5 @@ def training_loss(student: Any, teacher: Any | None, ids: Tensor, *, hidden_weig
     ours = student(**inputs)
     with torch.no_grad():
         theirs = teacher(**inputs)
-    loss = kl_divergence(ours.logits, theirs.logits)
+    loss = kl_divergence(ours.logits, theirs.logits, ids=ids, label_weight=label_weight)
     return loss + hidden_weight * hidden_loss(ours.hidden_states, theirs.hidden_states) if hidden_weight else loss

@@ -260,7 +260,8 @@ class Rehearsal:
             precision = choose_mixed_precision(config.mixed_precision, _name(trained[0].dtype), self.setting.device)
             held.enter_context(self._stage.autocast(model, precision == "bf16"))
             with self._stage.offload(model, config.offload == "cpu"):
-                loss = training_loss(model, teacher, ids, hidden_weight=config.hidden_weight)
+                weights = {"label_weight": config.label_weight, "hidden_weight": config.hidden_weight}
+                loss = training_loss(model, teacher, ids, **weights)
                 (loss / config.gradient_accumulation).backward()
             del loss
             if config.mode == "soft":

@@ -191,7 +191,13 @@ def train(
                 waits = nullcontext() if last or world.size == 1 or world.sharded else step_model.no_sync()
                 with waits, marshal or nullcontext():
                     with accelerator.autocast():
-                        part = training_loss(step_model, teacher, ids, hidden_weight=config.hidden_weight)
+                        part = training_loss(
+                            step_model,
+                            teacher,
+                            ids,
+                            label_weight=config.label_weight,
+                            hidden_weight=config.hidden_weight,
+                        )
                     accelerator.backward(part / config.gradient_accumulation)
                 loss += part.detach().double().cpu() / (config.gradient_accumulation * world.size)
             total = float(world.sum(loss))
@@ -288,7 +294,7 @@ def hard_loss(
     if step % every and step + 1 != config.steps:
         return None
     model.eval()
-    value = training_loss(model, teacher, ids).double().cpu() / world.size
+    value = training_loss(model, teacher, ids, label_weight=config.label_weight).double().cpu() / world.size
     model.train()
     return float(world.sum(value))
 

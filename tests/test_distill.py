@@ -24,6 +24,27 @@ def test_kl_equals_torchs_in_value_and_gradient(tokens):
     torch.testing.assert_close(student.grad.double(), reference_student.grad, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.parametrize("label_weight", [0.3, 2.0])
+def test_labels_beside_the_teacher_add_next_token_prediction(label_weight):
+    student = torch.randn(2, 150, 50, dtype=torch.float64)
+    teacher, ids = 3 * torch.randn(2, 150, 50), torch.randint(0, 50, (2, 150))
+    ours, plain = student.float().requires_grad_(True), student.clone().requires_grad_(True)
+    expected = torch.nn.functional.kl_div(
+        plain.log_softmax(-1).flatten(0, 1),
+        teacher.double().log_softmax(-1).flatten(0, 1),
+        log_target=True,
+        reduction="batchmean",
+    )
+    expected = expected + label_weight * torch.nn.functional.cross_entropy(
+        plain[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    loss = kl_divergence(ours, teacher, ids=ids, label_weight=label_weight)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=1e-4, atol=1e-8)
+
+
 def test_the_loss_of_a_perfect_student_is_zero():
     logits = torch.randn(2, 5, 11)
     assert kl_divergence(logits, logits).item() == pytest.approx(0, abs=1e-6)
