@@ -52,8 +52,8 @@ class CompressConfig:
     context: int = 1024
     # training
     steps: int = 100
-    learning_rate: float = 3e-4
-    lut_learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
+    lut_learning_rate: float = 2e-4
     warmup: float = 0.1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -64,7 +64,7 @@ class CompressConfig:
     sequence_length: int = 1024
     gradient_accumulation: int = 1
     distill: bool = True
-    label_weight: float = 0.0
+    label_weight: float = 1.0
     hidden_weight: float = 0.0
     gradient_checkpointing: bool = False
     offload: str = "none"
