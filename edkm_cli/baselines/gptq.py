@@ -31,6 +31,7 @@ from edkm_cli.baselines.grid import Grid, fit_grid, zero_bits
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.nn.compensate import inverse_factor
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128
@@ -137,7 +138,7 @@ def quantize_weight(
         grids = [fit_grid(part, bits=bits, rule=rule) for part in weight.split(width, 1)]
     # Transposed, so that a column of the layer is contiguous; indexing copies.
     w = weight.t()[permutation].contiguous()  # (in, out)
-    factor = _inverse_factor(hessian[permutation][:, permutation], damping).to(w.dtype)
+    factor = inverse_factor(hessian[permutation][:, permutation], damping=damping).to(w.dtype)
     quantized = torch.empty_like(w)
     # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
     lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
@@ -167,19 +168,3 @@ def _order(diagonal: Tensor, width: int, order: str) -> Tensor:
     groups = values[:, 0].argsort(descending=True, stable=True)
     starts = torch.arange(0, diagonal.numel(), width, device=diagonal.device)
     return (starts[:, None] + inside)[groups].flatten()
-
-
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with U^T U the inverse of the damped Hessian; float64. Damping grows until one exists."""
-    h = hessian.double()
-    diagonal = h.diagonal()
-    mean = diagonal.mean()
-    diagonal[diagonal == 0] = 1.0  # an input that is always zero: its column is rounded to nearest
-    for _ in range(20):
-        diagonal += damping * mean
-        lower, failed = torch.linalg.cholesky_ex(h)
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed:
-            return upper
-    raise UserError("the calibration inputs must be finite, but a layer's Hessian has no Cholesky factor")
