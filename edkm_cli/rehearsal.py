@@ -185,16 +185,26 @@ class Rehearsal:
 
     @torch.no_grad()
     def _compensate(self, model: Any) -> None:
-        """The pass that `compensate` makes, and beside its largest layer the Hessian (twice) and its factors, in
-        float64."""
+        """The pass that `compensate` makes, and what it holds before each layer: first the Hessian, its sorted copy and
+        four float64 matrices of its factorization, then two of these, the weight three times, and its LUTs."""
         config = self.config
-        batches = calibration_batches(
-            torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META), config, config.start_tokens
-        )
-        columns = max(swap.shape[1] for swap in self._clustered)
+        tokens = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
+        batches = calibration_batches(tokens, config, config.start_tokens)
+
+        def hold(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+            square, size = layer.in_features**2, layer.out_features * layer.in_features
+            converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
+            factoring = 40 * square + converted
+            moving = 16 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
+            with self._ledger.more(max(factoring, moving), CLUSTERING):
+                pass
+
+        handles = [layer.register_forward_pre_hook(hold) for layer in clustered_layers(model).values()]
         model.eval()
-        with self._gathered(model), self._ledger.more(columns**2 * (2 * 4 + 3 * 8), CLUSTERING):
+        with self._gathered(model):
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
+        for handle in handles:
+            handle.remove()
 
     def _swap(self, model: Any, importance: dict[str, Tensor]) -> None:
         """`swap_linears`, with one k-means for each shape: layers of a shape need the same."""

@@ -78,7 +78,16 @@ def test_a_run_leaves_a_model_that_loads_and_measures_as_reported(model_director
 
 
 def test_training_lowers_the_loss_and_the_gap_to_the_original(model_directory, text_file, tmp_path):
-    config = settings(model_directory, text_file, tmp_path / "out", bits=2, steps=40, learning_rate=3e-3)
+    config = settings(
+        model_directory,
+        text_file,
+        tmp_path / "out",
+        bits=2,
+        steps=40,
+        learning_rate=3e-3,
+        label_weight=0.0,
+        start="kmeans",
+    )
     compress(config)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))

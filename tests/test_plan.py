@@ -26,6 +26,7 @@ SHORT = {
     "sequence_length": 96,
     "context": 64,
     "calibration_tokens": 128,
+    "start_tokens": 128,
     "eval_windows": 2,
     "steps": 3,
     "save_every": 0,
@@ -63,6 +64,7 @@ CASES = [
     {"gradient_checkpointing": True},
     {"lora_rank": 4},
     {"steps": 0},
+    {"start_tokens": 4096},
     {"distill": False, "batch_size": 3},
     {"granularity": "tensor", "mode": "soft"},
 ]
@@ -173,7 +175,7 @@ def test_llama_7b_trains_on_24_gib_with_lora():
 
 
 def test_what_is_proposed_fits(models):
-    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256}
+    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256, "start_tokens": 256}
     config = CompressConfig(model=str(models["wide"]), **shape)
     needed = dry_run(config, gpu_memory="80GB")["peak_memory_bytes"]["total"] - RUNTIME
     memory = f"{(RUNTIME + 0.45 * needed) / 0.95:.0f}"
@@ -198,7 +200,7 @@ class TestParts:
     @pytest.fixture
     def peaks(self, models):
         def of(setting=GPU, **changes):
-            values = {"sequence_length": 256, "context": 64, "calibration_tokens": 64, "steps": 2}
+            values = {"sequence_length": 256, "context": 64, "calibration_tokens": 64, "start": "kmeans", "steps": 2}
             found = rehearse(CompressConfig(**{"model": str(models["wide"]), **values, **changes}), setting)
             return found[DEVICE], found[HOST]
 
@@ -240,7 +242,8 @@ class TestParts:
         assert device.total < 4 * WIDE_CLUSTERED + 2 * WIDE_PARAMETERS
 
     def test_a_model_is_left_as_it_was(self, models):
-        config = CompressConfig(model=str(models["wide"]), sequence_length=64, context=64, calibration_tokens=64)
+        tokens = {"sequence_length": 64, "context": 64, "calibration_tokens": 64, "start_tokens": 64}
+        config = CompressConfig(model=str(models["wide"]), **tokens)
         dense, swaps = plan(config)
         first, again = (Rehearsal(config, dense, swaps, GPU, stored_bytes=0).run() for _ in range(2))
         assert first == again
@@ -320,7 +323,7 @@ def test_a_model_that_looks_at_values_is_planned_without_activations(tmp_path):
 
 
 def test_the_summary_shows_device_and_host_and_what_would_fit(models):
-    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256}
+    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256, "start_tokens": 256}
     found = dry_run(CompressConfig(model=str(models["wide"]), **shape), gpu_memory="0.8GB", gpus=2)
     text = plan_summary(found)
     assert "each of 2 processes on cuda" in text
