@@ -199,7 +199,7 @@ def eval_command(
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
     _check_json_target(json_file)
-    from edkm_cli.compress import choose_device
+    from edkm_cli.choices import choose_device
     from edkm_cli.measure import evaluate_model
     from edkm_cli.progress import Progress
     from edkm_cli.report import evaluation_summary
@@ -282,7 +282,7 @@ def generate_command(
 ) -> None:
     """Text from a checkpoint."""
     _check_json_target(json_file)
-    from edkm_cli.compress import choose_device
+    from edkm_cli.choices import choose_device
     from edkm_cli.measure import generate_text
 
     result = generate_text(
@@ -320,7 +320,7 @@ def bench_clustering_command(
     """The clustering engine against the dense reference, the layer's own linear and, where installed, coremltools."""
     _check_json_target(json_file)
     from edkm_cli.bench import GRANULARITIES, bench_clustering, format_table
-    from edkm_cli.compress import choose_device
+    from edkm_cli.choices import choose_device
     from edkm_cli.progress import Progress
 
     result = bench_clustering(
@@ -399,7 +399,7 @@ def ablate_command(
     """The paper's memory ablation on this machine: marshaling, uniquification, sharding, and the closed form."""
     _check_json_target(json_file)
     from edkm_cli.ablate import format_table, plot, run
-    from edkm_cli.compress import choose_device
+    from edkm_cli.choices import choose_device
     from edkm_cli.progress import Progress
 
     result = run(

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.baselines import autoround, load
+from edkm_cli.choices import choose_device, evaluation_tokens
 from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.compare_plot import plot
-from edkm_cli.compress import choose_device, evaluation_tokens
 from edkm_cli.config import CompressConfig, coerce, from_mapping
 from edkm_cli.data import training_tokens
 from edkm_cli.environment import hardware, versions

@@ -23,8 +23,9 @@ from edkm_cli import models
 from edkm_cli.baselines import load
 from edkm_cli.baselines.autoround import quantize as autoround
 from edkm_cli.baselines.outcome import decoder_linears
+from edkm_cli.choices import calibration_batches
 from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED
-from edkm_cli.compress import Observer, calibration_batches, compress
+from edkm_cli.compress import Observer, compress
 from edkm_cli.config import CompressConfig, from_mapping
 from edkm_cli.data import Blocks
 from edkm_cli.errors import Preempted, UserError

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from edkm_cli import models
-from edkm_cli.compress import choose_device, choose_dtype, plan, spec_of
+from edkm_cli.choices import choose_device, choose_dtype, plan, spec_of
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import launched
 from edkm_cli.evaluate import peak_memory_bytes

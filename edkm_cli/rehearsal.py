@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.choices import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
 from edkm_cli.clustering import kmeans_start
-from edkm_cli.compress import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
 from edkm_cli.config import CompressConfig
 from edkm_cli.distill import FrozenTeacher, training_loss
 from edkm_cli.distributed import World

@@ -36,7 +36,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from edkm_cli import models
-from edkm_cli.compress import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
+from edkm_cli.choices import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distill import FrozenTeacher

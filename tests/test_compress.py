@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli.compress import Observer, Run, compress, needed_bytes, plan
+from edkm_cli.choices import needed_bytes, plan
+from edkm_cli.compress import Observer, Run, compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World
 from edkm_cli.export.directory import OutputDirectory

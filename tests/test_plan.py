@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from edkm_cli.choices import plan
 from edkm_cli.cli import main
-from edkm_cli.compress import compress, plan
+from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
 from edkm_cli.plan import Machine, Need, dry_run, parse_bytes
