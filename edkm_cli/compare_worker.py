@@ -23,7 +23,7 @@ from edkm_cli import models
 from edkm_cli.baselines import load
 from edkm_cli.baselines.autoround import quantize as autoround
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.choices import calibration_batches
+from edkm_cli.choices import calibration_batches, compensates
 from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED
 from edkm_cli.compress import Observer, compress
 from edkm_cli.config import CompressConfig, from_mapping
@@ -127,14 +127,16 @@ def _ours(
     """Run `edkm compress` into `directory` and load what it wrote."""
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
-    calibration = calibration_batches(tokens, config) if config.importance != "none" else []
+    # Both begin with the same blocks.
+    limits = [config.calibration_tokens] * (config.importance != "none") + [config.start_tokens] * compensates(config)
+    texts = [calibration_batches(tokens, config, limit) for limit in limits]
     dense = config.embedding_bits == 16
     row = {
         "bits": config.bits,
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
         "weights_bytes": report["weights_bytes"],
-        "calibration_tokens": sum(batch.numel() for batch in calibration),
+        "calibration_tokens": max((sum(batch.numel() for batch in text) for text in texts), default=0),
         "training_tokens": report["training_tokens"],
         "seconds": round(
             sum(value for name, value in report["seconds"].items() if name not in ("load", "evaluate")), 3

@@ -21,6 +21,7 @@ def settings(model_directory, text_file, output, **changes):
         "output": str(output),
         "data": (str(text_file),),
         "calibration_tokens": 256,
+        "start_tokens": 1024,
         "sequence_length": 48,
         "context": 64,
         "eval_windows": 2,
