@@ -62,11 +62,15 @@ def test_columns_beyond_a_lazy_block_are_compensated_too():
     assert torch.allclose(compensated(weight, entries, inverse_factor(hessian), order), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_layers_error_falls_though_weights_leave_their_nearest_entries():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layers_error_falls_though_weights_leave_their_nearest_entries(dtype):
     hessian, weight = (tensor.float() for tensor in inputs_and_weight(rows=16, columns=64, tokens=1000))
+    weight = weight.to(dtype).float()
     lut = kmeans_start(weight, 8, granularity="row:1")
     order = hessian.diagonal().argsort(descending=True)
-    moved = compensated(weight, lut[:, None], inverse_factor(hessian[order][:, order]), order)
+    moved = compensated(weight.to(dtype), lut[:, None], inverse_factor(hessian[order][:, order]), order)
+    assert moved.dtype == dtype
+    moved = moved.float()
 
     def error(latent):
         difference = weight - snap(latent, lut, granularity="row:1")

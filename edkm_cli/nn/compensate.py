@@ -25,7 +25,7 @@ from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
-_LAZY_COLUMNS = 128
+_LAZY_COLUMNS = 64
 _DAMPING = 0.01
 
 
@@ -39,19 +39,22 @@ def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) 
         order: (in,) int64, the columns in the order in which they are rounded.
     """
     columns, width = weight.shape[1], weight.shape[1] // entries.shape[1]
+    luts = entries.sort(-1).values.transpose(0, 1).contiguous()  # (tiles, out, k)
+    borders = (luts[..., 1:] + luts[..., :-1]) / 2
     # Transposed, so that a column of the layer is contiguous; indexing copies.
     w = weight.t()[order].to(entries.dtype).contiguous()
-    factor = factor.to(entries.dtype)
+    factor = (factor / factor.diagonal()[:, None]).to(entries.dtype)
     tiles = (order // width).tolist()
     for start in range(0, columns, _LAZY_COLUMNS):
         end = min(start + _LAZY_COLUMNS, columns)
-        errors = w.new_empty(end - start, w.shape[1])
-        for j in range(start, end):
-            w[j] = w[j].to(weight.dtype)  # as it will be stored, or another entry might be the nearest
-            lut = entries[:, tiles[j]]
-            nearest = (w[j][:, None] - lut).abs_().argmin(1, keepdim=True)
-            error = torch.sub(w[j], lut.gather(1, nearest)[:, 0], out=errors[j - start]).div_(factor[j, j])
-            w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+        block, inside = w[start:end], factor[start:end, start:end]
+        errors = torch.empty_like(block)
+        for j, tile in enumerate(tiles[start:end]):
+            if weight.dtype != w.dtype:
+                block[j] = block[j].to(weight.dtype)  # as it will be stored, or another entry might be the nearest
+            nearest = torch.searchsorted(borders[tile], block[j][:, None])
+            torch.sub(block[j], luts[tile].gather(1, nearest)[:, 0], out=errors[j])
+            block[j + 1 :].addr_(inside[j, j + 1 :], errors[j], alpha=-1)
         w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
     return w[order.argsort()].t().to(weight.dtype).contiguous()
 
