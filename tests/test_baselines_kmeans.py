@@ -33,6 +33,7 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
         data=(str(text_file),),
         embedding_bits=16,
         steps=0,
+        start="kmeans",
         granularity=granularity,
         importance=importance,
         calibration_tokens=256,

@@ -27,7 +27,8 @@ def argv(config):
     return [
         sys.executable, "-m", "edkm_cli", "compress", "--model", config.model,
         "--data", config.data[0], "-o", config.output, "--steps", str(config.steps), "--sequence-length", "48",
-        "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256", "--device", "cpu", "--mode", config.mode,
+        "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256",
+        "--start-tokens", str(config.start_tokens), "--device", "cpu", "--mode", config.mode,
         "--lr", "1e-3", "--lut-learning-rate", "1e-3", "--save-every", str(config.save_every), "--resume",
     ]  # fmt: skip
 
