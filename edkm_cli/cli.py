@@ -50,7 +50,9 @@ def compress_command(
     skip: Annotated[list[str] | None, _option("Module path or pattern to leave dense (repeatable).", "skip")] = None,
     method: Annotated[str | None, _option("edkm (closed form) or dkm (dense reference).", "method")] = None,
     mode: Annotated[str | None, _option("straight-through, hard or soft forward in training.", "mode")] = None,
-    iterations: Annotated[int | None, _option("Centroid updates a step (soft, hard).", "iterations")] = None,
+    iterations: Annotated[
+        int | None, _option("Centroid updates a step (soft, hard); 0: trained by gradient.", "iterations")
+    ] = None,
     temperature: Annotated[float | None, _option("Relative temperature (soft, hard).", "temperature")] = None,
     temperature_end: Annotated[float | None, _option("Last temperature of a schedule.", "temperature_end")] = None,
     temperature_schedule: Annotated[

@@ -54,7 +54,9 @@ def plot(result: dict[str, Any], path: str | Path) -> list[_Box]:
         height = min(row["perplexity"], ceiling)
         axes.scatter([row["decoder_bits_per_weight"]], [height], s=55, zorder=3, clip_on=False, **style)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    low, high = axes.get_ylim()
+    decimals = 0 if high > 2 * low else 1
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.{decimals}f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -64,7 +66,7 @@ def plot(result: dict[str, Any], path: str | Path) -> list[_Box]:
     setting = result["setting"]
     text = Path(setting["eval_data"] or f"the held-out tenth of {setting['data'][0]}").name
     axes.set_title(f"{setting['model']}, {text}, context {setting['context']}", loc="left")
-    if kinds:
+    if len(set(kinds)) > 1:
         axes.legend(loc="upper right", frameon=False)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # the layout stays, so that positions are known
@@ -85,6 +87,8 @@ def label_of(row: dict[str, Any]) -> str:
     known = ("bits", "group_size", "granularity", "steps", "calibration_samples", "sequence_length", "learning_rate")
     options = [f"{name.replace('_', ' ')} {value}" for name, value in row["options"].items() if name not in known]
     geometry = {"row:1": "per row", "tensor": "per tensor"}.get(row["granularity"], row["granularity"])
+    if row["method"] == OURS and not row["training_tokens"]:
+        options.append("untrained")
     bits = f"{row['bits']}-bit " if "bits" in row["options"] else ""
     name = f"{row['method']} {bits}{geometry.replace(':', ' ')}"
     return f"{', '.join([name, *options])}  {figure}"

@@ -26,6 +26,7 @@ from edkm_cli.choices import (
     plan,
     spec_of,
 )
+from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distill import FrozenTeacher
 from edkm_cli.distributed import World, full, local, open_world, peers
@@ -106,11 +107,11 @@ class Run:
         self.clock = Clock()
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
         self.dtype = choose_dtype(config.dtype, world.device, master=world.sharded and not config.lora_rank)
-        one_dtype = self.dtype == "float32" or config.mode != "straight-through" or config.lora_rank
+        one_dtype = self.dtype == "float32" or not trains_luts(config.mode, config.iterations) or config.lora_rank
         if world.sharded and not one_dtype:
             raise UserError(
                 "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
-                f"{self.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard",
+                f"{self.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
                 everywhere=True,
             )
         self.source = models.resolve(config.model)

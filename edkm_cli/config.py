@@ -111,9 +111,8 @@ class CompressConfig:
         return faults
 
     def _minima(self) -> list[tuple[str, int, int | float]]:
-        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank")
+        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank", "iterations")
         ones = (
-            "iterations",
             "batch_size",
             "gradient_accumulation",
             "eval_windows",

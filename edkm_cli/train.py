@@ -303,7 +303,7 @@ def hard_loss(
 def finish_centroids(model: Any, world: World) -> None:
     """The iterated centroids of the trained weights, where they are not trained themselves; layer by layer."""
     for layer in clustered_layers(model).values():
-        if layer.clustering.mode != "straight-through":
+        if not layer.clustering.trains_luts:
             with gathered(layer):
                 final = layer.iterated_centroids()
             assign(layer.centroids, final)

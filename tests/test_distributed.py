@@ -66,6 +66,7 @@ CASES = {
     "sharded": {"sharding": "full"},
     "sharded-soft": {"sharding": "full", "mode": "soft", "iterations": 2, "gradient_checkpointing": True},
     "sharded-tensor-hard": {"sharding": "full", "mode": "hard", "granularity": "tensor", "embedding_bits": 16},
+    "sharded-trained-luts": {"sharding": "full", "mode": "soft", "iterations": 0},
     "sharded-dkm": {"sharding": "full", "method": "dkm", "mode": "soft", "importance": "activation"},
     "data-parallel-dkm": {"method": "dkm", "mode": "soft", "granularity": "block:4x8"},
     "sharded-lora": {"sharding": "full", "lora_rank": 2},

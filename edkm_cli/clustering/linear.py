@@ -27,6 +27,11 @@ from edkm_cli.kernels import Tile
 MODES = ("soft", "hard", "straight-through")
 
 
+def trains_luts(mode: str, iterations: int) -> bool:
+    """Whether centroids are trained by gradient: in mode `straight-through`, and where no iteration moves them."""
+    return mode == "straight-through" or iterations == 0
+
+
 class LowRank(NamedTuple):
     """A low-rank update of a weight (out, in): `scaling * b @ a` with a (rank, in) and b (out, rank)."""
 

@@ -26,7 +26,7 @@ from edkm_cli.clustering import (
     round_lut,
     snap,
 )
-from edkm_cli.clustering.linear import LowRank, effective_weight
+from edkm_cli.clustering.linear import LowRank, effective_weight, trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import from_groups, to_groups
@@ -49,6 +49,10 @@ class Clustering:
     mode: str = "straight-through"
     iterations: int = 1
 
+    @property
+    def trains_luts(self) -> bool:
+        return trains_luts(self.mode, self.iterations)
+
 
 class ClusteredLinear(nn.Module):
     """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
@@ -57,7 +61,8 @@ class ClusteredLinear(nn.Module):
     of `edkm_cli.nn.lora`. While `dense` is set the layer is the plain linear on `weight` instead.
 
     `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
-    in mode `straight-through`, where they are trained; in the other modes they are the warm start of the iterations.
+    in mode `straight-through` and without iterations, where they are trained; else they are the warm start of the
+    iterations.
     """
 
     bias: nn.Parameter | None
@@ -77,7 +82,7 @@ class ClusteredLinear(nn.Module):
         self.clustering, self.temperature, self.name = clustering, temperature, name
         self.weight = nn.Parameter(weight.detach())
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
-        self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.mode == "straight-through")
+        self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.trains_luts)
         self.dense = False
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
@@ -120,7 +125,7 @@ class ClusteredLinear(nn.Module):
             return nn.functional.linear(x, self.weight, self.bias)
         if not self.training:
             return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
-        new_centroids = None if options.mode == "straight-through" else self._new_centroids()
+        new_centroids = None if options.trains_luts else self._new_centroids()
         if options.method == "dkm":
             with self.saving(self.weight):
                 clustered = self._dense_weight()
@@ -187,7 +192,7 @@ class ClusteredLinear(nn.Module):
     def commit(self) -> None:
         """Once per optimizer step: make the iterated centroids the next step's warm start. Nothing to do where they
         are trained by gradient."""
-        if self.clustering.mode != "straight-through":
+        if not self.clustering.trains_luts:
             # Of sharded parameters only a forward sees the whole: what it computed is taken.
             sharded = local(self.weight) is not self.weight
             assign(self.centroids, self._memo[1] if sharded and self._memo else self._new_centroids())

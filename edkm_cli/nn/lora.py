@@ -96,9 +96,9 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> Non
     """Freeze a clustered model, or a part of one, and give each `ClusteredLinear` a low-rank update to train, in place.
 
     The update is `alpha / rank * B @ A`. B starts at zero, so nothing changes yet, A at random: Kaiming uniform, from
-    `seed` and the layer's name alone, on any device. What trains is A, B and, in mode `straight-through`, the LUT
-    entries; norms, biases, embeddings and skipped linears do not. Parameters keep their names; A and B are
-    `<path>.lora_A.default.weight` and `<path>.lora_B.default.weight`.
+    `seed` and the layer's name alone, on any device. What trains is A, B and, in mode `straight-through` or without
+    iterations, the LUT entries; norms, biases, embeddings and skipped linears do not. Parameters keep their names; A and
+    B are `<path>.lora_A.default.weight` and `<path>.lora_B.default.weight`.
 
     Raises UserError if the rank is below 1 or alpha is not a positive number.
     """
@@ -119,7 +119,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> Non
     for layer in lora_layers(model).values():
         layer.lora_A.requires_grad_(True)
         layer.lora_B.requires_grad_(True)
-        layer.centroids.requires_grad_(layer.clustering.mode == "straight-through")
+        layer.centroids.requires_grad_(layer.clustering.trains_luts)
 
 
 def lora_layers(model: nn.Module) -> dict[str, ClusteredLora]:
