@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
+from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
@@ -97,11 +98,11 @@ def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | Non
 
 
 def compensates(config: CompressConfig) -> bool:
-    """Whether weights start compensated. `auto`: where they are snapped in training, too, and are free to move, which
-    those under LoRA are not."""
+    """Whether weights start compensated. `auto`: where no iteration moves the tables that weights were fitted to, and
+    weights are free to move, which those under LoRA are not."""
     if config.start != "auto":
         return config.start == "compensated"
-    return config.mode == "straight-through" and not config.lora_rank
+    return trains_luts(config.mode, config.iterations) and not config.lora_rank
 
 
 def needed_bytes(config: CompressConfig, parameters: int, swaps: list[Swap]) -> int:

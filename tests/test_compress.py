@@ -44,7 +44,7 @@ def weights_of(directory):
         {"distill": False},
         {"mode": "soft", "iterations": 2},
         {"mode": "hard", "temperature_schedule": "cosine"},
-        {"mode": "soft", "iterations": 0, "start": "compensated"},
+        {"mode": "soft", "iterations": 0},
         {"gradient_accumulation": 2, "batch_size": 2},
         {"gradient_checkpointing": True},
         {"offload": "cpu", "method": "dkm", "mode": "soft"},
