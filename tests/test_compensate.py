@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start, nearest_indices, snap
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distill import kl_divergence
+from edkm_cli.kernels import columns_torch
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.compensate import compensate, compensated, inverse_factor, row_entries
 from tests.conftest import cluster, tiny_llama
@@ -60,6 +62,23 @@ def test_columns_beyond_a_lazy_block_are_compensated_too():
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(300, dtype=torch.float64)
     expected = written_out(weight, lambda row, column: entries[row, 0], damped, order)
     assert torch.allclose(compensated(weight, entries, inverse_factor(hessian), order), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "k", "tiles"), [(1, 2, 1), (16, 8, 1), (37, 8, 4), (96, 256, 2)])
+def test_the_fast_kernel_is_its_reference(rows, k, tiles):
+    hessian, weight = (tensor.float() for tensor in inputs_and_weight(rows=rows, columns=128, tokens=600))
+    entries = torch.randn(rows, tiles, k, generator=torch.Generator().manual_seed(1))
+    luts = entries.sort(-1).values.permute(1, 2, 0).contiguous()
+    factor = inverse_factor(hessian).float()[:64, :64]
+    factor = factor / factor.diagonal()[:, None]
+    of_column = torch.arange(64) * tiles // 64
+    blocks = [weight.t()[:64].clone(memory_format=torch.contiguous_format) for _ in range(2)]
+    fast = kernels.round_columns(blocks[0], luts, of_column, factor, torch.float32)
+    plain = columns_torch.round_columns(blocks[1], luts, of_column, factor, torch.float32)
+    same = torch.isclose(fast, plain, rtol=1e-4, atol=1e-4).all(0)
+    assert same.float().mean() >= 0.9  # in a row with a weight halfway between two entries, either may be taken
+    torch.testing.assert_close(blocks[0][:, same], blocks[1][:, same], rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(fast).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import build, cpu, kmeans_table, kmeans_torch, palette_torch, shapes
+from edkm_cli.kernels import build, columns_torch, cpu, kmeans_table, kmeans_torch, palette_torch, shapes
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -43,6 +43,7 @@ __all__ = [
     "nearest",
     "passes",
     "relative_temperature",
+    "round_columns",
     "snap",
     "sum_by_entry",
     "to_groups",
@@ -147,6 +148,13 @@ def _kmeans_of_group(values: Tensor, importance: Tensor | None, k: int) -> Tenso
 
 def _kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     return (cpu if cpu.supports(values) else kmeans_torch).kmeans(values, importance, k)
+
+
+def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
+    """Round the columns of a block (columns, rows) one after the other; see `columns_torch.round_columns`."""
+    if stored == block.dtype == torch.float32 and cpu.supports(block):
+        return cpu.round_columns(block, luts, tiles, factor)
+    return columns_torch.round_columns(block, luts, tiles, factor, stored)
 
 
 def finds_optimum() -> bool:

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c")
+_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c")
 _HEADERS = ("lanes.c",)
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120

@@ -23,6 +23,7 @@ from edkm_cli.kernels.tiles import Tile
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNIT_WEIGHTS = 1 << 18  # weights in a unit of work: a group larger than that is shared by threads
 _ALONE_WEIGHTS = 1 << 15  # below that, waking other threads costs more than it saves
+_LANES, _MAX_COLUMNS = 16, 128  # of columns.c
 
 
 class _Layout(ctypes.Structure):
@@ -265,3 +266,19 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
 
     _parallel(work, groups, values.numel())
     return centroids
+
+
+def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor) -> Tensor:
+    """`columns_torch.round_columns` of a float32 block of at most 128 columns that is stored as float32."""
+    (columns, rows), compiled = block.shape, library()
+    assert compiled is not None, "callers ask `supports` first"
+    assert columns <= _MAX_COLUMNS, "the kernel has room for so many"
+    assert block.is_contiguous(), "it is changed in place"
+    errors, luts, tiles, factor = torch.empty_like(block), luts.contiguous(), tiles.contiguous(), factor.contiguous()
+
+    def work(first: int, last: int) -> None:
+        sizes = (ctypes.c_int64(v) for v in (columns, rows, luts.shape[1], first, last))
+        compiled.edkm_round_columns(*map(_pointer, (block, errors, luts, tiles, factor)), *sizes)
+
+    _parallel(work, -(-rows // _LANES), block.numel())
+    return errors

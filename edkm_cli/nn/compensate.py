@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edkm_cli import kernels
 from edkm_cli.clustering import round_lut
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
@@ -39,22 +40,14 @@ def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) 
         order: (in,) int64, the columns in the order in which they are rounded.
     """
     columns, width = weight.shape[1], weight.shape[1] // entries.shape[1]
-    luts = entries.sort(-1).values.transpose(0, 1).contiguous()  # (tiles, out, k)
-    borders = (luts[..., 1:] + luts[..., :-1]) / 2
+    luts = entries.sort(-1).values.permute(1, 2, 0).contiguous()  # (tiles, k, out)
     # Transposed, so that a column of the layer is contiguous; indexing copies.
     w = weight.t()[order].to(entries.dtype).contiguous()
     factor = (factor / factor.diagonal()[:, None]).to(entries.dtype)
-    tiles = (order // width).tolist()
+    tiles = order // width
     for start in range(0, columns, _LAZY_COLUMNS):
         end = min(start + _LAZY_COLUMNS, columns)
-        block, inside = w[start:end], factor[start:end, start:end]
-        errors = torch.empty_like(block)
-        for j, tile in enumerate(tiles[start:end]):
-            if weight.dtype != w.dtype:
-                block[j] = block[j].to(weight.dtype)  # as it will be stored, or another entry might be the nearest
-            nearest = torch.searchsorted(borders[tile], block[j][:, None])
-            torch.sub(block[j], luts[tile].gather(1, nearest)[:, 0], out=errors[j])
-            block[j + 1 :].addr_(inside[j, j + 1 :], errors[j], alpha=-1)
+        errors = kernels.round_columns(w[start:end], luts, tiles[start:end], factor[start:end, start:end], weight.dtype)
         w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
     return w[order.argsort()].t().to(weight.dtype).contiguous()
 
