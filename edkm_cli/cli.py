@@ -156,7 +156,8 @@ def compress_command(
         return
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus plan for a machine, but --dry-run is not given; add it")
-    return_large_blocks()
+    if settings.steps:  # what costs page faults is worth it where gradients and moments are to fit, too
+        return_large_blocks()
     from edkm_cli.compress import Observer, compress
     from edkm_cli.progress import Progress
     from edkm_cli.report import summary
