@@ -3,8 +3,8 @@
 glibc takes a large block from the system and returns it when it is freed, but what counts as large grows to 32 MB with
 the blocks it sees: then most tensors of a training step come from one heap, which freed neighbours leave full of holes.
 With the limit fixed, SmolLM2-135M's full fine-tuning peaks at 4.8 GB instead of 6.0 GB. What it costs depends on how dear a
-fresh page is: nothing to speak of on one machine, on a virtual one whose host was short of memory 17 s a step instead of
-12 s. `MALLOC_MMAP_THRESHOLD_=33554432` in the environment trades it back.
+fresh page is: nothing to speak of on one day; on another, on the same virtual machine, 17 s a step instead of 12 s.
+`MALLOC_MMAP_THRESHOLD_=33554432` in the environment trades it back.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from edkm_cli.nn.sensitivity import collect_importance
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 
 MODES = ["straight-through", "hard", "soft"]
+MODES_AND_ITERATIONS = [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)]
 
 
 def layer_of(mode, method, granularity="row:1", dtype=torch.float32, iterations=2):
@@ -22,7 +23,7 @@ def layer_of(mode, method, granularity="row:1", dtype=torch.float32, iterations=
     return ClusteredLinear.from_linear(linear, clustering, temperature=0.05, name="layer").train()
 
 
-@pytest.mark.parametrize(("mode", "iterations"), [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)])
+@pytest.mark.parametrize(("mode", "iterations"), MODES_AND_ITERATIONS)
 @pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x8"])
 def test_the_closed_form_and_the_dense_reference_train_alike(mode, iterations, granularity):
     fast, dense = (layer_of(mode, method, granularity, iterations=iterations) for method in ("edkm", "dkm"))
@@ -36,7 +37,7 @@ def test_the_closed_form_and_the_dense_reference_train_alike(mode, iterations, g
         torch.testing.assert_close(fast.centroids.grad, dense.centroids.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "iterations"), [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)])
+@pytest.mark.parametrize(("mode", "iterations"), MODES_AND_ITERATIONS)
 def test_a_forward_pass_changes_no_state_and_commit_does(mode, iterations):
     layer = layer_of(mode, "edkm", iterations=iterations)
     before = {name: value.clone() for name, value in layer.state_dict().items()}

@@ -1,7 +1,7 @@
 /* Columns of a weight rounded one after the other, each error passed on to the columns still to come: columns_torch.py.
  *
  * Rows are independent, so 16 of them go side by side in the lanes of a vector, with all columns of a block in the first
- * cache. A pass has two vector operations an entry to find the nearest and one a later column to pass the error on.
+ * cache: a few vector operations an entry to find the nearest, and one a later column to pass the error on.
  */
 #include "lanes.c"
 
