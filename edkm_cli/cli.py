@@ -11,7 +11,7 @@ import typer
 
 from edkm_cli import __version__
 from edkm_cli.allocator import return_large_blocks
-from edkm_cli.compare_config import METHODS, CompareConfig, build_compare_config
+from edkm_cli.compare.config import METHODS, CompareConfig, build_compare_config
 from edkm_cli.config import CompressConfig, UserError, build_config
 from edkm_cli.errors import PeerLost, Preempted
 
@@ -148,8 +148,8 @@ def compress_command(
         raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
     _check_json_target(json_file)
     if dry_run:
-        from edkm_cli.plan import dry_run as plan
-        from edkm_cli.report import plan_summary
+        from edkm_cli.dryrun.plan import dry_run as plan
+        from edkm_cli.summaries import plan_summary
 
         result = plan(settings, gpu_memory=gpu_memory, gpus=gpus)
         _finish(plan_summary(result), result, json_file)
@@ -158,9 +158,9 @@ def compress_command(
         raise UserError("--gpu-memory and --gpus plan for a machine, but --dry-run is not given; add it")
     if settings.steps:  # what costs page faults is worth it where gradients and moments are to fit, too
         return_large_blocks()
-    from edkm_cli.compress import Observer, compress
-    from edkm_cli.progress import Progress
-    from edkm_cli.report import summary
+    from edkm_cli.compress import compress
+    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.summaries import summary
 
     progress = Progress()
     result = compress(
@@ -202,10 +202,10 @@ def eval_command(
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
     _check_json_target(json_file)
-    from edkm_cli.choices import choose_device
-    from edkm_cli.measure import evaluate_model
+    from edkm_cli.evaluate.command import evaluate_model
+    from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
-    from edkm_cli.report import evaluation_summary
+    from edkm_cli.summaries import evaluation_summary
 
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
     if tasks is not None and not names:
@@ -235,7 +235,7 @@ def inspect_command(
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, LUTs, size."""
     _check_json_target(json_file)
-    from edkm_cli.inspect import format_inspection, inspect_checkpoint
+    from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
     result = inspect_checkpoint(directory)
     _finish(format_inspection(result), result, json_file)
@@ -255,8 +255,8 @@ def report_command(
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
     _check_json_target(json_file)
-    from edkm_cli.page.build import build_report
     from edkm_cli.progress import Progress
+    from edkm_cli.report.build import build_report
 
     result = build_report(directory, output=output, weights=weights, track=Progress().track)
     _finish(result["page"], result, json_file)
@@ -285,8 +285,8 @@ def generate_command(
 ) -> None:
     """Text from a checkpoint."""
     _check_json_target(json_file)
-    from edkm_cli.choices import choose_device
-    from edkm_cli.measure import generate_text
+    from edkm_cli.generate import generate_text
+    from edkm_cli.preflight import choose_device
 
     result = generate_text(
         model,
@@ -322,8 +322,8 @@ def bench_clustering_command(
 ) -> None:
     """The clustering engine against the dense reference, the layer's own linear and, where installed, coremltools."""
     _check_json_target(json_file)
-    from edkm_cli.bench import GRANULARITIES, bench_clustering, format_table
-    from edkm_cli.choices import choose_device
+    from edkm_cli.bench.clustering import GRANULARITIES, bench_clustering, format_table
+    from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
 
     result = bench_clustering(
@@ -381,7 +381,7 @@ def compare_command(
     if not settings.model:
         raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
     _check_json_target(json_file)
-    from edkm_cli.compare import compare, format_table
+    from edkm_cli.compare.command import compare, format_table
     from edkm_cli.progress import Progress
 
     result = compare(settings, overwrite=overwrite, say=Progress().say)
@@ -401,8 +401,8 @@ def ablate_command(
 ) -> None:
     """The paper's memory ablation on this machine: marshaling, uniquification, sharding, and the closed form."""
     _check_json_target(json_file)
-    from edkm_cli.ablate import format_table, plot, run
-    from edkm_cli.choices import choose_device
+    from edkm_cli.bench.ablate import format_table, plot, run
+    from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
 
     result = run(

@@ -5,17 +5,35 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from edkm_cli import data, models, report
-from edkm_cli.choices import (
+from edkm_cli import data, models
+from edkm_cli.clustering.linear import trains_luts
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import World, full, local, open_world, peers
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.size import footprint
+from edkm_cli.export.checkpoint import write_checkpoint
+from edkm_cli.export.directory import OutputDirectory, settle
+from edkm_cli.export.model_card import model_card
+from edkm_cli.format import digest, write_json
+from edkm_cli.hf import load
+from edkm_cli.initialize.build import swap_linears
+from edkm_cli.initialize.compensate import compensate
+from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.initialize.sharded import build_sharded
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.lora import add_lora
+from edkm_cli.nn.swap import LINEAR, decoder_bits_per_weight, palettize_embeddings
+from edkm_cli.preflight import (
     calibration_batches,
     choose_device,
     choose_dtype,
@@ -26,39 +44,11 @@ from edkm_cli.choices import (
     plan,
     spec_of,
 )
-from edkm_cli.clustering.linear import trains_luts
-from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.distill import FrozenTeacher
-from edkm_cli.distributed import World, full, local, open_world, peers
-from edkm_cli.environment import hardware, versions
-from edkm_cli.evaluate import Track, footprint, no_progress, peak_memory_bytes, perplexity
-from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory, settle
-from edkm_cli.format import digest, write_json
-from edkm_cli.hf import load
-from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.compensate import compensate
-from edkm_cli.nn.lora import add_lora
-from edkm_cli.nn.sensitivity import collect_importance
-from edkm_cli.nn.swap import (
-    LINEAR,
-    decoder_bits_per_weight,
-    palettize_embeddings,
-    swap_linears,
-)
-from edkm_cli.optimize import require_optimizer
-from edkm_cli.resume import fingerprint, require_same
-from edkm_cli.train import freeze_dense_embeddings, require_trackers, step_sequences, train
-from edkm_cli.weights import build_sharded
-
-
-@dataclass(frozen=True)
-class Observer:
-    """How a run shows itself: `track` wraps long loops, `show` adds a short text to the current one, `say` prints."""
-
-    track: Track = no_progress
-    show: Callable[[str], None] = lambda text: None
-    say: Callable[[str], None] = lambda text: None
+from edkm_cli.progress import Observer
+from edkm_cli.train.loop import freeze_dense_embeddings, require_trackers, step_sequences, train
+from edkm_cli.train.losses import FrozenTeacher
+from edkm_cli.train.optimizer import require_optimizer
+from edkm_cli.train.state import fingerprint, require_same
 
 
 class Clock:
@@ -362,7 +352,7 @@ class Run:
             "hardware": hardware(self.world.device),
         }
         write_json(staging / "report.json", result)
-        card = report.model_card(result, base_model=None if self.source.is_local else self.source.location)
+        card = model_card(result, base_model=None if self.source.is_local else self.source.location)
         (staging / "README.md").write_text(card, encoding="utf-8")
         output.commit()
         return result

@@ -1,4 +1,4 @@
-"""What a result was made with and on: versions and hardware, for the record."""
+"""What a result was made with and on: versions and hardware, and the peak memory of the process."""
 
 from __future__ import annotations
 
@@ -33,3 +33,20 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
         pass  # not Linux
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {"device": device, "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Peak memory of the process: allocated on a CUDA device, resident on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    try:
+        # Not getrusage where there is better: its maximum survives exec, so it may be that of the parent process.
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass  # not Linux
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

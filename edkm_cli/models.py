@@ -15,6 +15,12 @@ from edkm_cli.config import UserError, configs_directory
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises UserError for a dtype that models are not loaded in."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model to load. `location` is a directory or a hub id; `architecture` is known for aliases, so that a dry run

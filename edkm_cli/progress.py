@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 _LOG_INTERVAL_SECONDS = 30.0
+
+Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
+
+
+def no_progress(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
+    """The default of `track` arguments: iterate, show nothing."""
+    return items
+
+
+@dataclass(frozen=True)
+class Observer:
+    """How a run shows itself: `track` wraps long loops, `show` adds a short text to the current one, `say` prints."""
+
+    track: Track = no_progress
+    show: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = lambda text: None
 
 
 class Progress:

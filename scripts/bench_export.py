@@ -37,9 +37,10 @@ from edkm_cli.distributed import ALONE, World, launched, local, open_world
 from edkm_cli.environment import hardware, versions
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.build import swap_linears
+from edkm_cli.initialize.sharded import build_sharded
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps, swap_linears
-from edkm_cli.weights import build_sharded
+from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 
 _SPEC = QuantizationSpec(bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8)
 _CLUSTERING = Clustering(bits=3, granularity="row:1", lut_dtype="float16")

@@ -5,7 +5,7 @@
     python scripts/bench_training.py                       a tiny shape on a CPU: the same code
 
 Nothing is downloaded and no weight is written: the shape is `tiny` or an alias of configs/models.yaml. Both variants are
-trained by `edkm_cli.train`, the loop of `edkm compress`, each in a process of its own, with the same optimizer, losses,
+trained by `edkm_cli.train.loop`, the loop of `edkm compress`, each in a process of its own, with the same optimizer, losses,
 checkpointing and 8-bit embeddings. `clustered` has `ClusteredLinear` where `plain` has `nn.Linear` (mode `lora`: with
 peft's own layers). Only steps are measured, so LUTs start at the quantiles that normally distributed weights have.
 
@@ -36,20 +36,19 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from edkm_cli import models
-from edkm_cli.choices import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
-from edkm_cli.distill import FrozenTeacher
 from edkm_cli.distributed import open_world
-from edkm_cli.environment import hardware, versions
-from edkm_cli.evaluate import peak_memory_bytes
+from edkm_cli.dryrun.plan import dry_run, parse_bytes
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import to_groups
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings, plan_swaps
-from edkm_cli.plan import dry_run, parse_bytes
-from edkm_cli.train import train
+from edkm_cli.preflight import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
+from edkm_cli.train.loop import train
+from edkm_cli.train.losses import FrozenTeacher
 
 VARIANTS = ("plain", "clustered")
 TINY = {

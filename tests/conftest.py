@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.build import swap_linears
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps, swap_linears
+from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

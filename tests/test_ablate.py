@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from edkm_cli import ablate
+from edkm_cli.bench import ablate
 from edkm_cli.config import UserError
 
 

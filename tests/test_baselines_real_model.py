@@ -11,7 +11,7 @@ import pytest
 
 from edkm_cli import data, models
 from edkm_cli.baselines import load
-from edkm_cli.evaluate import perplexity
+from edkm_cli.evaluate.perplexity import perplexity
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 TOLERANCE = 1.05

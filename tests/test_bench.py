@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from edkm_cli.bench import bench_clustering, format_table
+from edkm_cli.bench.clustering import bench_clustering, format_table
 from edkm_cli.config import UserError
 
 

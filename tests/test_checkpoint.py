@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import edkm_cli
 from edkm_cli.config import UserError
-from edkm_cli.evaluate import footprint
+from edkm_cli.evaluate.size import footprint
 from edkm_cli.hf import check_checkpoint, load
-from edkm_cli.inspect import inspect_checkpoint
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
+from edkm_cli.report.inspection import inspect_checkpoint
 
 
 def files_of(directory):

@@ -13,15 +13,16 @@ import torch
 from test_cli import refused, run
 
 import edkm_cli
-from edkm_cli import compare as compare_module
-from edkm_cli import compare_worker, data, models
+from edkm_cli import data, models
 from edkm_cli.baselines import rtn
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.compare import command, compare, format_table, settings_of
-from edkm_cli.compare_config import CompareConfig, Entry, build_compare_config
-from edkm_cli.compare_plot import plot
+from edkm_cli.compare import worker as compare_worker
+from edkm_cli.compare.command import command, compare, format_table, settings_of
+from edkm_cli.compare.command import command as compare_module
+from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
+from edkm_cli.compare.plot import plot
 from edkm_cli.config import UserError, configs_directory
-from edkm_cli.evaluate import perplexity
+from edkm_cli.evaluate.perplexity import perplexity
 
 KEYS = {"method", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "seconds",
         "peak_memory_bytes", "label", "options", "windows", "calibration_tokens", "training_tokens",
@@ -356,7 +357,7 @@ def test_autoround_without_its_package_says_so(one_process, model_directory, tex
 
 
 def test_importing_the_settings_imports_no_torch():
-    code = "import sys, edkm_cli.compare_config; assert 'torch' not in sys.modules"
+    code = "import sys, edkm_cli.compare.config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=60).returncode == 0
 
 

@@ -12,10 +12,10 @@ from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start, nearest_indices, snap
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.distill import kl_divergence
+from edkm_cli.initialize.compensate import compensate, compensated, inverse_factor, row_entries
 from edkm_cli.kernels import columns_torch
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.nn.compensate import compensate, compensated, inverse_factor, row_entries
+from edkm_cli.train.losses import kl_divergence
 from tests.conftest import cluster, tiny_llama
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli.choices import needed_bytes, plan
-from edkm_cli.compress import Observer, Run, compress
+from edkm_cli.compress import Run, compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World
+from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.measure import evaluate_model
+from edkm_cli.preflight import needed_bytes, plan
+from edkm_cli.progress import Observer
 
 
 def settings(model_directory, text_file, output, **changes):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from edkm_cli.distill import hidden_loss, kl_divergence, next_token_loss, training_loss
+from edkm_cli.train.losses import hidden_loss, kl_divergence, next_token_loss, training_loss
 
 
 @pytest.mark.parametrize("tokens", [3, 256, 300])

@@ -7,7 +7,9 @@ import torch
 from conftest import cluster, tiny_llama
 
 from edkm_cli.config import UserError
-from edkm_cli.evaluate import decode_speed, footprint, perplexity
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.size import footprint
+from edkm_cli.evaluate.speed import decode_speed
 
 
 def test_perplexity_is_that_of_the_protocol():

@@ -12,8 +12,8 @@ from edkm_cli.clustering.linear import LowRank
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World
 from edkm_cli.nn.lora import add_lora
-from edkm_cli.optimize import build_optimizer
-from edkm_cli.resume import Checkpoints
+from edkm_cli.train.optimizer import build_optimizer
+from edkm_cli.train.state import Checkpoints
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

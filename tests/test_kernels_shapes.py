@@ -9,7 +9,7 @@ import torch
 
 from edkm_cli.clustering import clustered_linear, iterate_centroids, kmeans_start, nearest_indices, snap
 from edkm_cli.clustering.linear import LowRank
-from edkm_cli.stage import Setting, Stage
+from edkm_cli.dryrun.meta import Setting, Stage
 
 GEOMETRIES = ["tensor", "row:2", "block:4x8"]
 

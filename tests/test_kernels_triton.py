@@ -42,14 +42,14 @@ def assert_near(ours, exact, plain, what):
 
 
 def check_groups(dtype, shape, tile, k):
-    from edkm_cli.kernels import TorchPasses, closed_form, triton_dkm
+    from edkm_cli.kernels import TorchPasses, attention_triton, closed_form
 
     weight, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     start = torch.linspace(-1.5, 1.5, k).repeat(shape[0] // tile[0], 1)
-    assert triton_dkm.supports(weight, tile, k)
+    assert attention_triton.supports(weight, tile, k)
     results = []
     for passes, real in (
-        (triton_dkm.TritonPasses(weight, tile), torch.float32),
+        (attention_triton.TritonPasses(weight, tile), torch.float32),
         (TorchPasses(weight.double(), tile), torch.float64),
         (TorchPasses(weight, tile), torch.float32),
     ):
@@ -64,10 +64,10 @@ def check_groups(dtype, shape, tile, k):
 
 
 def check_constant_rows():
-    from edkm_cli.kernels import closed_form, triton_dkm
+    from edkm_cli.kernels import attention_triton, closed_form
 
     weight = torch.full((2, 16), 0.25)
-    passes, start = triton_dkm.TritonPasses(weight, (1, 16)), torch.tensor([[0.25, 0.5]]).repeat(2, 1)
+    passes, start = attention_triton.TritonPasses(weight, (1, 16)), torch.tensor([[0.25, 0.5]]).repeat(2, 1)
     spread = closed_form.relative_temperature(*passes.spread(), 0.05)
     assert torch.equal(closed_form.iterate(passes, start, spread.tau, 2), start)
     gradient, _ = closed_form.backward(passes, start, spread, 2, torch.ones(2, 16), None)
@@ -76,7 +76,7 @@ def check_constant_rows():
 
 def check_table(dtype):
     from edkm_cli.kernels.table import TorchTableKernels
-    from edkm_cli.kernels.triton_table import TritonTableKernels
+    from edkm_cli.kernels.table_triton import TritonTableKernels
 
     weight, grad = torch.randn(40, 50).to(dtype), torch.randn(40, 50).to(dtype)
     ours, plain, table = TritonTableKernels(), TorchTableKernels(), torch.randn(1 << 16)
@@ -90,28 +90,28 @@ def check_table(dtype):
 
 
 def check_palette(dtype, tile, k):
-    from edkm_cli.kernels import palette_torch, triton_palette
+    from edkm_cli.kernels import palette_torch, palette_triton
 
     weight, grad = torch.randn(4, 24).to(dtype), torch.randn(4, 24).to(dtype)
     lut = torch.randn((4 // tile[0]) * (24 // tile[1]), k)
     arguments = weight, lut, tile
-    assert torch.equal(triton_palette.nearest(*arguments), palette_torch.nearest(*arguments))
+    assert torch.equal(palette_triton.nearest(*arguments), palette_torch.nearest(*arguments))
     wanted = palette_torch.snap(*arguments, torch.float32)[0]
-    ours, finite = triton_palette.snap(*arguments, torch.float32)
+    ours, finite = palette_triton.snap(*arguments, torch.float32)
     assert finite is None
     assert torch.equal(ours, wanted)
-    sums = triton_palette.sum_by_entry(weight, lut, grad, tile), palette_torch.sum_by_entry(weight, lut, grad, tile)
+    sums = palette_triton.sum_by_entry(weight, lut, grad, tile), palette_torch.sum_by_entry(weight, lut, grad, tile)
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     for flaw in (float("nan"), float("inf"), -float("inf")):
         flawed = weight.clone()
         flawed[1, 3] = flaw
-        ours, _ = triton_palette.snap(flawed, lut, tile, torch.float32)
+        ours, _ = palette_triton.snap(flawed, lut, tile, torch.float32)
         assert ours.isnan().nonzero().tolist() == [[1, 3]]
         assert torch.equal(ours[2:], wanted[2:])
         for entry in (0, k - 1):
             flawed_lut = lut.clone()
             flawed_lut[-1, entry] = flaw
-            ours, _ = triton_palette.snap(weight, flawed_lut, tile, torch.float32)
+            ours, _ = palette_triton.snap(weight, flawed_lut, tile, torch.float32)
             assert ours[-tile[0] :, -tile[1] :].isnan().all()
             assert int(ours.isnan().sum()) == tile[0] * tile[1]
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from edkm_cli.config import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
+from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.mover import Mover
 from edkm_cli.memory.shard import _checksum
-from edkm_cli.memory.statistics import Statistics
 
 
 def keep_as_is():

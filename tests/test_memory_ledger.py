@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 
 KB = 1000
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from edkm_cli.memory import MarshalSavedTensors
+from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.mover import Mover, PinnedPool
-from edkm_cli.memory.statistics import Statistics
 
 
 def forced(**options):

@@ -7,9 +7,9 @@ import torch
 from conftest import cluster, tiny_llama, tiny_qwen
 
 from edkm_cli.config import UserError
+from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead
-from edkm_cli.nn.sensitivity import collect_importance
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 
 MODES = ["straight-through", "hard", "soft"]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from test_cli import compress_arguments, refused, run
 
 from edkm_cli.hf import load
-from edkm_cli.page.build import build_report
-from edkm_cli.page.charts import Axis, Series, bars, figure, histogram, line_chart, log_ticks, thin, ticks
-from edkm_cli.page.layers import measure_weights, place
-from edkm_cli.page.markup import Markup, tag
+from edkm_cli.report.build import build_report
+from edkm_cli.report.charts import Axis, Series, bars, figure, histogram, line_chart, log_ticks, thin, ticks
+from edkm_cli.report.layers import measure_weights, place
+from edkm_cli.report.markup import Markup, tag
 
 HOSTILE = "<script>alert('x')</script>\x00\"&"
 

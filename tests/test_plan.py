@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from edkm_cli.choices import plan
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
-from edkm_cli.plan import Machine, Need, dry_run, parse_bytes
-from edkm_cli.rehearsal import Peak, Rehearsal
-from edkm_cli.report import plan_summary
-from edkm_cli.stage import Setting
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
+from edkm_cli.dryrun.meta import Setting
+from edkm_cli.dryrun.plan import Machine, Need, dry_run, parse_bytes
+from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
+from edkm_cli.preflight import plan
+from edkm_cli.summaries import plan_summary
 from tests.conftest import byte_tokenizer, tiny_llama, tiny_qwen
 
 SHORT = {
@@ -149,7 +149,7 @@ def test_llama_7b_needs_no_hub_and_little_memory(tmp_path):
     ]
     # The process tells its own peak: what wait4 gives survives exec, so it may be that of the one that runs the tests.
     program = (
-        "import sys; from edkm_cli.cli import main; from edkm_cli.evaluate import peak_memory_bytes\n"
+        "import sys; from edkm_cli.cli import main; from edkm_cli.environment import peak_memory_bytes\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as end: assert not end.code\n"
         "print(peak_memory_bytes('cpu'))"

@@ -9,7 +9,7 @@ import edkm_cli
 from edkm_cli import models
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.measure import evaluate_model
+from edkm_cli.evaluate.command import evaluate_model
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 

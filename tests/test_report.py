@@ -1,6 +1,6 @@
 """Tables and summaries from JSON."""
 
-from edkm_cli.report import duration, megabytes, summary, table
+from edkm_cli.summaries import duration, megabytes, summary, table
 
 
 def test_sizes_and_times_are_for_people():

@@ -15,11 +15,12 @@ import torch
 from test_compress import settings, weights_of
 
 import edkm_cli
-from edkm_cli.compress import Observer, compress
+from edkm_cli.compress import compress
 from edkm_cli.config import UserError
 from edkm_cli.errors import Preempted
 from edkm_cli.export.directory import MARKER, OutputDirectory, settle
-from edkm_cli.resume import CHECKPOINTS, Checkpoints
+from edkm_cli.progress import Observer
+from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 
 
 def argv(config):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import edkm_cli
-from edkm_cli.compare_config import build_compare_config
+from edkm_cli.compare.config import build_compare_config
 from edkm_cli.config import build_config, configs_directory
 
 ROOT = Path(__file__).parent.parent

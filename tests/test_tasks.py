@@ -9,8 +9,8 @@ from conftest import byte_tokenizer, cluster, export, tiny_llama
 from test_cli import refused, run
 
 from edkm_cli.config import UserError
+from edkm_cli.evaluate.tasks import load_tasks, run_tasks
 from edkm_cli.hf import load
-from edkm_cli.tasks import load_tasks, run_tasks
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -181,9 +181,9 @@ def test_perplexity_and_tasks_together(folder, compressed_directory, text_file, 
 
 class TestErrors:
     def test_without_the_harness(self, model_directory, monkeypatch):
-        import edkm_cli.tasks
+        import edkm_cli.evaluate.tasks
 
-        monkeypatch.setattr(edkm_cli.tasks, "find_spec", lambda name: None)
+        monkeypatch.setattr(edkm_cli.evaluate.tasks, "find_spec", lambda name: None)
         line = refused("eval", model_directory, "--tasks", "piqa")
         assert "pip install 'edkm-cli[eval]'" in line
 

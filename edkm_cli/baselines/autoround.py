@@ -17,8 +17,8 @@ from torch import Tensor
 
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.models import load_tokenizer, resolve
+from edkm_cli.progress import Track, no_progress
 
 
 def quantize(

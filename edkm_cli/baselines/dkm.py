@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from edkm_cli.baselines.kmeans import count_luts
 from edkm_cli.baselines.outcome import Outcome, check_bits, decoder_linears
-from edkm_cli.distill import next_token_loss
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.sensitivity import collect_importance
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.train.losses import next_token_loss
 
 
 def quantize(

@@ -30,8 +30,8 @@ from edkm_cli.baselines.blocks import BlockStream, Gram
 from edkm_cli.baselines.grid import Grid, fit_grid, zero_bits
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
-from edkm_cli.nn.compensate import inverse_factor
+from edkm_cli.initialize.compensate import inverse_factor
+from edkm_cli.progress import Track, no_progress
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128

@@ -29,9 +29,9 @@ from torch.nn.utils import parametrize
 from edkm_cli.baselines.fake_quant import NO_QUANTIZATION, FakeQuantize, quantize_inputs, quantize_outputs
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.data import Blocks
-from edkm_cli.distill import training_loss
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.train.losses import training_loss
 
 _GREEDY_UP_TO = (3, 4, 5)
 

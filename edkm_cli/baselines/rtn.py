@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edkm_cli.baselines.grid import round_weight, scale_bits, zero_bits
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
-from edkm_cli.evaluate import Track, no_progress
+from edkm_cli.progress import Track, no_progress
 
 
 @torch.no_grad()

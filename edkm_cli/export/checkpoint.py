@@ -12,11 +12,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered
-from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.packing import pack
+from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
 _INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from edkm_cli.config import UserError
 from edkm_cli.format import sync, write_json
-from edkm_cli.resume import CHECKPOINTS
+from edkm_cli.train.state import CHECKPOINTS
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 MARKER = "edkm-run.json"

@@ -60,9 +60,13 @@ def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
     """Triton's passes for this weight, or None. Imported late: importing Triton takes longer than most commands."""
     if not _triton():
         return None
-    from edkm_cli.kernels import triton_dkm
+    from edkm_cli.kernels import attention_triton
 
-    return cast("Passes", triton_dkm.TritonPasses(weight, tile)) if triton_dkm.supports(weight, tile, k) else None
+    return (
+        cast("Passes", attention_triton.TritonPasses(weight, tile))
+        if attention_triton.supports(weight, tile, k)
+        else None
+    )
 
 
 def is_table(weight: Tensor, tile: Tile) -> bool:
@@ -84,9 +88,9 @@ def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
 def _table_kernels(weight: Tensor) -> TableKernels:
     """The fastest table kernels for this 16-bit weight."""
     if weight.is_cuda and _triton():
-        from edkm_cli.kernels import triton_table
+        from edkm_cli.kernels import table_triton
 
-        return triton_table.TritonTableKernels()
+        return table_triton.TritonTableKernels()
     return cpu.CpuTableKernels() if cpu.supports(weight) else TorchTableKernels()
 
 
@@ -95,10 +99,10 @@ def _palette(weight: Tensor) -> ModuleType:
     if weight.is_meta:
         return shapes
     if weight.is_cuda and _triton():
-        from edkm_cli.kernels import triton_palette
+        from edkm_cli.kernels import palette_triton
 
-        if triton_palette.supports(weight):
-            return triton_palette
+        if palette_triton.supports(weight):
+            return palette_triton
     return cpu if cpu.supports(weight) else palette_torch
 
 

@@ -3,9 +3,9 @@
 Knows tensors, autograd graphs and process groups, and nothing of clusters or models.
 """
 
+from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.marshal import MarshalSavedTensors
 from edkm_cli.memory.shard import Shard
-from edkm_cli.memory.statistics import Statistics
 from edkm_cli.memory.uniquify import Uniquify
 
 __all__ = ["MarshalSavedTensors", "Shard", "Statistics", "Uniquify"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from edkm_cli.memory.statistics import Statistics
+from edkm_cli.memory.accounting import Statistics
 
 
 class Stored(Protocol):

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.memory.ledger import DEVICE, HOST, Ledger
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.compare_config import OURS, UNCOMPRESSED
+from edkm_cli.compare.config import OURS, UNCOMPRESSED
 from edkm_cli.errors import UserError
 
 _STYLES = {

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
-from edkm_cli.page.document import page
-from edkm_cli.page.layers import Weights, measure_weights
-from edkm_cli.page.read import RunFiles, read_run
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.report.document import page
+from edkm_cli.report.layers import Weights, measure_weights
+from edkm_cli.report.read import RunFiles, read_run
 
 
 def build_report(

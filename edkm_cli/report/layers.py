@@ -17,11 +17,11 @@ from torch import Tensor
 from edkm_cli import models
 from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.format import QuantizationSpec, read_spec
-from edkm_cli.inspect import inspect_checkpoint
+from edkm_cli.initialize.sharded import SafetensorsReader
 from edkm_cli.packing import unpack
-from edkm_cli.weights import SafetensorsReader
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.report.inspection import inspect_checkpoint
 
 _BINS = 72
 _SPREAD = 4.0  # histograms reach so many standard deviations to either side

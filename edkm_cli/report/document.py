@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.page.charts import (
+from edkm_cli.report.charts import (
     MOST_LINES,
     Series,
     bars,
@@ -18,10 +18,10 @@ from edkm_cli.page.charts import (
     scale_of,
     stacked_bars,
 )
-from edkm_cli.page.layers import Histogram, LayerError, Weights
-from edkm_cli.page.markup import Markup, table, tag, unfold
-from edkm_cli.page.read import RunFiles, number
-from edkm_cli.report import duration, megabytes
+from edkm_cli.report.layers import Histogram, LayerError, Weights
+from edkm_cli.report.markup import Markup, table, tag, unfold
+from edkm_cli.report.read import RunFiles, number
+from edkm_cli.summaries import duration, megabytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
 _STAGE_NAMES = {

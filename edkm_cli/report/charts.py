@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from edkm_cli.page.markup import Markup, join, tag
+from edkm_cli.report.markup import Markup, join, tag
 
 Point = tuple[float, float]
 _MOST_POINTS = 600

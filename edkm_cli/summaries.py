@@ -1,4 +1,4 @@
-"""Reports -> tables, summaries, model cards. Reads JSON, never imports torch."""
+"""Results -> text for a terminal. Reads JSON, never imports torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STAGES = {
 }
 
 
-def _perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
+def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
     measured = report["perplexity"]
     rows = []
     for stage, label in _STAGES.items():
@@ -72,7 +72,7 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['model']} -> {report['output']}",
             "",
             f"perplexity ({windows})",
-            *("  " + line for line in table(_perplexity_rows(report)).splitlines()),
+            *("  " + line for line in table(perplexity_rows(report)).splitlines()),
             "",
             *(f"{name.ljust(width)}  {value}" for name, value in facts),
         ]
@@ -89,51 +89,6 @@ def _reasons(report: dict[str, Any]) -> str:
 
 def _phases(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
-
-
-def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
-    """README.md of a checkpoint, with the metadata block the hub reads."""
-    config, evaluation = report["config"], report["evaluation"]
-    bits = f"{report['decoder_bits_per_weight']:.2f}"
-    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if base_model:
-        metadata += [f"base_model: {base_model}", "base_model_relation: quantized"]
-    metadata += ["tags:", "- edkm", "- palettization", "- quantized", f"- {config['bits']}-bit", "---"]
-    rows = "\n".join(f"| {label} | {value} | {factor} |" for label, value, factor in _perplexity_rows(report))
-    return "\n".join(
-        [
-            *metadata,
-            "",
-            f"# {report['model']}, {config['bits']}-bit palettized",
-            "",
-            f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
-            f"(granularity `{config['granularity']}`, {bits} bits a weight, tables included), made by "
-            f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
-            "",
-            "## Use",
-            "",
-            "```python",
-            "import edkm_cli",
-            "",
-            'model = edkm_cli.load("PATH")  # PATH: this directory',
-            "```",
-            "",
-            "or `import edkm_cli.hf` and then `AutoModelForCausalLM.from_pretrained` (`pip install edkm-cli`). Without "
-            "that import transformers does not know the format and fills the model with random weights.",
-            "",
-            "## Figures",
-            "",
-            f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
-            "",
-            "| stage | perplexity | against the original |",
-            "| --- | --- | --- |",
-            rows,
-            "",
-            f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits a weight over the "
-            "whole model. All settings and versions are in `report.json`.",
-            "",
-        ]
-    )
 
 
 def plan_summary(plan: dict[str, Any]) -> str:

@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.baselines import autoround, load
-from edkm_cli.choices import choose_device, evaluation_tokens
-from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
-from edkm_cli.compare_plot import plot
+from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.compare.plot import plot
 from edkm_cli.config import CompressConfig, coerce, from_mapping
 from edkm_cli.data import training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
-from edkm_cli.report import megabytes, table
-from edkm_cli.train import preemption
+from edkm_cli.preflight import choose_device, evaluation_tokens
+from edkm_cli.summaries import megabytes, table
+from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "data", "eval_data", "device", "trust_remote_code")
@@ -218,7 +218,7 @@ def _result(
         return stored
     write_json(path, {"settings": settings})
     flags = ["--resume"] if same else ["--overwrite"] if stored is not None or overwrite else []
-    status = _run([sys.executable, "-m", "edkm_cli.compare_worker", str(path), str(tokens), *flags])
+    status = _run([sys.executable, "-m", "edkm_cli.compare.worker", str(path), str(tokens), *flags])
     result = _read(path) or {}
     if not {"row", "error"} & set(result):
         cause = f"signal {-status} (9 is often lack of memory)" if status < 0 else f"exit status {status}"

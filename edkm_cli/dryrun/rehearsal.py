@@ -2,7 +2,7 @@
 
 Nothing is guessed that can be counted. The model is built from its configuration without memory, and goes through the
 code that a run goes through: perplexity, calibration, swapping, an optimizer step with its losses, gradients and
-moments, export. A ledger of tensor storages (`edkm_cli.memory.ledger`) notes what is alive, and when most.
+moments, export. A ledger of tensor storages (`edkm_cli.dryrun.ledger`) notes what is alive, and when most.
 
 Left to arithmetic is what no tensor stands for, each with its reason beside it: copies of files while they are read,
 scratch memory of C kernels, what data parallelism and sharding (FSDP2) keep. The process itself is not in here.
@@ -19,21 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.choices import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
 from edkm_cli.clustering import kmeans_start
 from edkm_cli.config import CompressConfig
-from edkm_cli.distill import FrozenTeacher, training_loss
 from edkm_cli.distributed import World
-from edkm_cli.evaluate import perplexity
-from edkm_cli.granularity import Granularity
-from edkm_cli.memory.ledger import DEVICE, HOST
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
-from edkm_cli.nn.lora import add_lora
-from edkm_cli.nn.sensitivity import collect_importance
-from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings
-from edkm_cli.optimize import parameter_groups
-from edkm_cli.packing import pack
-from edkm_cli.stage import (
+from edkm_cli.dryrun.ledger import DEVICE, HOST
+from edkm_cli.dryrun.meta import (
     CLUSTERING,
     FILES,
     GRADIENTS,
@@ -46,8 +36,18 @@ from edkm_cli.stage import (
     Setting,
     Stage,
 )
-from edkm_cli.train import freeze_dense_embeddings
-from edkm_cli.weights import decoder_blocks
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
+from edkm_cli.nn.lora import add_lora
+from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings
+from edkm_cli.packing import pack
+from edkm_cli.preflight import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
+from edkm_cli.train.loop import freeze_dense_embeddings
+from edkm_cli.train.losses import FrozenTeacher, training_loss
+from edkm_cli.train.optimizer import parameter_groups
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3

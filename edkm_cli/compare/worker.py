@@ -1,6 +1,6 @@
 """One method of `edkm compare`, in a process of its own: its peak memory, its failure and its random state stay there.
 
-    python -m edkm_cli.compare_worker DIR/rtn.json TOKENS.safetensors [--resume] [--overwrite]
+    python -m edkm_cli.compare.worker DIR/rtn.json TOKENS.safetensors [--resume] [--overwrite]
 
 The first file holds `settings` (all that decides the row); the process adds `row`, or `error` with what went wrong. The
 second holds the tokens of the `training` and the `evaluation` text.
@@ -23,16 +23,17 @@ from edkm_cli import models
 from edkm_cli.baselines import load
 from edkm_cli.baselines.autoround import quantize as autoround
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.choices import calibration_batches, compensates
-from edkm_cli.compare_config import AUTOROUND, OURS, UNCOMPRESSED
-from edkm_cli.compress import Observer, compress
+from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED
+from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, from_mapping
 from edkm_cli.data import Blocks
+from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.evaluate import Track, peak_memory_bytes, perplexity
+from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.format import write_json
 from edkm_cli.hf import load as load_compressed
-from edkm_cli.progress import Progress
+from edkm_cli.preflight import calibration_batches, compensates
+from edkm_cli.progress import Observer, Progress, Track
 
 EMBEDDING_BYTES = 2  # a baseline's embeddings and norms are stored as they came, in 16 bits
 

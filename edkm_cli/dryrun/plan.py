@@ -1,6 +1,6 @@
 """`--dry-run`: what a run would swap, write and need, and what to change if that is too much.
 
-From the configuration alone: the run is rehearsed on the meta device (`edkm_cli.rehearsal`), for this machine or for
+From the configuration alone: the run is rehearsed on the meta device (`edkm_cli.dryrun.rehearsal`), for this machine or for
 GPUs that are named. Where it does not fit, other settings are rehearsed in the same way; those that fit are proposed.
 """
 
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from edkm_cli import models
-from edkm_cli.choices import choose_device, choose_dtype, plan, spec_of
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import launched
-from edkm_cli.evaluate import peak_memory_bytes
+from edkm_cli.dryrun.ledger import DEVICE, HOST
+from edkm_cli.dryrun.meta import PARTS, Setting
+from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
+from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.hf import skeleton_tensors
-from edkm_cli.memory.ledger import DEVICE, HOST
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, Swap, decoder_bits_per_weight, palettize_skeleton
-from edkm_cli.rehearsal import Peak, Rehearsal
-from edkm_cli.stage import PARTS, Setting
+from edkm_cli.preflight import choose_device, choose_dtype, plan, spec_of
 
 _RUNTIME = "runtime"
 _TOKENIZER_BYTES = 650  # an entry of the vocabulary: SmolLM2's 49,152 take 31 MB

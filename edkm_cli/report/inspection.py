@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.evaluate import footprint
+from edkm_cli.evaluate.size import footprint
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import check_checkpoint, skeleton
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
-from edkm_cli.report import megabytes, table
+from edkm_cli.summaries import megabytes, table
 
 
 def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:

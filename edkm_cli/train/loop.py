@@ -20,14 +20,14 @@ from torch import nn
 from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
-from edkm_cli.distill import training_loss
 from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted
-from edkm_cli.evaluate import Track, no_progress
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.optimize import build_optimizer, learning_rate_factor
-from edkm_cli.resume import Checkpoints
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.train.losses import training_loss
+from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
+from edkm_cli.train.state import Checkpoints
 
 
 def freeze_dense_embeddings(model: Any) -> None:

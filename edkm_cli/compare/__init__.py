@@ -1,0 +1,1 @@
+"""`edkm compare`: one model, many methods, one evaluator."""

@@ -1,0 +1,1 @@
+"""`edkm eval`: perplexity, size, speed and benchmark tasks of any causal language model."""

@@ -1,0 +1,52 @@
+"""README.md of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edkm_cli.summaries import megabytes, perplexity_rows
+
+
+def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
+    """README.md of a checkpoint, with the metadata block the hub reads."""
+    config, evaluation = report["config"], report["evaluation"]
+    bits = f"{report['decoder_bits_per_weight']:.2f}"
+    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model:
+        metadata += [f"base_model: {base_model}", "base_model_relation: quantized"]
+    metadata += ["tags:", "- edkm", "- palettization", "- quantized", f"- {config['bits']}-bit", "---"]
+    rows = "\n".join(f"| {label} | {value} | {factor} |" for label, value, factor in perplexity_rows(report))
+    return "\n".join(
+        [
+            *metadata,
+            "",
+            f"# {report['model']}, {config['bits']}-bit palettized",
+            "",
+            f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
+            f"(granularity `{config['granularity']}`, {bits} bits a weight, tables included), made by "
+            f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
+            "",
+            "## Use",
+            "",
+            "```python",
+            "import edkm_cli",
+            "",
+            'model = edkm_cli.load("PATH")  # PATH: this directory',
+            "```",
+            "",
+            "or `import edkm_cli.hf` and then `AutoModelForCausalLM.from_pretrained` (`pip install edkm-cli`). Without "
+            "that import transformers does not know the format and fills the model with random weights.",
+            "",
+            "## Figures",
+            "",
+            f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
+            "",
+            "| stage | perplexity | against the original |",
+            "| --- | --- | --- |",
+            rows,
+            "",
+            f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits a weight over the "
+            "whole model. All settings and versions are in `report.json`.",
+            "",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Dense model -> clustered model: importance, k-means, error compensation, loading in shards."""

@@ -1,0 +1,1 @@
+"""Training a clustered model: the loop, its losses, optimizers and checkpoints."""
