@@ -93,10 +93,10 @@ class CompressConfig:
         0.02,
         "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
         COMPRESSION,
-        above=0,
+        positive=True,
     )
     temperature_end: float = setting(
-        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, above=0
+        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
     )
     temperature_schedule: str = setting(
         "constant",
@@ -134,9 +134,9 @@ class CompressConfig:
     # training
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
     learning_rate: float = setting(
-        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", above=0
+        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
     )
-    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, above=0)
+    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
     warmup: float = setting(
         0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
     )
@@ -145,7 +145,7 @@ class CompressConfig:
         1.0,
         "Largest norm of a gradient; a larger one is scaled down. inf turns this off.",
         TRAINING,
-        above=0,
+        positive=True,
         finite=False,
     )
     optimizer: str = setting(
@@ -161,7 +161,7 @@ class CompressConfig:
         minimum=0,
     )
     lora_alpha: float | None = setting(
-        None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, above=0
+        None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True
     )
     batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
     sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)

@@ -47,7 +47,7 @@ class Setting:
         flags: all spellings, where `--field-name` (of a bool, `--no-field-name` too) is not enough.
         choices: the allowed values (of each item, for a tuple), each with its explanation, which may be empty.
         minimum, maximum: allowed bounds of a number.
-        above: lower bound that is not allowed itself.
+        positive: whether a number must be above 0.
         finite: False allows infinity. NaN never is.
         check: called with a value (each item, for a tuple) that is otherwise right; raises UserError to refuse it.
     """
@@ -57,7 +57,7 @@ class Setting:
     flags: tuple[str, ...] = ()
     choices: Mapping[Any, str] | None = None
     minimum: float | None = None
-    above: float | None = None
+    positive: bool = False
     maximum: float | None = None
     finite: bool = True
     check: Callable[[Any], object] | None = None
@@ -100,12 +100,10 @@ def _fault(name: str, rule: Setting, value: Any) -> str:
         return f"{name} must be one of {', '.join(map(str, rule.choices))}, got {value!r}"
     if isinstance(value, float) and (math.isnan(value) or (rule.finite and math.isinf(value))):
         return f"{name} must be a {'finite ' * rule.finite}number, got {value}"
-    if rule.minimum is not None and rule.maximum is not None and not rule.minimum <= value <= rule.maximum:
-        return f"{name} must be between {rule.minimum} and {rule.maximum}, got {value}"
     if rule.minimum is not None and value < rule.minimum:
         return f"{name} must be at least {rule.minimum}, got {value}"
-    if rule.above is not None and value <= rule.above:
-        return f"{name} must be above {rule.above}, got {value}"
+    if rule.positive and not value > 0:
+        return f"{name} must be positive, got {value}"
     if rule.maximum is not None and value > rule.maximum:
         return f"{name} must be at most {rule.maximum}, got {value}"
     try:

@@ -21,7 +21,7 @@ class Example:
     name: str = setting("a", "A name.", COMPRESSION, check=no_spaces)
     count: int = setting(1, "A count.", COMPRESSION, minimum=1)
     share: float = setting(0.5, "A share.", COMPRESSION, minimum=0, maximum=1)
-    rate: float | None = setting(None, "A rate.", COMPRESSION, above=0, finite=False)
+    rate: float | None = setting(None, "A rate.", COMPRESSION, positive=True, finite=False)
     kinds: tuple[str, ...] = setting((), "Kinds.", COMPRESSION, choices={"x": "this", "y": ""})
 
     def __post_init__(self):
@@ -33,11 +33,11 @@ class Example:
     [
         ({"count": 0}, "count must be at least 1, got 0"),
         ({"count": True}, "count must be a whole number, got True"),
-        ({"share": 1.5}, "share must be between 0 and 1, got 1.5"),
+        ({"share": 1.5}, "share must be at most 1, got 1.5"),
         ({"share": math.nan}, "share must be a finite number, got nan"),
         ({"share": -math.inf}, "share must be a finite number, got -inf"),
         ({"rate": math.nan}, "rate must be a number, got nan"),
-        ({"rate": 0}, "rate must be above 0, got 0.0"),
+        ({"rate": 0}, "rate must be positive, got 0.0"),
         ({"kinds": ["x", "z"]}, "kinds must be one of x, y, got 'z'"),
         ({"name": "a b"}, "name must have no spaces, got 'a b'"),
         ({"cuont": 2}, "unknown key 'cuont' (did you mean 'count'?)"),
