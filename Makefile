@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := edkm_cli tests scripts
+SOURCES := edkm_cli examples tests scripts
 
 .PHONY: help venv demo test lint check fix bench clean model
 

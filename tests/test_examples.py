@@ -51,9 +51,3 @@ def test_the_stored_layer_gives_what_was_trained():
     assert result["trained_loss"] < 0.5 * result["first_loss"]
     assert result["stored_loss"] == pytest.approx(result["trained_loss"], rel=1e-5)
     assert result["bits_per_weight"] == 3 + 8 * 16 / 128
-
-
-def test_every_example_is_named_in_the_documentation():
-    index = (EXAMPLES.parent / "docs" / "README.md").read_text()
-    for path in EXAMPLES.glob("*.py"):
-        assert path.name in index
