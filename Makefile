@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := edkm_cli tests scripts
+SOURCES := edkm_cli examples tests scripts
 # One worker a core, four at most, each with one thread; a file's tests stay together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
