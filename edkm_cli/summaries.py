@@ -57,8 +57,8 @@ def summary(report: dict[str, Any]) -> str:
     facts = [
         ["weights", f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})"],
         ["ratio", f"{ratio:.2f}x smaller"],
-        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits a weight, lookup tables included"],
-        ["whole model", f"{report['model_bits_per_weight']:.3f} bits a weight"],
+        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits per weight, lookup tables included"],
+        ["whole model", f"{report['model_bits_per_weight']:.3f} bits per weight"],
         ["modules", f"{len(report['swapped'])} compressed, {len(report['skipped'])} left dense{_reasons(report)}"],
         ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
         ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
@@ -116,7 +116,7 @@ def plan_summary(plan: dict[str, Any]) -> str:
             f"training  {plan['steps']} steps of {plan['sequences_per_step']} sequences, "
             f"{plan['training_tokens']:,} tokens",
             f"weights   {megabytes(plan['weights_bytes'])} (16-bit: {megabytes(plan['original_weights_bytes'])}), "
-            f"decoder {plan['decoder_bits_per_weight']:.3f} bits a weight",
+            f"decoder {plan['decoder_bits_per_weight']:.3f} bits per weight",
             f"fits      {'yes' if plan['fits'] else 'no'}, {plan['device']} has {room}",
             *_proposals(plan),
         ]
@@ -164,8 +164,8 @@ def evaluation_summary(result: dict[str, Any]) -> str:
         ]
     facts += [
         ["weights", megabytes(result["weights_bytes"])],
-        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits a weight"],
-        ["whole model", f"{result['model_bits_per_weight']:.3f} bits a weight"],
+        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"],
+        ["whole model", f"{result['model_bits_per_weight']:.3f} bits per weight"],
         ["time", duration(result["seconds"])],
         ["peak memory", megabytes(result["peak_memory_bytes"])],
     ]

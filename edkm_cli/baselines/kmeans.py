@@ -63,7 +63,7 @@ def quantize(
 
 
 def count_luts(layers: Mapping[str, nn.Linear], *, bits: int, granularity: str, lut_dtype: str) -> tuple[float, int]:
-    """(bits a weight, stored bytes) of layers whose weights are indices into LUTs. Raises UserError for a bad geometry."""
+    """(bits per weight, stored bytes) of layers whose weights are indices into LUTs. Raises UserError for a bad geometry."""
     geometry, dtype = Granularity.parse(granularity), parse_lut_dtype(lut_dtype)
     assert dtype is not None
     total_bits = weights = stored_bytes = 0

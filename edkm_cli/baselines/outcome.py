@@ -69,7 +69,7 @@ def count_uniform(
     order_bits: int = 0,
     scale_bits: int = SCALE_BITS,
 ) -> tuple[float, int]:
-    """(bits a weight, stored bytes) of uniformly quantized matrices (out, in).
+    """(bits per weight, stored bytes) of uniformly quantized matrices (out, in).
 
     Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
     symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.

@@ -94,7 +94,7 @@ def tiles(run: RunFiles) -> Markup:
         shown += [
             ("weights", megabytes(report["weights_bytes"]), f"{megabytes(report['original_weights_bytes'])} in 16 bits"),
             ("smaller by", f"{ratio:.2f}x", "embeddings and all else counted"),
-            ("bits a weight", f"{report['decoder_bits_per_weight']:.3f}",
+            ("bits per weight", f"{report['decoder_bits_per_weight']:.3f}",
              f"decoder, tables included; whole model {report['model_bits_per_weight']:.3f}"),
             ("time", duration(sum(number(value) or 0.0 for value in report["seconds"].values())),
              f"{report['steps']:,} steps, {report['training_tokens']:,} tokens"),
