@@ -1,4 +1,4 @@
-"""What a baseline reports, which layers it quantizes, and the one way in which stored sizes are counted."""
+"""What a baseline reports, which layers it quantizes, and how stored sizes are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outcome:
         stored_bytes: of the quantized linears as they would be packed, rows of indices padded to whole bytes.
         training_tokens: tokens the method trained on; 0 for post-training methods.
         calibration_tokens: tokens it took statistics from.
-        note: what a reader of a table must know besides ("activations at 8 bits").
+        note: anything else that a reader of the table must know ("activations at 8 bits").
     """
 
     bits_per_weight: float

@@ -41,7 +41,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
             "",
-            "| stage | perplexity | against the original |",
+            "| stage | perplexity | relative to uncompressed |",
             "| --- | --- | --- |",
             rows,
             "",
