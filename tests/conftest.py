@@ -1,94 +1,39 @@
-"""Tiny random LLaMA-shaped models and a byte tokenizer: whole runs in seconds, nothing downloaded."""
+"""Fixtures: a tiny model with its tokenizer, a text, token ids, and children to kill; nothing is downloaded."""
 
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the hub is wrong
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads, and workers share the cores
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize.build import swap_linears
-from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
+from helpers import byte_tokenizer, tiny_llama
+from processes import SERVER
 
+torch.set_num_threads(1)
+if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gpu.py needs
+    from hypothesis import HealthCheck, settings
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and an end-of-sequence token: vocabulary of 257."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)} | {"<eos>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    # The same examples each time, however busy the machine.
+    settings.register_profile("edkm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("edkm")
 
 
-def tiny_llama(*, tied: bool = True, bias: bool = False, hidden: int = 24, inner: int = 40, seed: int = 0, **more):
-    """LLaMA with grouped-query attention (4 heads, 2 key-value heads) and widths that are no multiples of 16."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        attention_bias=bias,
-        mlp_bias=bias,
-        bos_token_id=None,
-        eos_token_id=256,
-        pad_token_id=None,
-        initializer_range=0.3,  # sharp enough predictions that compression can hurt
-        **more,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # biases start at zero and norms at one: make them matter
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def tiny_qwen():
-    """Another family: biases on q, k and v only."""
-    torch.manual_seed(1)
-    config = Qwen2Config(
-        vocab_size=257,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=256,
-    )
-    return Qwen2ForCausalLM(config).eval()
-
-
-def cluster(model, *, bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8, skip=(), **options):
-    """Swap a model in place as `compress` does; returns (model in evaluation mode, spec)."""
-    swaps = plan_swaps(model, embedding_bits=embedding_bits, skip=skip)
-    spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, [s.name for s in swaps if s.reason])
-    for _ in swap_linears(model, swaps, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05):
-        pass
-    palettize_embeddings(model, swaps, spec)
-    return model.eval(), spec
-
-
-def export(model, spec, directory: Path, **options) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(model, None, directory, spec, **options)
-    return directory
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist, a worker takes a whole file, so that a file's fixtures are made once. Tests that start several
+    processes have the group "processes", and so one worker. Long tests and what shares a worker with them come first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    group = {item: item.get_closest_marker("xdist_group").args[0] for item in items}
+    long = {group[item] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (group[item] != "processes", group[item] not in long, group[item]))
 
 
 @pytest.fixture
@@ -112,3 +57,20 @@ def text_file(tmp_path_factory) -> Path:
     lines = [f"Line {i}: the {['quick', 'slow', 'odd'][i % 3]} fox counted {i * 7919 % 1000} hens." for i in range(400)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a function of kill_worker in a child of the fork server; ends what is left of it after the test."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+    children = []
+
+    def begin(function, *arguments, **options):
+        children.append(SERVER.Process(target=function, args=arguments, kwargs=options))
+        children[-1].start()
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.join()

@@ -4,12 +4,12 @@ import inspect
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_qwen
 
 from edkm_cli.baselines import METHODS, load
 from edkm_cli.baselines.blocks import BlockStream
 from edkm_cli.baselines.outcome import Outcome, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.config import UserError
+from helpers import tiny_llama, tiny_qwen
 
 UNIFORM = ["rtn", "gptq", "awq"]
 CLUSTERED = ["kmeans", "dkm"]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_qwen
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from edkm_cli.baselines import awq, rtn
 from edkm_cli.baselines.blocks import BlockStream
 from edkm_cli.baselines.grid import round_weight
 from edkm_cli.config import UserError
+from helpers import tiny_llama, tiny_qwen
 
 WIDTH = 8
 ROUNDING = awq._Rounding(3, WIDTH, "minmax")

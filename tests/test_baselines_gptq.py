@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import tiny_llama
 
 from edkm_cli.baselines import gptq
 from edkm_cli.baselines.gptq import quantize_weight
 from edkm_cli.baselines.grid import fit_grid, round_weight
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.config import UserError
+from helpers import tiny_llama
 
 
 def layer(rows, columns, *, tokens=400, seed=0):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_llama
 
 import edkm_cli
 from edkm_cli import data, models
@@ -13,6 +12,7 @@ from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.nn.swap import decoder_bits_per_weight, plan_swaps
 from edkm_cli.preflight import calibration_batches
 from edkm_cli.train.losses import next_token_loss
+from helpers import byte_tokenizer, tiny_llama
 
 
 def texts(count=3):

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_llama
 
 from edkm_cli.baselines import llm_qat
 from edkm_cli.baselines.fake_quant import FakeQuantize, absmax
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.config import UserError
 from edkm_cli.data import Blocks
+from helpers import tiny_llama
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 0), (3, 4), (8, 0)])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import tiny_llama
 
 from edkm_cli.baselines import rtn
 from edkm_cli.baselines.grid import RULES, fit_grid, round_weight
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.config import UserError
+from helpers import tiny_llama
 
 
 def half(number):

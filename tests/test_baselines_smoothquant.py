@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_qwen
 
 from edkm_cli.baselines import smoothquant
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.config import UserError
+from helpers import tiny_llama, tiny_qwen
 
 
 def calibration():

@@ -6,36 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import cluster, export, tiny_llama
 
-from edkm_cli.cli import main
-
-
-def run(*arguments):
-    """(exit status, stdout, stderr) of the application in this process."""
-    import contextlib
-    import io
-
-    out, err = io.StringIO(), io.StringIO()
-    status = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            status = stop.code or 0
-    return status, out.getvalue(), err.getvalue()
-
-
-def refused(*arguments):
-    """The one line of a user error."""
-    status, out, err = run(*arguments)
-    assert status == 2, err
-    assert out == ""
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert len(lines) == 1, err
-    assert lines[0].startswith("edkm: error: ")
-    assert "Traceback" not in err
-    return lines[0]
+from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["compress", "--help"], ["eval", "--help"], ["--version"]])
@@ -49,16 +21,18 @@ def test_help_imports_no_torch(arguments):
     assert done.returncode == 0, done.stderr
 
 
-def compress_arguments(model, text, output, *more):
-    return ["compress", "--model", model, "--data", text, "-o", output, "--steps", 2, "--sequence-length", 32,
-            "--context", 32, "--eval-windows", 1, "--calibration-tokens", 64, "--device", "cpu", *more]  # fmt: skip
-
-
 def test_compress_then_eval_inspect_and_generate(model_directory, text_file, tmp_path):
     out = tmp_path / "out"
     status, text, err = run(*compress_arguments(model_directory, text_file, out, "--json", tmp_path / "c.json"))
     assert status == 0, err
-    for word in ("before (uncompressed)", "after the start", "after training", "exported, reloaded", "ratio", "time"):
+    for word in (
+        "uncompressed",
+        "compressed, not trained",
+        "compressed and trained",
+        "read back from disk",
+        "ratio",
+        "time",
+    ):
         assert word in text
     report = json.loads((tmp_path / "c.json").read_text())
     for key in ("perplexity", "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "seconds", "steps",

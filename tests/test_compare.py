@@ -10,19 +10,19 @@ import time
 
 import pytest
 import torch
-from test_cli import refused, run
 
 import edkm_cli
 from edkm_cli import data, models
 from edkm_cli.baselines import rtn
 from edkm_cli.baselines.outcome import decoder_linears
+from edkm_cli.compare import command as compare_module
 from edkm_cli.compare import worker as compare_worker
 from edkm_cli.compare.command import command, compare, format_table, settings_of
-from edkm_cli.compare.command import command as compare_module
 from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.compare.plot import plot
 from edkm_cli.config import UserError, configs_directory
 from edkm_cli.evaluate.perplexity import perplexity
+from helpers import refused, run
 
 KEYS = {"method", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "seconds",
         "peak_memory_bytes", "label", "options", "windows", "calibration_tokens", "training_tokens",

@@ -14,28 +14,7 @@ from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import needed_bytes, plan
 from edkm_cli.progress import Observer
-
-
-def settings(model_directory, text_file, output, **changes):
-    values = {
-        "model": str(model_directory),
-        "output": str(output),
-        "data": (str(text_file),),
-        "calibration_tokens": 256,
-        "start_tokens": 1024,
-        "sequence_length": 48,
-        "context": 64,
-        "eval_windows": 2,
-        "steps": 4,
-        "learning_rate": 1e-3,
-        "lut_learning_rate": 1e-3,
-        "device": "cpu",
-    }
-    return CompressConfig(**{**values, **changes})
-
-
-def weights_of(directory):
-    return (directory / "model.safetensors").read_bytes()
+from helpers import settings, weights_of
 
 
 @pytest.mark.parametrize(

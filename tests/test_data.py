@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer
 
 from edkm_cli.config import UserError
 from edkm_cli.data import Blocks, load_documents, tokenize, training_tokens, wikitext_rows
+from helpers import byte_tokenizer
 
 
 def test_rows_are_those_of_the_hub_data_set():

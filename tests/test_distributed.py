@@ -4,62 +4,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_compress import settings
 
 import edkm_cli
 from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
-from edkm_cli.packing import unpack
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-WORKER = Path(__file__).with_name("distributed_worker.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def launch(configs, directory, *, processes=2):
-    file = directory / "settings.json"
-    file.write_text(json.dumps([asdict(config) for config in configs]))
-    return subprocess.run(
-        [*TORCHRUN, str(processes), str(WORKER), str(file)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-def assert_same_to_rounding(found, wanted, columns=24):
-    """Sums over processes are added in another order: gradients differ in the last bits, Adam may turn the sign of an
-    update whose gradient is nearly zero, and a weight on the border of two entries may fall to the other side. Over 20
-    steps at a learning rate of 1e-3: entries and norms within 1e-3 of the largest, at most 1 weight in 1,000 elsewhere.
-    """
-    ours, reference = load_file(found / "model.safetensors"), load_file(wanted / "model.safetensors")
-    assert ours.keys() == reference.keys()
-    changed = total = 0
-    for name, tensor in reference.items():
-        if name.endswith("indices") and "proj" in name:
-            width = tensor.shape[1] * 8 // 3
-            changed += int((unpack(ours[name], 3, width) != unpack(tensor, 3, width)).sum())
-            total += tensor.shape[0] * width
-        elif name.endswith("indices"):
-            assert torch.equal(ours[name], tensor), name  # embeddings do not train
-        else:
-            torch.testing.assert_close(
-                ours[name].float(), tensor.float(), rtol=0, atol=1e-3 * float(tensor.float().abs().max())
-            )
-    assert changed <= total / 1000, f"{changed} of {total} weights"
-    perplexities = [json.loads((path / "report.json").read_text())["perplexity"] for path in (found, wanted)]
-    for stage, value in perplexities[1].items():
-        assert perplexities[0][stage] == pytest.approx(value, rel=1e-3), stage
-
+from helpers import assert_same_to_rounding, settings
+from processes import ENVIRONMENT, command, launch
 
 CASES = {
     "data-parallel": {},
@@ -105,12 +59,6 @@ def test_four_processes_give_what_one_gives(model_directory, text_file, tmp_path
     compress(settings(model_directory, text_file, tmp_path / "one", gradient_accumulation=4, **common))
     for sharding in ("none", "full"):
         assert_same_to_rounding(tmp_path / sharding, tmp_path / "one")
-
-
-def command(config, *, sharding):
-    from test_resume import argv
-
-    return [*TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
 
 
 @pytest.mark.slow

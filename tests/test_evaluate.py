@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import cluster, tiny_llama
 
 from edkm_cli.config import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import decode_speed
+from helpers import cluster, export, tiny_llama
 
 
 def test_perplexity_is_that_of_the_protocol():
@@ -52,7 +52,6 @@ def test_footprint_of_a_dense_model(tied):
 
 
 def test_footprint_of_a_compressed_model_counts_tables_and_scales(tmp_path):
-    from conftest import export
 
     from edkm_cli.hf import load
 

@@ -5,7 +5,6 @@ Without a GPU the same tests compare the CPU's kernels; `scripts/gpu_check.sh` r
 
 import pytest
 import torch
-from conftest import cluster, tiny_llama
 
 from edkm_cli.clustering import clustered_linear, kmeans_start
 from edkm_cli.clustering.linear import LowRank
@@ -14,6 +13,7 @@ from edkm_cli.distributed import World
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import Checkpoints
+from helpers import cluster, tiny_llama
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

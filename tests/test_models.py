@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import tiny_llama
 
 from edkm_cli import models
 from edkm_cli.config import UserError
+from helpers import tiny_llama
 
 
 def test_aliases_resolve_to_the_hub_or_the_cache(monkeypatch, tmp_path):

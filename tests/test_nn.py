@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from conftest import cluster, tiny_llama, tiny_qwen
 
 from edkm_cli.config import UserError
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
+from helpers import cluster, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]
 MODES_AND_ITERATIONS = [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)]

@@ -1,62 +1,23 @@
 """Killed runs resume to the very same files; checkpoints are whole or not used; a changed setting is named."""
 
 import json
-import multiprocessing
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 
-import kill_worker
 import pytest
 import torch
-from test_compress import settings, weights_of
 
 import edkm_cli
+import kill_worker
 from edkm_cli.compress import compress
 from edkm_cli.config import UserError
 from edkm_cli.errors import Preempted
 from edkm_cli.export.directory import MARKER, OutputDirectory, settle
-from edkm_cli.progress import Observer
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
-
-
-def argv(config):
-    """The command line of a configuration."""
-    return [
-        sys.executable, "-m", "edkm_cli", "compress", "--model", config.model,
-        "--data", config.data[0], "-o", config.output, "--steps", str(config.steps), "--sequence-length", "48",
-        "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256",
-        "--start-tokens", str(config.start_tokens), "--device", "cpu", "--mode", config.mode,
-        "--lr", "1e-3", "--lut-learning-rate", "1e-3", "--save-every", str(config.save_every), "--resume",
-    ]  # fmt: skip
-
-
-def stop_after(step):
-    """An observer that sends SIGTERM, as a scheduler does, when so many steps are done."""
-    shown = []
-
-    def show(text):
-        shown.append(text)
-        if len(shown) == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return Observer(show=show)
-
-
-def metrics_of(directory, name="loss"):
-    return [json.loads(line)[name] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_run(found, wanted):
-    """The same weights bit for bit, the same perplexities, losses and files."""
-    assert weights_of(found) == weights_of(wanted)
-    reports = [json.loads((path / "report.json").read_text()) for path in (found, wanted)]
-    assert reports[0]["perplexity"] == reports[1]["perplexity"]
-    assert metrics_of(found) == metrics_of(wanted)
-    assert sorted(os.listdir(found)) == sorted(os.listdir(wanted))
+from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
+from processes import ENVIRONMENT, command, stop_after, was_killed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +46,6 @@ def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, tex
 
 
 def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, text_file, tmp_path):
-    from test_distributed import assert_same_to_rounding
 
     whole = settings(model_directory, text_file, tmp_path / "whole", steps=20, batch_size=2)
     compress(whole)
@@ -104,7 +64,6 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(model_directory, text_file, tmp_path, sharding):
-    from test_distributed import ENVIRONMENT, assert_same_to_rounding, command
 
     def configured(name, **changes):
         return settings(model_directory, text_file, tmp_path / name, steps=40, sharding=sharding, **changes)
@@ -183,37 +142,6 @@ def test_old_checkpoints_are_pruned_and_damaged_ones_passed_over(tmp_path):
     again.step()
     for name, value in fresh.state_dict().items():
         assert torch.equal(value, states[4][name])
-
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["kill_worker"])
-
-
-@pytest.fixture
-def start(monkeypatch):
-    """Starts a function of kill_worker in a child of the fork server; ends what is left of it after the test."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
-    children = []
-
-    def begin(function, *arguments, **options):
-        children.append(SERVER.Process(target=function, args=arguments, kwargs=options))
-        children[-1].start()
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.kill()
-        child.join()
-
-
-def was_killed(child, seconds=300.0):
-    """Whether a child ends by SIGKILL, which it gets after so many seconds, and not by itself."""
-    child.join(seconds)
-    if child.is_alive():
-        child.kill()
-        child.join()
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode != 0
 
 
 def contents(directory):

@@ -21,7 +21,7 @@ from edkm_cli.dryrun.plan import Machine, Need, dry_run, parse_bytes
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
 from edkm_cli.preflight import plan
 from edkm_cli.summaries import plan_summary
-from tests.conftest import byte_tokenizer, tiny_llama, tiny_qwen
+from helpers import byte_tokenizer, tiny_llama, tiny_qwen
 
 SHORT = {
     "sequence_length": 96,

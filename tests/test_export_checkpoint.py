@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from conftest import cluster, export, tiny_llama, tiny_qwen
 from transformers import AutoModelForCausalLM
 
 import edkm_cli
@@ -16,6 +15,7 @@ from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, Palettiz
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
 from edkm_cli.report.inspection import inspect_checkpoint
+from helpers import cluster, export, tiny_llama, tiny_qwen
 
 
 def files_of(directory):

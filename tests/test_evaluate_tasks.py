@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, cluster, export, tiny_llama
-from test_cli import refused, run
 
 from edkm_cli.config import UserError
 from edkm_cli.evaluate.tasks import load_tasks, run_tasks
 from edkm_cli.hf import load
+from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
 
 lm_eval = pytest.importorskip("lm_eval")
 

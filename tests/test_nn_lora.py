@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from conftest import cluster, export, tiny_llama
 from peft import PeftModel
 
 from edkm_cli.clustering import round_lut
@@ -12,6 +11,7 @@ from edkm_cli.config import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.lora import ClusteredLora, add_lora, dense_weights, lora_layers, merge_lora, save_adapter
+from helpers import cluster, export, tiny_llama
 
 MODES = ["straight-through", "hard", "soft"]
 GRANULARITIES = ["tensor", "row:1", "row:4", "block:4x8"]

@@ -9,15 +9,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from conftest import cluster, export, tiny_llama
 from safetensors.torch import load_file
-from test_cli import compress_arguments, refused, run
 
 from edkm_cli.hf import load
 from edkm_cli.report.build import build_report
 from edkm_cli.report.charts import Axis, Series, bars, figure, histogram, line_chart, log_ticks, thin, ticks
 from edkm_cli.report.layers import measure_weights, place
 from edkm_cli.report.markup import Markup, tag
+from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 
 HOSTILE = "<script>alert('x')</script>\x00\"&"
 
@@ -83,7 +82,8 @@ def test_a_finished_run(copied, tmp_path):
     assert report["versions"]["torch"] in content
     assert report["hardware"]["cpu"] in content
     assert [heading.text for heading in tree.iter("h2")] == [
-        "Perplexity", "Training", "Size", "Error by layer", "Weights and their lookup tables", "Settings and surroundings"
+        "Perplexity", "Training", "Size", "Error by layer", "Weights and their lookup tables",
+        "Settings, versions and hardware",
     ]  # fmt: skip
     charts = list(tree.iter("svg"))
     # perplexity, loss, learning rate, gradient norm, size, errors; two layers of seven projections

@@ -4,14 +4,13 @@ import os
 import time
 from importlib.util import find_spec
 
-import kill_worker
 import pytest
-from test_cli import compress_arguments, refused
-from test_compress import settings, weights_of
-from test_resume import metrics_of, start, was_killed  # noqa: F401 - a fixture
 
 import edkm_cli
+import kill_worker
 from edkm_cli.compress import compress
+from helpers import compress_arguments, metrics_of, refused, settings, weights_of
+from processes import was_killed
 
 
 def events_of(directory):
@@ -41,7 +40,7 @@ def test_tensorboard_files_come_with_the_result(model_directory, text_file, tmp_
     edkm_cli.load(tmp_path / "out")
 
 
-def test_steps_that_a_killed_run_repeats_are_shown_once(start, model_directory, text_file, tmp_path):  # noqa: F811
+def test_steps_that_a_killed_run_repeats_are_shown_once(start, model_directory, text_file, tmp_path):
     pytest.importorskip("tensorboard")
     config = settings(model_directory, text_file, tmp_path / "out", steps=6, save_every=2, log_with=("tensorboard",))
     assert was_killed(start(kill_worker.run, config, after="step-000004", number=1))

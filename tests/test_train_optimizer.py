@@ -6,13 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import cluster, tiny_llama
-from test_cli import compress_arguments, refused
 
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor, require_optimizer
+from helpers import cluster, compress_arguments, refused, tiny_llama
 
 
 def test_8_bit_adamw_without_a_gpu_is_one_line_before_any_work(model_directory, text_file, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from edkm_cli.train.losses import hidden_loss, kl_divergence, next_token_loss, training_loss
+from helpers import tiny_llama
 
 
 @pytest.mark.parametrize("tokens", [3, 256, 300])
@@ -51,7 +52,6 @@ def test_the_loss_of_a_perfect_student_is_zero():
 
 
 def test_without_a_teacher_the_loss_is_next_token_prediction(ids):
-    from conftest import tiny_llama
 
     model = tiny_llama()
     expected = model(ids, labels=ids).loss
@@ -60,7 +60,6 @@ def test_without_a_teacher_the_loss_is_next_token_prediction(ids):
 
 
 def test_hidden_states_add_their_relative_error_token_by_token(ids):
-    from conftest import tiny_llama
 
     student, teacher = tiny_llama(seed=1), tiny_llama()
     ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
