@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec, verify_checksums
-from edkm_cli.nn.palettized import PALETTIZED
+from edkm_cli.nn.palettized import PALETTIZED, share_inputs
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 
 
@@ -60,6 +60,7 @@ class EdkmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PALETTIZED):
                 _check_loaded(name, module)
+        share_inputs(model)
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:

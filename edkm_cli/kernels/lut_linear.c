@@ -4,34 +4,40 @@
  * rows of W at a time are decoded into the L1 cache, 512 columns of them, and multiplied with panels of 16 rows of x,
  * which lie column by column, so that a lane is a row of x and nothing has to be summed across lanes.
  *
- * Sums are float32 in an order that depends on shapes only. Threads are those of the OpenMP runtime that PyTorch has
- * loaded: they exist already and spin between calls; a second pool would fight with them for the cores.
+ * Sums are float32 in an order that depends on shapes only, so that the number of threads changes no result.
  */
-#include "codes.c"
-
-#include <pthread.h>
-#include <stdlib.h>
+#include "codes.h"
+#include "threads.h"
+#include "vectors.h"
 
 #define UNIT 16    /* rows of W that a thread takes at a time */
 #define STRIP 8    /* rows of W decoded at a time for panels */
 #define DEPTH 512  /* columns of W decoded at a time: 16 KiB of weights, 32 KiB of x */
 #define PANELS 8   /* panels of x that share a decoded strip */
+#define SHARED_PRODUCTS (1 << 17) /* from so many on, other threads help: below, waking them costs more */
+#define SHARED_WEIGHTS (1 << 15)  /* the same for decoding */
 #define AHEAD 2048 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
 
 /* One packed matrix and what is computed with it. `lut`: (groups, 2^bits) entries, or one float32 scale a row. */
 typedef struct {
     const uint8_t *indices;
     const void *lut, *bias;
-    void *out;
     int64_t rows, tile_rows, tile_columns, lut_dtype, bias_dtype;
 } Part;
 
+/* What callers prepare once: matrices with equal columns, bits and kind; `levels`: their luts are row scales. */
+typedef struct {
+    int64_t columns, bits, levels, count;
+    Part parts[];
+} Packed;
+
 typedef struct {
     const Part *parts;
+    void *const *outs;
     const void *x;
-    int64_t count, tokens, columns, x_stride, out_dtype, threads;
+    int64_t count, tokens, columns, x_stride, out_dtype;
     Meaning meaning;
-    int bits, pairs; /* pairs: x is laid out for pairs.c, as words */
+    int bits, pairs; /* pairs: x is laid out for lut_pairs.h, as words */
 } Call;
 
 INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
@@ -44,9 +50,6 @@ INLINE int64_t group_at(const Call *call, const Part *part, int64_t row, int64_t
 INLINE int even_tiles(const Call *call, const Part *part) {
     return part->tile_columns == call->columns || part->tile_columns % LANES == 0;
 }
-
-INLINE vf load_x(const float *x) { return *(const vf *)x; }
-INLINE void put(float *to, vf x) { *(vfu *)to = (vfu)x; }
 
 /* Weights of columns [from, end) of one row, levels unscaled; may write up to 15 floats more. `from` is a multiple of 16. */
 INLINE void decode_row(
@@ -140,93 +143,6 @@ LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
 static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
-/* out[i] = sum of the lanes of vectors[i], for 16 vectors. */
-INLINE vf sum_lanes(const vf *vectors) {
-#ifdef __AVX512F__
-    __m512 a[16];
-    for (int i = 0; i < 16; i++) a[i] = (__m512)vectors[i];
-    for (int i = 0; i < 8; i++) /* halves: rows i and i + 8 */
-        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xee));
-    for (int i = 0; i < 4; i++) /* quarters: rows i, i + 8; i + 4, i + 12 */
-        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
-    for (int i = 0; i < 2; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 2]), _mm512_unpackhi_ps(a[i], a[i + 2]));
-    a[0] = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
-    return (vf)_mm512_permutexvar_ps(order, a[0]);
-#else
-    vf out = {};
-    for (int i = 0; i < 16; i++)
-        for (int lane = 0; lane < LANES; lane++) out[i] += vectors[i][lane];
-    return out;
-#endif
-}
-
-/* Transposes 16 vectors of 16 lanes. */
-INLINE void transpose(vf v[16]) {
-#ifdef __AVX512F__
-    __m512 a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
-        a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) { /* lane 4q + c of b[i + c] .. b: rows i to i + 3 of column 4q + c */
-            __m512d low = (__m512d)a[i + j], high = (__m512d)a[i + 2 + j];
-            b[i + 2 * j] = (__m512)_mm512_unpacklo_pd(low, high);
-            b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(low, high);
-        }
-    for (int c = 0; c < 4; c++) {
-        __m512 low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
-        v[c] = (vf)_mm512_shuffle_f32x4(low, high, 0x88);
-        v[8 + c] = (vf)_mm512_shuffle_f32x4(low, high, 0xdd);
-        low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd), high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-        v[4 + c] = (vf)_mm512_shuffle_f32x4(low, high, 0x88);
-        v[12 + c] = (vf)_mm512_shuffle_f32x4(low, high, 0xdd);
-    }
-#else
-    vf out[16];
-    for (int i = 0; i < 16; i++)
-        for (int lane = 0; lane < LANES; lane++) out[lane][i] = v[i][lane];
-    memcpy(v, out, sizeof out);
-#endif
-}
-
-INLINE uint16_t to_half(float x) {
-#if defined(__F16C__)
-    return _cvtss_sh(x, 0);
-#else
-    union { float f; uint32_t u; } in = {x}, half = {.u = 0x3f000000u};
-    uint32_t sign = in.u & 0x80000000u;
-    in.u ^= sign;
-    if (in.u >= 0x47800000u) return (uint16_t)(sign >> 16 | (in.u > 0x7f800000u ? 0x7e00 : 0x7c00)); /* too large, NaN */
-    if (in.u < 0x38800000u) { /* a denormal half: let an addition round */
-        in.f += half.f;
-        return (uint16_t)(sign >> 16 | (in.u - half.u));
-    }
-    in.u += 0xc8000000u + 0xfff + (in.u >> 13 & 1); /* exponent bias 127 to 15 */
-    return (uint16_t)(sign >> 16 | in.u >> 13);
-#endif
-}
-
-/* Rounds 16 floats to nearest even and writes the first `count`. */
-INLINE void write_lanes(void *data, int64_t dtype, int64_t at, vf y, int count) {
-    typedef uint16_t words __attribute__((vector_size(32)));
-    if (dtype == FLOAT32) {
-        if (count == LANES) put((float *)data + at, y);
-        else memcpy((float *)data + at, &y, count * sizeof(float));
-        return;
-    }
-    words rounded;
-    if (dtype == BFLOAT16) {
-        typedef uint32_t vu __attribute__((vector_size(64)));
-        vu bits = (vu)y, nan = (vu)(y != y);
-        rounded = __builtin_convertvector(((bits + 0x7fff + (bits >> 16 & 1)) & ~nan | (bits | 0x400000) & nan) >> 16, words);
-    } else {
-        for (int i = 0; i < LANES; i++) rounded[i] = to_half(y[i]);
-    }
-    memcpy((uint16_t *)data + at, &rounded, count * sizeof(uint16_t));
-}
-
 /* Scale (of levels), bias, rounding: 16 sums of rows from `row` on for one token, of which `count` are there. */
 INLINE void finish(const Call *call, const Part *part, int64_t row, int count, int64_t token, vf y) {
     vf factor, bias;
@@ -239,7 +155,7 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
         load_run(&matrix, row, count, (float *)&bias);
         y += bias;
     }
-    write_lanes(part->out, call->out_dtype, token * part->rows + row, y, count);
+    write_lanes(call->outs[part - call->parts], call->out_dtype, token * part->rows + row, y, count);
 }
 
 /* Fetch the part of the strip from `row` on that stands for columns [from, end), while another one is multiplied. */
@@ -249,8 +165,10 @@ INLINE void prefetch_strip(const Call *call, const Part *part, int64_t row, int6
     for (int64_t at = from * size / call->columns; at < end * size / call->columns; at += 64) __builtin_prefetch(bytes + at);
 }
 
-#define FEW_TOKENS 8 /* from so many tokens on, panels; measured */
-#include "pairs.c"
+/* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
+INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5 : 13; }
+
+#include "lut_pairs.h"
 
 /* Rows [row, row + count) of W, at most UNIT, with up to four tokens. */
 static void few_tokens(
@@ -335,7 +253,7 @@ static void many_tokens(
 /* UNIT rows of W, or what is left of them, with all tokens. */
 static void unit_of(const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row) {
     int64_t last = smaller(row + UNIT, part->rows);
-    if (call->tokens < FEW_TOKENS) {
+    if (call->tokens < panels_from(call)) {
         for (int64_t token = 0; token < call->tokens; token += 4)
             few_tokens((int)smaller(4, call->tokens - token), call, part, u, table, row, (int)(last - row), token);
         return;
@@ -353,7 +271,8 @@ static int64_t units(const Call *call) {
 }
 
 /* Units [first, last) of all parts, one after the other. */
-static void work(const Call *call, int64_t first, int64_t last) {
+static void multiply_units(const void *job, int64_t first, int64_t last) {
+    const Call *call = job;
     for (int64_t p = 0, before = 0; p < call->count; p++) {
         const Part *part = call->parts + p;
         int64_t own = (part->rows + UNIT - 1) / UNIT;
@@ -367,69 +286,10 @@ static void work(const Call *call, int64_t first, int64_t last) {
     }
 }
 
-/* The OpenMP runtime that is in the process already, if any (libgomp's interface; LLVM's and Intel's have it too). */
-#ifdef __linux__
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
-extern int omp_get_thread_num(void) __attribute__((weak));
-extern int omp_get_num_threads(void) __attribute__((weak));
-extern int omp_in_parallel(void) __attribute__((weak));
-#define HAS_THREADS (GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_in_parallel)
-#else
-#define HAS_THREADS 0
-#endif
-
-static int forked; /* a child has none of its parent's threads, and libgomp waits for them forever */
-static void in_child(void) { forked = 1; }
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
-
-static void of_thread(void *argument) {
-#ifdef __linux__
-    const Call *call = argument;
-    int64_t all = units(call), t = omp_get_thread_num(), threads = omp_get_num_threads();
-    work(call, all * t / threads, all * (t + 1) / threads);
-#else
-    (void)argument;
-#endif
-}
-
-static void run(Call *call) {
-    int64_t all = units(call);
-#ifdef __linux__
-    if (HAS_THREADS && call->threads > 1 && all > 1 && !forked && !omp_in_parallel()) {
-        GOMP_parallel(of_thread, call, (unsigned)call->threads, 0);
-        return;
-    }
-#endif
-    work(call, 0, all);
-}
-
-/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. */
-typedef struct {
-    size_t bytes;
-} Scratch;
-
-static pthread_key_t scratch_key;
-static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
-static void make_key(void) { pthread_key_create(&scratch_key, free); }
-
-static float *scratch(size_t floats) {
-    size_t bytes = floats * sizeof(float);
-    pthread_once(&scratch_once, make_key);
-    Scratch *kept = pthread_getspecific(scratch_key);
-    if (!kept || kept->bytes < bytes) {
-        free(kept);
-        pthread_setspecific(scratch_key, NULL);
-        if (posix_memalign((void **)&kept, 64, 64 + bytes)) return NULL;
-        kept->bytes = bytes;
-        pthread_setspecific(scratch_key, kept);
-    }
-    return (float *)((char *)kept + 64);
-}
-
 /* x in float32: rows padded with zeros, or panels of 16 tokens, column by column. */
 static void lay_out(const Call *call, const Matrix *x, int64_t x_row, float *to) {
     int64_t columns = call->columns, stride = call->x_stride, rounded = (call->tokens + LANES - 1) / LANES * LANES;
-    if (call->tokens < FEW_TOKENS) {
+    if (call->tokens < panels_from(call)) {
         for (int64_t n = 0; n < call->tokens; n++) {
             load_run(x, n * x_row, columns, to + n * stride);
             memset(to + n * stride + columns, 0, (stride - columns) * sizeof(float));
@@ -452,25 +312,85 @@ static void lay_out(const Call *call, const Matrix *x, int64_t x_row, float *to)
     }
 }
 
-/* x (tokens, columns) times all parts; `levels`: the parts' luts are row scales. Returns 1 where memory is short. */
+/* What this build can do: 0 plain or AVX2 or NEON, 1 AVX-512, 2 AVX-512 with products of bfloat16 pairs. */
+int edkm_lut_linear_level(void) {
+#ifdef __AVX512F__
+    return 1 + HAS_PAIRS;
+#else
+    return 0;
+#endif
+}
+
+INLINE Meaning meaning_of(const Packed *packed) {
+    return packed->levels ? (packed->bits == 8 ? BYTE : LEVEL) : packed->bits <= 4 ? SMALL : LARGE;
+}
+
+/* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix. Returns 1 where
+ * memory is short. */
 int edkm_lut_linear(
-    const Part *parts, int64_t count, const Matrix *x, int64_t x_row, int64_t tokens, int64_t columns, int64_t bits,
-    int64_t levels, int64_t threads
+    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs
 ) {
-    Call call = {.parts = parts, .count = count, .tokens = tokens, .columns = columns, .out_dtype = x->dtype};
-    call.threads = threads, call.bits = (int)bits;
-    call.meaning = levels ? (bits == 8 ? BYTE : LEVEL) : bits <= 4 ? SMALL : LARGE;
-    int64_t padded = (columns + 63) / 64 * 64, rounded = (tokens + LANES - 1) / LANES * LANES;
-    float *own = scratch((tokens < FEW_TOKENS ? tokens : rounded + LANES) * padded);
+    Call call = {.parts = packed->parts, .count = packed->count, .outs = outs, .tokens = tokens, .out_dtype = dtype};
+    call.columns = packed->columns, call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
+    int64_t padded = (call.columns + 63) / 64 * 64, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
+    float *own = scratch((tokens < panels_from(&call) ? tokens : rounded + LANES) * padded);
     if (!own) return 1;
     call.x = own;
     call.x_stride = padded;
+    Matrix from = {x, dtype};
 #if HAS_PAIRS
     call.pairs = takes_pairs(&call);
-    if (call.pairs) lay_out_pairs(&call, x->data, x_row, (uint16_t *)own);
+    if (call.pairs) lay_out_pairs(&call, x, x_row, (uint16_t *)own);
     else
 #endif
-        lay_out(&call, x, x_row, own);
-    run(&call);
+        lay_out(&call, &from, x_row, own);
+    for (int64_t p = 0; p < call.count; p++) rows += call.parts[p].rows;
+    share(multiply_units, &call, units(&call), rows * call.columns * tokens >= SHARED_PRODUCTS);
+    return 0;
+}
+
+/* Dense rows of W: those that `ids` names, or `count` rows from `first` on; columns [from, end), `from` a multiple of 16. */
+typedef struct {
+    Call call;
+    const int64_t *ids;
+    void *out;
+    int64_t first, count, from, end;
+} Rows;
+
+static void decode_units(const void *job, int64_t first, int64_t last) {
+    const Rows *rows = job;
+    const Call *call = &rows->call;
+    const Part *part = call->parts;
+    float w[DEPTH + LANES] __attribute__((aligned(64)));
+    Unpacker u;
+    Table table;
+    table.group = -1;
+    prepare(&u, call->bits, part->indices + part->rows * row_bytes(call));
+    for (int64_t i = first * UNIT; i < smaller(last * UNIT, rows->count); i++) {
+        int64_t row = rows->ids ? rows->ids[i] : rows->first + i, width = rows->end - rows->from;
+        vf scale = call->meaning >= LEVEL ? splat(((const float *)part->lut)[row]) : splat(1);
+        for (int64_t from = rows->from; from < rows->end; from += DEPTH) {
+            int64_t end = smaller(from + DEPTH, rows->end);
+            DECODE[call->meaning](call, part, &u, &table, row, from, end, w);
+            for (int64_t c = from; c < end; c += LANES)
+                write_lanes(
+                    rows->out, call->out_dtype, i * width + c - rows->from, load_x(w + c - from) * scale,
+                    (int)smaller(LANES, end - c)
+                );
+        }
+    }
+}
+
+/* Decodes them into `out` (count, end - from). Returns 2 where an id names no row. */
+int edkm_packed_rows(
+    const Packed *packed, const int64_t *ids, int64_t first, int64_t count, int64_t from, int64_t end, int64_t dtype, void *out
+) {
+    Rows rows = {.ids = ids, .first = first, .count = count, .from = from, .end = end, .out = out};
+    Call call = {.parts = packed->parts, .count = 1, .columns = packed->columns, .out_dtype = dtype};
+    call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
+    rows.call = call;
+    for (int64_t i = 0; ids && i < count; i++)
+        if (ids[i] < 0 || ids[i] >= packed->parts->rows) return 2;
+    share(decode_units, &rows, (count + UNIT - 1) / UNIT, count * (end - from) >= SHARED_WEIGHTS);
     return 0;
 }

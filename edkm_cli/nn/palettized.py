@@ -1,4 +1,4 @@
-"""Modules of a compressed model: indices stay packed in memory and are decoded inside forward.
+"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (kernels/packed.py).
 
 `PalettizedLinear` decodes with a LUT, `PalettizedEmbedding` (and the output embedding, `PalettizedHead`) with one scale
 a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must not round a LUT, so dtype casts leave
@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.packing import pack, unpack
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.lut_linear import check, lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
+from edkm_cli.kernels.lut_linear_c import Prepared
+from edkm_cli.kernels.tiles import Packed
+from edkm_cli.packing import pack
 
 _FILL_ROWS = 1024
+_SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products
 
 
 class _Packed(nn.Module):
@@ -39,6 +44,58 @@ class _Packed(nn.Module):
         return self
 
 
+class _Ready:
+    """A module's matrices as the kernel reads them, made again when a tensor has moved."""
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] = ()
+        self._prepared: Prepared | None = None
+
+    def __deepcopy__(self, memo: dict) -> _Ready:
+        return _Ready()
+
+    def __reduce__(self) -> tuple:
+        return _Ready, ()
+
+    def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:
+        """x times each matrix, or None where the kernel is not the way."""
+        addresses = tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)
+        if addresses != self._addresses:
+            for packed in matrices:
+                check(columns, packed)
+            self._addresses, self._prepared = addresses, paths.prepare(matrices, columns)
+        return None if self._prepared is None else paths.prepared_linears(x, self._prepared)
+
+
+class SharedInput:
+    """Linears that are called one after the other with one input (q, k, v; gate, up): the first call computes them all.
+
+    The others' results wait until they are asked for with the same tensor, unchanged; anything else is computed anew.
+    """
+
+    def __init__(self, members: tuple[PalettizedLinear, ...]):
+        self._members, self._ready = members, _Ready()
+        self._state: tuple[Tensor, int, dict[int, Tensor]] | None = None  # one attribute, so that threads cannot mix
+
+    def product(self, member: PalettizedLinear, x: Tensor) -> Tensor | None:
+        """What `member` gives for x, or None where nothing can be shared."""
+        if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
+            return None
+        state = self._state
+        if state is not None and state[0] is x and state[1] == x._version and id(member) in state[2]:
+            found = state[2].pop(id(member))
+            if not state[2]:
+                self._state = None
+            return found
+        outs = self._ready.product(x, tuple(m.packed() for m in self._members), member.in_features)
+        if outs is None:
+            return None
+        results = {id(m): out for m, out in zip(self._members, outs, strict=True)}
+        found = results.pop(id(member))
+        self._state = (x, x._version, results)
+        return found
+
+
 class PalettizedLinear(_Packed):
     """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits)."""
 
@@ -48,16 +105,27 @@ class PalettizedLinear(_Packed):
         super().__init__()
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits
         self.granularity = spec.granularity
+        self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
+        self._ready = _Ready()
+        self.shared: SharedInput | None = None
+
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them."""
+        return Packed(self.indices, self.lut, self.bias, self.bits, self.tile)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        lut = self.lut if self.lut.dtype.itemsize >= 2 else self.lut.float()
-        return lookup(unpack(self.indices, self.bits, self.in_features), lut, granularity=self.granularity).to(dtype)
+        return paths.dense(self.packed(), self.in_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize(x.dtype), self.bias)
+        if unwatched(x, self.bias):
+            if self.shared is not None and (found := self.shared.product(self, x)) is not None:
+                return found
+            if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
+                return outs[0]
+        return lut_linear(x, self.indices, self.lut, self.bias, bits=self.bits, tile=self.tile)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
@@ -75,13 +143,13 @@ class _RowScaled(_Packed):
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
-    def _decode(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        levels = unpack(packed, self.bits, self.columns).float() - 2 ** (self.bits - 1)
-        return (levels * scale).to(dtype)
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them."""
+        return Packed(self.indices, self.scale, None, self.bits, None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (rows, columns)."""
-        return self._decode(self.indices, self.scale, dtype)
+        return paths.dense(self.packed(), self.columns, dtype)
 
     def fill(self, weight: Tensor) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row gets the last level.
@@ -113,8 +181,9 @@ class PalettizedEmbedding(_RowScaled):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = ids.reshape(-1)
-        return self._decode(self.indices[rows], self.scale[rows], self.dtype).view(*ids.shape, self.columns)
+        return row_scaled_embedding(
+            ids, self.indices, self.scale, columns=self.columns, bits=self.bits, dtype=self.dtype
+        )
 
 
 class PalettizedHead(_RowScaled):
@@ -135,18 +204,38 @@ class PalettizedHead(_RowScaled):
         super().__init__(rows, columns, spec, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
+        self._ready = _Ready()
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
     def tied_to(self) -> PalettizedEmbedding | None:
         return self._tied_to[0]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense weight (rows, columns)."""
-        return super().dequantize(dtype) if self.tied_to is None else self.tied_to.dequantize(dtype)
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
+        source = self if self.tied_to is None else self.tied_to
+        return Packed(source.indices, source.scale, self.bias, self.bits, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize(x.dtype).to(x.device), self.bias)
+        indices, scale, bias, bits, _ = packed = self.packed()
+        if indices.device != x.device:  # a device map may part it from the embedding
+            packed = Packed(indices.to(x.device), scale.to(x.device), bias, bits, None)
+            indices, scale = packed[:2]
+        elif unwatched(x, bias) and (outs := self._ready.product(x, (packed,), self.columns)) is not None:
+            return outs[0]
+        return row_scaled_linear(x, indices, scale, bias, bits=bits)
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let palettized q, k, v and gate, up of each block, which transformers calls with one tensor, share a call."""
+    for parent in model.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            found = [getattr(parent, name, None) for name in names]
+            members = tuple(m for m in found if isinstance(m, PalettizedLinear))
+            if len(members) == len(names) and len({(m.in_features, m.bits) for m in members}) == 1:
+                group = SharedInput(members)
+                for member in members:
+                    member.shared = group
 
 
 PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding, PalettizedHead)

@@ -160,7 +160,7 @@ static int takes_pairs(const Call *call) {
 
 /* x as the loops above read it: rows, or panels of 16 tokens in which pairs of columns lie together. */
 static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, uint16_t *to) {
-    if (call->tokens < FEW_TOKENS) {
+    if (call->tokens < panels_from(call)) {
         for (int64_t n = 0; n < call->tokens; n++) memcpy(to + n * call->x_stride, x + n * x_row, 2 * call->columns);
         return;
     }

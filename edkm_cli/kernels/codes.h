@@ -8,7 +8,7 @@
 #ifndef EDKM_CODES
 #define EDKM_CODES
 
-#include "lanes.c"
+#include "lanes.h"
 #ifdef __ARM_NEON
 #include <arm_neon.h>
 #endif
