@@ -28,7 +28,9 @@ _LIBRARY.define("row_scaled_linear(Tensor x, Tensor indices, Tensor scale, Tenso
 _LIBRARY.define(
     "row_scaled_linear_input_gradient(Tensor grad, Tensor indices, Tensor scale, SymInt columns, int bits) -> Tensor"
 )
-_LIBRARY.define("row_scaled_embedding(Tensor ids, Tensor indices, Tensor scale, SymInt columns, int bits, ScalarType dtype) -> Tensor")
+_LIBRARY.define(
+    "row_scaled_embedding(Tensor ids, Tensor indices, Tensor scale, SymInt columns, int bits, ScalarType dtype) -> Tensor"
+)
 
 
 def check(x_columns: int, packed: Packed) -> None:
@@ -113,9 +115,7 @@ def _fake_gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, *
 
 
 @torch.library.register_fake("edkm::row_scaled_embedding", lib=_LIBRARY)
-def _fake_embedding(
-    ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype
-) -> Tensor:
+def _fake_embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype) -> Tensor:
     return ids.new_empty(*ids.shape, columns, dtype=dtype)
 
 
@@ -174,14 +174,14 @@ def lut_linear(
     `tile`: the rows and columns that share a LUT. Differentiable in x and bias. Raises ValueError for shapes that do not
     belong together.
     """
-    if unwatched(x, bias):
+    if unwatched(x, bias) and not lut.requires_grad:
         return _linear(x, Packed(indices, lut, bias, bits, tile))
     return torch.ops.edkm.lut_linear(x, indices, lut, bias, bits, *tile)
 
 
 def row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, *, bits: int) -> Tensor:
     """x @ W.T + bias for W = scale * (index - 2**(bits - 1)): x (..., in), indices (out, bytes) uint8, scale (out, 1)."""
-    if unwatched(x, bias):
+    if unwatched(x, bias) and not scale.requires_grad:
         return _linear(x, Packed(indices, scale, bias, bits, None))
     return torch.ops.edkm.row_scaled_linear(x, indices, scale, bias, bits)
 

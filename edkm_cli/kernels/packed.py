@@ -138,7 +138,8 @@ def dense(
     packed: Packed, columns: int, dtype: torch.dtype, *, rows: range | None = None, span: range | None = None
 ) -> Tensor:
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
-    rows, span = rows or range(packed.indices.shape[0]), span or range(columns)
+    rows = range(packed.indices.shape[0]) if rows is None else rows
+    span = range(columns) if span is None else span
     if packed.indices.is_cuda and _triton():
         from edkm_cli.kernels import lut_linear_triton
 
