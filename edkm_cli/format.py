@@ -26,6 +26,7 @@ from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
 CHECKSUMS = "checksums.json"
+_MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 LUT_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -123,16 +124,28 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
+    """A file that must hold a JSON object. Raises UserError, ending in `remedy`, for one that does not, or is larger or
+    nested deeper than any of ours."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ValueError(f"{size} bytes are more than the {_MAX_JSON_BYTES} that are read")
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
+    except (ValueError, OSError, RecursionError) as error:
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"{path} must be a JSON file with an object, but cannot be read ({told}); {remedy}") from error
+    return value
+
+
 def read_spec(directory: str | Path) -> QuantizationSpec | None:
     """The spec of a checkpoint directory, or None where it is no edkm checkpoint. Raises UserError if it is broken."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} must be a JSON file, but cannot be read ({error}); export the model again") from error
-    mapping = config.get("quantization_config") if isinstance(config, dict) else None
+    mapping = read_json(path, remedy="export the model again").get("quantization_config")
     if not isinstance(mapping, dict) or mapping.get("quant_method") != QUANT_METHOD:
         return None
     return QuantizationSpec.from_mapping(mapping)
@@ -214,6 +227,12 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives is that of a file in the same directory, not a path out of it."""
+    simple = bool(name) and not set(name) & set("\0/\\") and name not in (".", "..")
+    return simple and len(name.encode(errors="replace")) <= 255
+
+
 def write_checksums(directory: Path, names: Iterable[str]) -> None:
     """Record size and sha256 of the named files in checksums.json."""
     entries = {
@@ -232,17 +251,19 @@ def verify_checksums(directory: str | Path) -> None:
     listing = directory / CHECKSUMS
     if not listing.is_file():
         return
-    try:
-        entries = json.loads(listing.read_text(encoding="utf-8"))
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{listing} must map file names to bytes and sha256, but cannot be read ({error})") from error
     remedy = "copy or export the checkpoint again"
+    entries = read_json(listing, remedy=remedy)
+    try:
+        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{listing} must map file names to bytes and sha256, but does not ({type(error).__name__}: {error}); {remedy}"
+        ) from error
     for name, (size, digest) in expected.items():
         path = directory / name
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise UserError(f"{listing} must name files of its own directory, got {name!r}; {remedy}")
-        if not path.is_file():
+        if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
         if path.stat().st_size != size:
             raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")

@@ -13,7 +13,7 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.swap import LINEAR, Swap, check_geometry, plan_swaps
+from edkm_cli.nn.swap import LINEAR, OTHER, Swap, check_geometry, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
 
@@ -76,7 +76,7 @@ def spec_of(config: CompressConfig, swaps: list[Swap]) -> QuantizationSpec:
         granularity=config.granularity,
         lut_dtype=config.lut_dtype,
         embedding_bits=embedding_bits(config),
-        skipped=[swap.name for swap in swaps if swap.reason],
+        skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
     )
 
 

@@ -54,7 +54,7 @@ def perplexity(
     windows = tokens[: tokens.numel() // width * width].view(-1, width)[:max_windows]
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    device = model.device
     start = time.perf_counter()
     total = torch.zeros((), dtype=torch.float64)
     turns = world.turns(list(windows))

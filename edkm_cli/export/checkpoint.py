@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
@@ -50,6 +51,18 @@ def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
     return {"indices": pack(indices, module.clustering.bits), "lut": lut}
 
 
+def _dtype(model: nn.Module, name: str) -> torch.dtype | None:
+    """The dtype that a dense tensor has in the model; None for what is packed on writing."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return None if isinstance(module, ClusteredLinear) and leaf in ("indices", "lut") else getattr(module, leaf).dtype
+
+
+def is_remote(model: nn.Module) -> bool:
+    """Whether the model's class came with its files (`--trust-remote-code`)."""
+    return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
+
+
 def write_weights(
     model: Any,
     directory: Path,
@@ -65,8 +78,12 @@ def write_weights(
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
-    target = skeleton(copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype)
+    target = skeleton(
+        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
+    )
     tensors = skeleton_tensors(target)
+    for name, tensor in tensors.items():  # a few dense ones may be kept in another dtype than the model's
+        tensors[name] = tensor.to(_dtype(model, name) or tensor.dtype)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
