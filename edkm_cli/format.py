@@ -1,8 +1,8 @@
 """The checkpoint's schema: what `quantization_config` holds, which tensors a module stores, and how files are written.
 
 A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
-(groups, 2**bits); an embedding and the output embedding store `indices` and one float32 `scale` a row. docs/format.md
-specifies both to the byte.
+(groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and one
+float32 `scale` a row. docs/format.md specifies both to the byte.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
+SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 LUT_DTYPES: dict[str, torch.dtype] = {
@@ -53,16 +54,22 @@ _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense."""
+    """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
+
+    `format_version` 0 stands for the one that is written today.
+    """
 
     bits: int
     granularity: str
     lut_dtype: str
     embedding_bits: int | None
     skipped: list[str] = field(default_factory=list)
-    format_version: int = FORMAT_VERSION
+    format_version: int = 0
 
     def __post_init__(self) -> None:
+        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
+        if self.format_version == 0 and _is_int(self.format_version):
+            object.__setattr__(self, "format_version", versions[-1])
         faults = []
         if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
             faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
@@ -70,13 +77,14 @@ class QuantizationSpec:
             not _is_int(self.embedding_bits) or not 2 <= self.embedding_bits <= MAX_BITS
         ):
             faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
-        if self.lut_dtype not in LUT_DTYPES:
+        if not isinstance(self.lut_dtype, str) or self.lut_dtype not in LUT_DTYPES:
             faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
         if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
             faults.append("skipped must be a list of module names")
-        if self.format_version != FORMAT_VERSION:
+        if not _is_int(self.format_version) or self.format_version not in versions:
             faults.append(
-                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}: a newer edkm-cli may read it"
+                f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: a newer edkm-cli "
+                "may read it"
             )
         try:
             Granularity.parse(self.granularity)
@@ -88,7 +96,7 @@ class QuantizationSpec:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> QuantizationSpec:
         """Read the `quantization_config` of a config.json. Raises UserError listing every fault."""
-        values = {key: value for key, value in mapping.items() if key != "quant_method"}
+        values: dict[str, Any] = {key: value for key, value in mapping.items() if key != "quant_method"}
         known = set(cls.__dataclass_fields__)
         unknown, missing = sorted(set(values) - known), sorted(known - {"skipped"} - set(values))
         if mapping.get("quant_method") != QUANT_METHOD or unknown or missing:
@@ -96,6 +104,8 @@ class QuantizationSpec:
                 f"quantization_config must have quant_method {QUANT_METHOD!r} and the keys {', '.join(sorted(known))}; "
                 f"got quant_method {mapping.get('quant_method')!r}, unknown keys {unknown}, missing keys {missing}"
             )
+        if values["format_version"] == 0:
+            values["format_version"] = None  # 0 means today's only inside the program
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -106,10 +116,13 @@ class QuantizationSpec:
     ) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized linear stores."""
         groups = Granularity.parse(self.granularity).groups(out_features, in_features, layer=layer)
-        return {
+        tensors: dict[str, tuple[torch.dtype, tuple]] = {
             "indices": (torch.uint8, (out_features, packed_width(in_features, self.bits))),
             "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**self.bits)),
         }
+        if self.format_version == SCALED_VERSION:
+            tensors["lut_scale"] = (torch.float32, (1,))
+        return tensors
 
     def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized embedding or output embedding stores."""

@@ -79,7 +79,7 @@ class EdkmQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """LUTs and scales keep the dtype they are stored in, whatever `dtype` the model is loaded with."""
-        if any(str(target).endswith((".lut", ".scale")) for target in _targets(converter)):
+        if any(str(target).endswith((".lut", ".scale", ".lut_scale")) for target in _targets(converter)):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -128,7 +128,9 @@ def require_stored(model: Any, stored: set[str], foreign: set[str]) -> None:
     use whatever the memory holds. The tensors of `foreign` modules may lack."""
     prefix = f"{model.base_model_prefix}."
     known = stored | {key.removeprefix(prefix) for key in stored} | {prefix + key for key in stored}
-    absent = re.compile("|".join(f"({pattern})" for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
+    absent = re.compile(
+        "|".join(f"({pattern})" for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
+    )
     tied = set(model.all_tied_weights_keys)
     outside = tuple(f"{name}." for name in foreign)
     for name in model.state_dict():
@@ -370,9 +372,7 @@ def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", trust_re
     """A causal LM, compressed by any method or not, from anything `--model` takes."""
     source = models.resolve(name)
     if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-        return load(
-            source.location, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust_remote_code
-        )
+        return load(source.location, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust_remote_code)
     return models.load_dense(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, may_be_quantized=True
     )

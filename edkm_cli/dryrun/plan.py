@@ -319,7 +319,7 @@ def _physical_bytes() -> int:
 
 def _grouped(swaps: list[Swap], config: CompressConfig) -> list[dict[str, Any]]:
     """The swapped modules, counted by role and shape."""
-    counts: dict[tuple[str, tuple[int, int]], int] = {}
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
     for swap in swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1

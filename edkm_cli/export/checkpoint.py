@@ -20,6 +20,7 @@ from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
+_PACKED = ("indices", "lut", "lut_scale")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -37,7 +38,7 @@ class _Source:
         """The tensor; on other processes than the first it may be None."""
         path, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if not isinstance(module, ClusteredLinear) or leaf not in ("indices", "lut"):
+        if not isinstance(module, ClusteredLinear) or leaf not in _PACKED:
             return full(getattr(module, leaf).detach())
         if self._current[0] != path:
             self._current = ("", {})  # let go before the next is made
@@ -48,14 +49,16 @@ class _Source:
 
 def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
     indices, lut = module.snapped()
-    return {"indices": pack(indices, module.clustering.bits), "lut": lut}
+    scale = module.stored_scale()
+    packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
+    return packed if scale is None else {**packed, "lut_scale": scale}
 
 
 def _dtype(model: nn.Module, name: str) -> torch.dtype | None:
     """The dtype that a dense tensor has in the model; None for what is packed on writing."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    return None if isinstance(module, ClusteredLinear) and leaf in ("indices", "lut") else getattr(module, leaf).dtype
+    return None if isinstance(module, ClusteredLinear) and leaf in _PACKED else getattr(module, leaf).dtype
 
 
 def is_remote(model: nn.Module) -> bool:
@@ -82,8 +85,8 @@ def write_weights(
         copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
     )
     tensors = skeleton_tensors(target)
-    for name, tensor in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = tensor.to(_dtype(model, name) or tensor.dtype)
+    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
+        tensors[name] = like.to(_dtype(model, name) or like.dtype)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )

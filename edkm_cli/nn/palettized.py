@@ -60,7 +60,7 @@ class _DecodedWeight(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def decoded(weight: _DecodedWeight) -> Tensor:
             return weight._module.dequantize(weight.dtype)
 
@@ -83,12 +83,19 @@ class PalettizedLinear(_Packed):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        lut = self.lut if self.lut.dtype.itemsize >= 2 else self.lut.float()
-        return lookup(unpack(self.indices, self.bits, self.in_features), lut, granularity=self.granularity).to(dtype)
+        indices = unpack(self.indices, self.bits, self.in_features)
+        return lookup(indices, self.table(), granularity=self.granularity).to(dtype)
+
+    def table(self) -> Tensor:
+        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
+        if self.lut.dtype.itemsize >= 2:
+            return self.lut
+        scale = self._buffers.get("lut_scale")
+        return self.lut.float() if scale is None else self.lut.float() * scale
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
-        dtype = self.lut.dtype if self.bias is None else self.bias.dtype
+        dtype = self.table().dtype if self.bias is None else self.bias.dtype
         return (self.out_features, self.in_features), dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:

@@ -85,12 +85,14 @@ def measure_weights(directory: Path, original: str, *, original_bytes: int, trac
         errors, histograms = [], []
         compressed = SafetensorsReader(directory)
         for name in track(linears, "comparing layers", len(linears)):
-            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut")
+            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut").float()
+            if f"{name}.lut_scale" in compressed:
+                lut *= compressed.get(f"{name}.lut_scale")
             restored = _restored(compressed.get(f"{name}.indices"), lut, spec, name, weight)
             kind, layer = place(name)
             errors.append(LayerError(name, kind, layer, relative_squared_error(weight, restored)))
             if name in sample:
-                histograms.append(_histogram(name, weight, lut.float()))
+                histograms.append(_histogram(name, weight, lut))
     except UserError as error:
         return Weights(stored, dense, missing=str(error))
     return Weights(stored, dense, errors, histograms)
@@ -113,7 +115,7 @@ def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, w
     if indices.shape[0] != weight.shape[0]:
         raise UserError(f"{name} has {indices.shape[0]} rows, but {weight.shape[0]} in the original: another model?")
     unpacked = unpack(indices, spec.bits, weight.shape[1])
-    return lookup(unpacked, lut.float(), granularity=spec.granularity)
+    return lookup(unpacked, lut, granularity=spec.granularity)
 
 
 def _original_directory(name: str) -> Path:
