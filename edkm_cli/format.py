@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -284,19 +285,39 @@ def verify_checksums(directory: str | Path) -> None:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
 
 
+def json_text(value: Any) -> str:
+    """A value as JSON text. NaN and Inf, which JSON has no word for, become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a temporary file, fsync, rename."""
+    """Write JSON atomically: a temporary file, fsync, rename. NaN and Inf become null. Where it cannot be written, no
+    temporary file stays."""
     partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(json_text(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
-    """fsync a file or directory, so that a rename that follows cannot outrun its content."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """fsync a file or directory, so that a rename that follows cannot outrun its content. Windows opens no directory."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -223,6 +223,11 @@ def _check_numbers(path: Path, config: Any, key: str = "") -> None:
 
 
 def _no_model(directory: Path, error: Exception) -> UserError:
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"{directory} brings Python files of its own, which would be run; read them, and if you trust them give "
+            "--trust-remote-code (trust_remote_code=True)"
+        )
     told = " ".join(str(error).split())[:200]
     return UserError(
         f"{directory}/config.json does not describe a model that can be built ({type(error).__name__}: {told}); {_AGAIN}"

@@ -90,6 +90,11 @@ def _require_local(source: ModelSource) -> None:
 
 def _loading_error(source: ModelSource, error: Exception) -> UserError:
     lines = " ".join(str(error).split())
+    if "trust_remote_code" in lines:
+        return UserError(
+            f"--model {source.name} brings Python files of its own, which would be run; read them, and if you trust them "
+            "give --trust-remote-code"
+        )
     text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
         return UserError(

@@ -60,9 +60,10 @@ def test_ties_go_to_the_lower_index():
     assert nearest_indices(weight, centroids, granularity="tensor").tolist() == [[0, 0, 1]]
 
 
-def test_luts_are_clamped_to_what_their_dtype_can_hold():
+def test_luts_are_scaled_or_clamped_to_what_their_dtype_can_hold():
     lut = torch.tensor([[-1e6, -449.0, 0.07, 1e6]])
-    assert round_lut(lut, "float8_e4m3fn").tolist() == [[-448.0, -448.0, 0.0703125, 448.0]]
+    assert round_lut(torch.tensor([[-448.0, 0.07, 1.0]]), "float8_e4m3fn").tolist() == [[-448.0, 0.0703125, 1.0]]
+    assert round_lut(torch.tensor([[-896.0, 0.07, 1.0]]), "float8_e4m3fn").tolist() == [[-896.0, 0.0703125, 1.0]]
     assert round_lut(lut, "float16")[0, 0] == -65504
     assert torch.equal(round_lut(lut, None), lut)
     with pytest.raises(UserError, match="lut_dtype"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
+from edkm_cli.cli.options import Device, JsonFile, RemoteCode, check_json_target, finish
 from edkm_cli.errors import UserError
 
 
@@ -30,7 +30,7 @@ def eval_command(
     limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of a task.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a task's prompt.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Of tasks.")] = 1,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a hub model's code.")] = False,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
@@ -63,13 +63,15 @@ def eval_command(
 
 
 def inspect_command(
-    directory: Annotated[Path, typer.Argument(help="A compressed checkpoint.")], json_file: JsonFile = None
+    directory: Annotated[Path, typer.Argument(help="A compressed checkpoint.")],
+    trust_remote_code: RemoteCode = False,
+    json_file: JsonFile = None,
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, LUTs, size."""
     check_json_target(json_file)
     from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
-    result = inspect_checkpoint(directory)
+    result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
     finish(format_inspection(result), result, json_file)
 
 
@@ -82,6 +84,7 @@ def report_command(
         bool, typer.Option("--weights/--no-weights", help="Compare the weights with the original's (takes its time).")
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
@@ -89,7 +92,9 @@ def report_command(
     from edkm_cli.progress import Progress
     from edkm_cli.report.build import build_report
 
-    result = build_report(directory, output=output, weights=weights, track=Progress().track)
+    result = build_report(
+        directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
+    )
     finish(result["page"], result, json_file)
     if open_page:
         import webbrowser
@@ -111,6 +116,7 @@ def generate_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Text from a checkpoint."""
@@ -128,5 +134,6 @@ def generate_command(
         dtype=dtype,
         device=choose_device(device),
         seed=seed,
+        trust_remote_code=trust_remote_code,
     )
     finish(result["text"], result, json_file)

@@ -314,7 +314,11 @@ def _resident_bytes() -> int:
 
 
 def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of the machine; without a limit where the system does not tell (Windows)."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 2**63
 
 
 def _grouped(swaps: list[Swap], config: CompressConfig) -> list[dict[str, Any]]:

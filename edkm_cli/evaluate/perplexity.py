@@ -46,7 +46,7 @@ def perplexity(
         max_windows: the first so many windows only.
         world: the processes that share the windows; all call this with the same model.
 
-    Raises UserError if the text has fewer than two tokens.
+    Raises UserError if the text has fewer than two tokens, or the model's loss on it is NaN or Inf.
     """
     if tokens.numel() < 2:
         raise UserError(f"perplexity needs at least 2 tokens of text, got {tokens.numel()}; give more --data")
@@ -66,5 +66,12 @@ def perplexity(
     model.train(was_training)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
-    value = math.exp(min(float(total) / count, 700.0))
+    loss_per_token = float(total) / count
+    if not math.isfinite(loss_per_token):
+        raise UserError(
+            f"{description} must be a number, but the model's mean loss is {loss_per_token}: its weights are broken, or "
+            "its activations do not fit its dtype; use --dtype float32 or bfloat16",
+            everywhere=True,
+        )
+    value = math.exp(min(loss_per_token, 700.0))
     return Perplexity(value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -98,10 +100,27 @@ def write_weights(
                 tensor = source.read(name)
                 if writer is not None and tensor is not None:
                     writer.write(name, tensor)
+    code = []
     if world.main:
         _write_index_and_config(target, spec, split, directory)
+        code = copy_code(model, directory)
     files = list(split.filename_to_tensors)
-    return [*files, *([_INDEX] if split.is_sharded else []), "config.json"]
+    return [*files, *([_INDEX] if split.is_sharded else []), "config.json", *code]
+
+
+def copy_code(model: nn.Module, directory: Path) -> list[str]:
+    """The Python files of a model that is none of transformers' own, copied beside its weights; returns their names.
+
+    Without them nothing could load what was written.
+    """
+    if not is_remote(model):
+        return []
+    kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules"))
+    folder = Path(inspect.getfile(kind)).parent
+    names = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+    for name in names:
+        shutil.copyfile(folder / name, directory / name)
+    return names
 
 
 def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, directory: Path) -> None:
@@ -115,6 +134,8 @@ def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, dir
     config.quantization_config = EdkmConfig(**spec.to_mapping())
     config.architectures = [type(target).__name__]
     config.dtype = str(target.dtype).removeprefix("torch.")
+    if getattr(config, "auto_map", None):  # "owner/name--file.Class" of a hub model: the files are here now
+        config.auto_map = {key: str(value).rpartition("--")[2] for key, value in config.auto_map.items()}
     config.save_pretrained(directory)
 
 

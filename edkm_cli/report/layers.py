@@ -64,17 +64,25 @@ class Weights:
     missing: str = ""
 
 
-def measure_weights(directory: Path, original: str, *, original_bytes: int, track: Track = no_progress) -> Weights:
+def measure_weights(
+    directory: Path,
+    original: str,
+    *,
+    original_bytes: int,
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
+) -> Weights:
     """Measure a finished checkpoint against the model it was made from.
 
     Args:
         directory: the checkpoint; verified first.
         original: what `--model` was.
         original_bytes: the whole original model in 16 bits.
+        trust_remote_code: run the Python files of a checkpoint that has some.
 
     Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
     """
-    inspected = inspect_checkpoint(directory)
+    inspected = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
     stored, dense = _parts(inspected, original_bytes)
     linears = [layer["name"] for layer in inspected["layers"] if layer["kind"] == "PalettizedLinear"]
     spec = read_spec(directory)
@@ -167,7 +175,7 @@ def _parts(inspected: dict[str, Any], original_bytes: int) -> tuple[dict[str, in
         rows, columns = layer["shape"]
         if layer["kind"] == "PalettizedLinear":
             stored["indices"] += layer["bytes"]["indices"]
-            stored["LUTs"] += layer["bytes"]["lut"]
+            stored["LUTs"] += layer["bytes"]["lut"] + layer["bytes"].get("lut_scale", 0)
             dense["decoder linears"] += 2 * rows * columns
         elif layer["bytes"]:  # a tied head stores nothing
             stored["embeddings"] += sum(layer["bytes"].values())
