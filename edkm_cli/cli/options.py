@@ -24,6 +24,7 @@ JsonFile = Annotated[
 ]
 Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that come with a model.")]
+Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
 _CONFIG_FILE = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="YAML file with these settings; flags override it.", rich_help_panel=MODEL),
