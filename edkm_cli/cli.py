@@ -105,6 +105,12 @@ def compress_command(
         ),
     ] = None,
     offload: Annotated[str | None, _option("none; cpu: saved tensors go to host memory.", "offload")] = None,
+    memory: Annotated[
+        str | None,
+        _option(
+            "On a CPU: speed; small: freed memory goes back at once; auto: small where speed does not fit.", "memory"
+        ),
+    ] = None,
     dtype: Annotated[str | None, _option("float32, bfloat16, float16; auto: by device.", "dtype")] = None,
     mixed_precision: Annotated[
         str | None, _option("no, bf16; auto: bf16 where float32 weights train on a GPU.", "mixed_precision")
@@ -156,11 +162,13 @@ def compress_command(
         return
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus plan for a machine, but --dry-run is not given; add it")
-    if settings.steps:  # what costs page faults is worth it where gradients and moments are to fit, too
-        return_large_blocks()
     from edkm_cli.compress import compress
+    from edkm_cli.dryrun.plan import choose_memory
     from edkm_cli.progress import Observer, Progress
     from edkm_cli.summaries import summary
+
+    if choose_memory(settings) == "small":
+        return_large_blocks()
 
     progress = Progress()
     result = compress(

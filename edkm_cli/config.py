@@ -68,6 +68,7 @@ class CompressConfig:
     hidden_weight: float = 0.0
     gradient_checkpointing: bool = False
     offload: str = "none"
+    memory: str = "auto"
     dtype: str = "auto"
     mixed_precision: str = "auto"
     device: str = "auto"
@@ -142,6 +143,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "adamw-8bit", "sgd"),
     "sharding": ("auto", "none", "full"),
     "offload": ("none", "cpu"),
+    "memory": ("auto", "speed", "small"),
 }
 
 _Config = TypeVar("_Config", bound=Any)

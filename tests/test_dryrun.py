@@ -16,10 +16,11 @@ from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
-from edkm_cli.dryrun.meta import Setting
-from edkm_cli.dryrun.plan import Machine, Need, dry_run, parse_bytes
+from edkm_cli.dryrun.machine import Machine, parse_bytes
+from edkm_cli.dryrun.need import Need
+from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
-from edkm_cli.preflight import plan
+from edkm_cli.preflight import Setting, plan_run
 from edkm_cli.summaries import plan_summary
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
 
@@ -57,7 +58,7 @@ def models(tmp_path_factory):
 
 
 def rehearse(config, setting=None):
-    return Rehearsal(config, *plan(config), setting or Setting(), stored_bytes=0).run()
+    return Rehearsal(plan_run(config, setting or Setting()), stored_bytes=0).run()
 
 
 CASES = [
@@ -245,8 +246,8 @@ class TestParts:
     def test_a_model_is_left_as_it_was(self, models):
         tokens = {"sequence_length": 64, "context": 64, "calibration_tokens": 64, "start_tokens": 64}
         config = CompressConfig(model=str(models["wide"]), **tokens)
-        dense, swaps = plan(config)
-        first, again = (Rehearsal(config, dense, swaps, GPU, stored_bytes=0).run() for _ in range(2))
+        plan = plan_run(config, GPU)
+        first, again = (Rehearsal(plan, stored_bytes=0).run() for _ in range(2))
         assert first == again
 
 
@@ -296,6 +297,30 @@ class TestMachine:
         assert Need(peak, None).fits(Machine(Setting(), 12, None))
         assert not Need(peak, None).fits(Machine(Setting(), 11, None))
         assert not Need(peak, None).fits(Machine(Setting(processes=2), 12, None))
+
+    def test_speed_is_the_default_where_the_machine_has_room_for_freed_blocks(self, model_directory, monkeypatch):
+        config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=64, context=64)
+        planned = dry_run(config)
+        assert planned["memory"] == choose_memory(config) == "speed"
+        assert planned["peak_memory_bytes"]["heap"] > 0
+        small = dry_run(replace(config, memory="small"))
+        assert small["memory"] == "small"
+        assert small["peak_memory_bytes"]["heap"] == 0
+
+        tensors = small["peak_memory_bytes"]["total"] - small["peak_memory_bytes"]["runtime"]
+        for room, memory in ((1.05, "small"), (1.5, "speed")):
+            available = int(small["peak_memory_bytes"]["runtime"] + room * tensors) + 20_000_000  # the process grows
+            monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda available=available: available)
+            monkeypatch.setattr("edkm_cli.dryrun.need.resident_bytes", lambda: 0)
+            tight = dry_run(config)
+            runtime = small["peak_memory_bytes"]["runtime"] - tight["peak_memory_bytes"]["runtime"]
+            monkeypatch.setattr(
+                "edkm_cli.dryrun.machine.physical_bytes", lambda size=available - runtime - 20_000_000: size
+            )
+            assert dry_run(config)["memory"] == choose_memory(config) == memory
+            assert dry_run(config)["fits"]
+            assert dry_run(replace(config, memory="speed"))["fits"] is (memory == "speed")
+            monkeypatch.undo()
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
         config = CompressConfig(model=str(model_directory), sequence_length=16, context=16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from edkm_cli.train.losses import hidden_loss, kl_divergence, next_token_loss, training_loss
+from edkm_cli.train.losses import Objective, hidden_loss, kl_divergence, next_token_loss
 from helpers import tiny_llama
 
 
@@ -55,7 +55,7 @@ def test_without_a_teacher_the_loss_is_next_token_prediction(ids):
 
     model = tiny_llama()
     expected = model(ids, labels=ids).loss
-    assert training_loss(model, None, ids).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert Objective().loss(model, ids).item() == pytest.approx(expected.item(), rel=1e-6)
     assert next_token_loss(model(ids).logits, ids).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -70,8 +70,8 @@ def test_hidden_states_add_their_relative_error_token_by_token(ids):
             for x, y in zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
         ]
         layers.append(sum(tokens) / len(tokens))
-    plain = training_loss(student, teacher, ids)
-    with_hidden = training_loss(student, teacher, ids, hidden_weight=0.5)
+    plain = Objective(teacher).loss(student, ids)
+    with_hidden = Objective(teacher, hidden_weight=0.5).loss(student, ids)
     assert with_hidden.item() == pytest.approx(plain.item() + 0.5 * sum(layers) / len(layers), rel=1e-5)
     assert hidden_loss(theirs.hidden_states, theirs.hidden_states).item() == 0
     with_hidden.backward()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.preflight import Setting
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CLUSTERING = "activations", "logits", "clustering"
@@ -31,26 +31,6 @@ META = torch.device("meta")
 _CUDA_GRANULE = 512  # bytes: the caching allocator rounds each block up to it
 _KEPT_BYTES = 1024  # saved tensors below that are not offloaded
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a run is planned: on `device` (`cpu` or `cuda`), by so many processes, each with as many threads;
-    parameters sharded over the processes, or whole on each."""
-
-    device: str = "cpu"
-    processes: int = 1
-    sharded: bool = False
-    threads: int = 1
-
-    @property
-    def gpu(self) -> bool:
-        return self.device != "cpu"
-
-    @property
-    def share(self) -> float:
-        """What one process keeps of a parameter."""
-        return 1 / self.processes if self.sharded else 1.0
 
 
 class Stage:
