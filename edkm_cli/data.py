@@ -35,7 +35,17 @@ class Documents:
 
 
 def alpaca_text(record: dict[str, Any]) -> str:
-    """An Alpaca record with the prompt of its authors."""
+    """An Alpaca record with the prompt of its authors.
+
+    >>> print(alpaca_text({"instruction": "Name a colour.", "output": "Blue."}))
+    Below is an instruction that describes a task. Write a response that appropriately completes the request.
+    <BLANKLINE>
+    ### Instruction:
+    Name a colour.
+    <BLANKLINE>
+    ### Response:
+    Blue.
+    """
     given = record.get("input") or ""
     return _ALPACA_PROMPT.format(
         with_input=", paired with an input that provides further context" if given else "",
@@ -58,7 +68,11 @@ def _record_text(record: Any, where: str) -> str:
 
 
 def wikitext_rows(text: str) -> list[str]:
-    """The rows of the Hugging Face data set from a raw file: a non-blank line keeps its newline, a blank one is ''."""
+    """The rows of the Hugging Face data set from a raw file: a non-blank line keeps its newline, a blank one is ''.
+
+    >>> wikitext_rows("A title\\n\\nA paragraph.\\n")
+    ['A title\\n', '', 'A paragraph.\\n']
+    """
     return [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edkm_cli import kernels
@@ -16,7 +16,7 @@ from edkm_cli.kernels.build import library
 
 SHAPE = (8, 48)
 GRANULARITIES = ("tensor", "row:1", "row:4", "block:2x16", "block:4x24")
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=60)
 
 
 @pytest.fixture(params=["compiled", "plain"])

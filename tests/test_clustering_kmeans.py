@@ -35,7 +35,7 @@ def best_error(values, mass, k):
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 9), st.integers(2, 4), st.booleans(), st.integers(0, 10**6))
 def test_the_start_is_the_optimum(n, k, coarse, seed):
     if library() is None:

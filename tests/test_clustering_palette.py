@@ -13,7 +13,7 @@ from edkm_cli.kernels.build import library
 LUT_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["tensor", "row:1", "row:3", "block:2x5", "block:3x20"]),
     st.sampled_from([2, 5, 8, 16, 256]),
@@ -32,7 +32,7 @@ def test_lookup_of_the_indices_is_snap_bit_for_bit(granularity, k, lut_dtype, dt
     assert torch.equal(snap(snapped, lut, granularity=granularity), snapped)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([2, 8, 21]), st.integers(1, 40), st.integers(0, 10**6))
 def test_compiled_kernels_find_the_reference_s_indices(k, columns, seed):
     if library() is None:
