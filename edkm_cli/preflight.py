@@ -6,6 +6,7 @@ follow from it, too.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ class RunPlan:
     Attributes:
         config, setting: what is asked for, and where it runs.
         source: where the model is.
-        skeleton: the dense model on the meta device, shapes without weights; copy it, never change it.
+        architecture: the model's Hugging Face configuration.
+        parameters: of the dense model; tied ones once.
         swaps: what becomes of its linears and embeddings.
         spec: the checkpoint's `quantization_config`.
         dense_dtype: of the uncompressed model (`float32`, `bfloat16`, `float16`).
@@ -63,7 +65,8 @@ class RunPlan:
     config: CompressConfig
     setting: Setting
     source: models.ModelSource
-    skeleton: Any
+    architecture: Any
+    parameters: int
     swaps: tuple[Swap, ...]
     spec: QuantizationSpec
     dense_dtype: str
@@ -71,10 +74,9 @@ class RunPlan:
     mixed_precision: str
     compensates: bool
 
-    @property
-    def parameters(self) -> int:
-        """Of the dense model; tied ones once."""
-        return sum(parameter.numel() for parameter in self.skeleton.parameters())
+    def skeleton(self) -> Any:
+        """The dense model on the meta device: shapes without weights."""
+        return _skeleton(self.architecture, self.config)
 
     @property
     def clustered(self) -> list[Swap]:
@@ -116,15 +118,22 @@ class RunPlan:
         return self.config.steps * self.step_sequences * self.config.sequence_length
 
 
-def plan_run(config: CompressConfig, setting: Setting, *, skeleton: Any | None = None) -> RunPlan:
-    """Decide everything about a run. `skeleton` is that of another plan for the same model, to save its making.
+def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None = None) -> RunPlan:
+    """Decide everything about a run. `like` is a plan of the same model with the same modules to swap, to save time.
 
     Raises UserError for an unknown model, a geometry that does not fit, or dtypes that sharding cannot train.
     """
-    source = models.resolve(config.model)
-    skeleton = meta_model(config, source) if skeleton is None else skeleton
+    if like is not None:
+        source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
+    else:
+        source = models.resolve(config.model)
+        if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
+            raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
+        architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
+        skeleton = _skeleton(architecture, config)
+        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
     granularity = Granularity.parse(config.granularity)
-    swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
     check_geometry(swaps, granularity)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
@@ -139,7 +148,8 @@ def plan_run(config: CompressConfig, setting: Setting, *, skeleton: Any | None =
         config=config,
         setting=setting,
         source=source,
-        skeleton=skeleton,
+        architecture=architecture,
+        parameters=parameters,
         swaps=swaps,
         spec=QuantizationSpec(
             bits=config.bits,
@@ -182,15 +192,12 @@ def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str
     return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
 
 
-def meta_model(config: CompressConfig, source: models.ModelSource) -> Any:
-    """The dense model on the meta device: shapes without weights. Raises UserError for a model that is compressed."""
+def _skeleton(architecture: Any, config: CompressConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-        raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
-    architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture, trust_remote_code=config.trust_remote_code)
+        # A copy: building a model leaves its mark on the configuration.
+        return AutoModelForCausalLM.from_config(copy.deepcopy(architecture), trust_remote_code=config.trust_remote_code)
 
 
 def embedding_bits(config: CompressConfig) -> int | None:

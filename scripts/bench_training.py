@@ -16,6 +16,7 @@ status is 1. On a CPU the peak is that of the process, Python and libraries incl
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import statistics
@@ -140,7 +141,7 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = transformers.AutoModelForCausalLM.from_config(
-            plan.skeleton.config, dtype=getattr(torch, plan.dtype)
+            copy.deepcopy(plan.architecture), dtype=getattr(torch, plan.dtype)
         ).eval()
     if variant == "plain":
         others = [swap for swap in plan.swaps if not swap.clustered]

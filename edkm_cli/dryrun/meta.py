@@ -283,8 +283,10 @@ def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> T
 
 def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Ask PyTorch, with tensors of two tokens: its choice depends on dtypes, heads and the mask."""
-    q = torch.empty(1, query.shape[1], 2, query.shape[-1], dtype=query.dtype, requires_grad=query.requires_grad)
-    k = torch.empty(1, key.shape[1], 2, key.shape[-1], dtype=key.dtype, requires_grad=key.requires_grad)
-    small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype)
+    q, k = (
+        torch.empty(1, t.shape[1], 2, t.shape[-1], dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+        for t in (query, key)
+    )
+    small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype, device="cpu")
     options = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
     return bool(torch._fused_sdp_choice(q, k, k, small, 0.0, **options) == 1)

@@ -47,7 +47,7 @@ def _needed_bytes(peak: Peak) -> int:
 
 def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
-    vocabulary = plan.skeleton.config.get_text_config(decoder=True).vocab_size
+    vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
     return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES
 
 

@@ -7,7 +7,6 @@ proposed. A run asks the same whether the machine has memory to spare for speed.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -105,7 +104,7 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
 
 def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
-    target = copy.deepcopy(plan.skeleton)
+    target = plan.skeleton()
     with torch.device("meta"):
         palettize_skeleton(target, plan.spec)
     dtype = getattr(torch, plan.dense_dtype)

@@ -23,7 +23,7 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
         if any(less <= names for less in enough):
             continue
         try:
-            other, there = plan_run(config, setting, skeleton=plan.skeleton), replace(machine, setting=setting)
+            other, there = plan_run(config, setting, like=plan), replace(machine, setting=setting)
         except UserError:  # a combination that no run could have
             continue
         if not least(other).fits(there):

@@ -75,7 +75,7 @@ class Rehearsal:
 
     def __init__(self, plan: RunPlan, *, stored_bytes: int):
         self.plan, self.config, self.setting = plan, plan.config, plan.setting
-        self._stored_bytes = stored_bytes
+        self._stored_bytes, self._skeleton = stored_bytes, plan.skeleton()
         self._stage = Stage(plan.setting, (swap.shape for swap in plan.clustered))
         self._ledger = self._stage.ledger
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
@@ -118,7 +118,7 @@ class Rehearsal:
     def _dense_model(self, dtype: str) -> Any:
         """The dense model in a dtype, sharded if the run is."""
         with self._ledger.uncounted():
-            model = copy.deepcopy(self.plan.skeleton)
+            model = copy.deepcopy(self._skeleton)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
         model.config.dtype = getattr(torch, dtype)
