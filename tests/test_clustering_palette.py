@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from edkm_cli.clustering import SCHEDULES, kmeans_start, lookup, nearest_indices, round_lut, snap, temperature_at
 from edkm_cli.config import UserError
-from edkm_cli.kernels import cpu, palette_torch
+from edkm_cli.kernels import palette_c, palette_torch
 from edkm_cli.kernels.build import library
 
 LUT_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
@@ -42,13 +42,13 @@ def test_compiled_kernels_find_the_reference_s_indices(k, columns, seed):
     weight, grad = torch.randint(-8, 8, (4, columns)) / 4.0, torch.randn(4, columns)
     centroids = torch.randint(-8, 8, (4, k)) / 4.0
     tile = (1, columns)
-    assert torch.equal(cpu.nearest(weight, centroids, tile), palette_torch.nearest(weight, centroids, tile))
+    assert torch.equal(palette_c.nearest(weight, centroids, tile), palette_torch.nearest(weight, centroids, tile))
     assert torch.equal(
-        cpu.snap(weight, centroids, tile, torch.bfloat16)[0],
+        palette_c.snap(weight, centroids, tile, torch.bfloat16)[0],
         palette_torch.snap(weight, centroids, tile, torch.bfloat16)[0],
     )
     torch.testing.assert_close(
-        cpu.sum_by_entry(weight, centroids, grad, tile),
+        palette_c.sum_by_entry(weight, centroids, grad, tile),
         palette_torch.sum_by_entry(weight, centroids, grad, tile),
         rtol=1e-5,
         atol=1e-5,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from edkm_cli.config import CompressConfig
 from edkm_cli.train.losses import Objective, hidden_loss, kl_divergence, next_token_loss
 from helpers import tiny_llama
 
@@ -76,3 +77,15 @@ def test_hidden_states_add_their_relative_error_token_by_token(ids):
     assert hidden_loss(theirs.hidden_states, theirs.hidden_states).item() == 0
     with_hidden.backward()
     assert student.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0
+
+
+def test_the_weights_of_a_configuration_reach_the_loss(ids):
+    student, teacher = tiny_llama(seed=1), tiny_llama()
+    config = CompressConfig(label_weight=0.3, hidden_weight=0.7)
+    whole = Objective.of(config, teacher).loss(student, ids).item()
+    ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    parts = [kl_divergence(ours.logits, theirs.logits), next_token_loss(ours.logits, ids)]
+    parts.append(hidden_loss(ours.hidden_states, theirs.hidden_states))
+    assert whole == pytest.approx(parts[0].item() + 0.3 * parts[1].item() + 0.7 * parts[2].item(), rel=1e-5)
+    without = Objective.of(config, None).loss(student, ids).item()
+    assert without == pytest.approx(parts[1].item(), rel=1e-5)
