@@ -280,7 +280,7 @@ class TestMachine:
         with pytest.raises(SystemExit) as stop:
             main(["compress", "--model", str(model_directory), "--gpus", "2"])
         assert stop.value.code == 2
-        assert "--dry-run is not given" in capsys.readouterr().err
+        assert "for --dry-run, which is not given" in capsys.readouterr().err
 
     def test_tokens_are_those_of_all_processes(self, model_directory):
         config = CompressConfig(
@@ -299,29 +299,34 @@ class TestMachine:
         assert not Need(peak, None).fits(Machine(Setting(), 11, None))
         assert not Need(peak, None).fits(Machine(Setting(processes=2), 12, None))
 
-    def test_speed_is_the_default_where_the_machine_has_room_for_freed_blocks(self, model_directory, monkeypatch):
-        config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=64, context=64)
-        planned = dry_run(config)
-        assert planned["memory"] == choose_memory(config) == "speed"
-        assert planned["peak_memory_bytes"]["heap"] > 0
-        small = dry_run(replace(config, memory="small"))
-        assert small["memory"] == "small"
-        assert small["peak_memory_bytes"]["heap"] == 0
+    def test_memory_goes_to_speed_where_the_machine_has_room_for_freed_blocks(self):
+        need = Need(Peak("training", {"weights": 1000, "runtime": 500}, {"training": 1000}), None)
+        heap = with_heap(need).device.total - need.device.total
+        assert 100 < heap < 1000
+        enough, tight = (Machine(Setting(), 1500 + room, None) for room in (heap, heap - 1))
+        auto, speed, small = (CompressConfig(memory=memory) for memory in ("auto", "speed", "small"))
+        assert [memory_of(config, need, enough) for config in (auto, speed, small)] == ["speed", "speed", "small"]
+        assert [memory_of(config, need, tight) for config in (auto, speed, small)] == ["small", "speed", "small"]
+        assert need.fits(tight)
+        assert not with_heap(need).fits(tight)
+        on_a_gpu = Need(need.device, need.device)
+        assert memory_of(auto, on_a_gpu, Machine(GPU, 1, 1)) == "speed"
+        assert with_heap(on_a_gpu) == on_a_gpu
 
-        tensors = small["peak_memory_bytes"]["total"] - small["peak_memory_bytes"]["runtime"]
-        for room, memory in ((1.05, "small"), (1.5, "speed")):
-            available = int(small["peak_memory_bytes"]["runtime"] + room * tensors) + 20_000_000  # the process grows
-            monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda available=available: available)
-            monkeypatch.setattr("edkm_cli.dryrun.need.resident_bytes", lambda: 0)
-            tight = dry_run(config)
-            runtime = small["peak_memory_bytes"]["runtime"] - tight["peak_memory_bytes"]["runtime"]
-            monkeypatch.setattr(
-                "edkm_cli.dryrun.machine.physical_bytes", lambda size=available - runtime - 20_000_000: size
-            )
-            assert dry_run(config)["memory"] == choose_memory(config) == memory
-            assert dry_run(config)["fits"]
-            assert dry_run(replace(config, memory="speed"))["fits"] is (memory == "speed")
-            monkeypatch.undo()
+    def test_a_plan_counts_freed_blocks_where_they_are_kept(self, model_directory):
+        tokens = {"sequence_length": 16, "context": 16, "calibration_tokens": 16, "start_tokens": 16}
+        config = CompressConfig(model=str(model_directory), device="cpu", **tokens)
+        speed, small = dry_run(config), dry_run(replace(config, memory="small"))
+        assert (speed["memory"], small["memory"]) == ("speed", "small")
+        assert speed["peak_memory_bytes"]["heap"] > 0 == small["peak_memory_bytes"]["heap"]
+        assert choose_memory(config) == "speed"
+        assert choose_memory(replace(config, memory="small")) == "small"
+
+    def test_a_run_that_fits_only_without_freed_blocks_gives_them_back(self, model_directory, monkeypatch):
+        config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=16, context=16)
+        for room_bytes, memory in ((10**12, "speed"), (10**6, "small")):
+            monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda size=room_bytes: size)
+            assert choose_memory(config) == memory
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
         config = CompressConfig(model=str(model_directory), sequence_length=16, context=16)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from edkm_cli import models
+from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.ledger import DEVICE, HOST
 from edkm_cli.dryrun.machine import Machine, resident_bytes
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
@@ -79,6 +80,13 @@ def with_heap(need: Need) -> Need:
     """The need of a run on a CPU that keeps freed blocks for reuse."""
     tensors = sum(size for part, size in need.device.parts.items() if part != RUNTIME)
     return need if need.host else replace(need, device=_with(need.device, HEAP, int(_HEAP_SHARE * tensors)))
+
+
+def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
+    """What `--memory` means: `auto` is `speed`, or `small` where freed blocks that are kept would not fit."""
+    if config.memory == "auto":
+        return "speed" if machine.setting.gpu or with_heap(need).fits(machine) else "small"
+    return config.memory
 
 
 def _static(plan: RunPlan) -> Peak:

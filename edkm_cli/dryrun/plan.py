@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.dryrun.machine import Machine, choose_machine
+from edkm_cli.dryrun.machine import choose_machine
 from edkm_cli.dryrun.meta import PARTS
-from edkm_cli.dryrun.need import HEAP, RUNTIME, Need, estimate, process_bytes, with_heap
+from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.dryrun.rehearsal import Peak
 from edkm_cli.hf import skeleton_tensors
@@ -37,7 +37,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
     plan = plan_run(config, machine.setting)
     runtime_bytes = process_bytes(plan)
     need = estimate(plan, runtime_bytes)
-    memory = _memory(config, need, machine)
+    memory = memory_of(config, need, machine)
     need = with_heap(need) if memory == "speed" else need
     fits = need.fits(machine)
     return {
@@ -77,13 +77,7 @@ def choose_memory(config: CompressConfig) -> str:
     plan = plan_run(config, machine.setting)
     if _more_than_enough_bytes(plan) * machine.setting.processes <= machine.memory_bytes:
         return "speed"
-    return _memory(config, estimate(plan, process_bytes(plan)), machine)
-
-
-def _memory(config: CompressConfig, need: Need, machine: Machine) -> str:
-    if config.memory == "auto":
-        return "speed" if machine.setting.gpu or with_heap(need).fits(machine) else "small"
-    return config.memory
+    return memory_of(config, estimate(plan, process_bytes(plan)), machine)
 
 
 def _more_than_enough_bytes(plan: RunPlan) -> float:
