@@ -17,7 +17,7 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.dryrun.machine import Machine, parse_bytes
-from edkm_cli.dryrun.need import Need
+from edkm_cli.dryrun.need import Need, memory_of, with_heap
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
 from edkm_cli.preflight import Setting, plan_run
