@@ -43,7 +43,7 @@ from edkm_cli.train.state import fingerprint, require_same
 def compress(
     config: CompressConfig, *, overwrite: bool = False, resume: bool = False, observer: Observer | None = None
 ) -> dict[str, Any]:
-    """Run `edkm compress` and return its report, the content of report.json.
+    """Run `edkm compress` and return its report (its keys: docs/results.md).
 
     Where a launcher started several processes, all call this; the first one writes and reports.
 

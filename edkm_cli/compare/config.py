@@ -1,4 +1,4 @@
-"""What `edkm compare` is asked for: one model and text, and a list of methods that may each have options of their own.
+"""The configuration of `edkm compare`: one model, one text, and a list of methods, each with options of its own.
 
 A method is written `name` or `name:option=value:option=value`, in YAML also as a mapping:
 

@@ -24,7 +24,7 @@ from edkm_cli.preflight import RunPlan, plan_run
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
-    """The plan of a run as the JSON of `edkm compress --dry-run`.
+    """The plan of a run as the JSON of `edkm compress --dry-run` (its keys: docs/results.md).
 
     Args:
         config: the run's settings.

@@ -1,6 +1,6 @@
-"""What a run left in its directory: `report.json` when it is finished, `metrics.jsonl` and the run's mark before.
+"""Reads what a run wrote into its directory: `report.json` when it is finished, before that `metrics.jsonl` and the mark.
 
-The files may come from anywhere, so every value is checked here once, and the rest of the page can rely on it.
+The files may come from anywhere. Every value is checked here once, so that the rest of the page can rely on it.
 """
 
 from __future__ import annotations
