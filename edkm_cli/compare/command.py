@@ -212,7 +212,9 @@ def _result(
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
     stored = _read(path)
     if stored is None and path.exists() and not overwrite:
-        raise UserError(f"{path} is needed for a result, but is not one; move it away, or give --overwrite")
+        raise UserError(
+            f"{path} must hold the result of a method, but holds something else; move it away, or give --overwrite"
+        )
     same = stored is not None and stored["settings"] == settings and not overwrite
     if stored is not None and same and "row" in stored:
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")

@@ -100,13 +100,15 @@ class Entry:
         """
         method, *parts = re.split(r":(?=[a-zA-Z_-]+=)", text.strip())
         if method not in METHODS:
-            raise UserError(f"methods must be of {', '.join(METHODS)} (options: name:option=value), got {text!r}")
+            raise UserError(
+                f"each method must be one of {', '.join(METHODS)} (with options: name:option=value), got {text!r}"
+            )
         options = {}
         for part in parts:
             name, _, value = part.partition("=")
             name = name.replace("-", "_")
             if name in options:
-                raise UserError(f"methods must give an option once, got {name} twice in {text!r}")
+                raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
                 options[name] = yaml.safe_load(value)
             except yaml.YAMLError:
