@@ -30,7 +30,7 @@ class OutputDirectory:
     not to `resume` it).
     """
 
-    def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = True):
+    def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False):
         self.path = Path(path).expanduser().absolute()
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._overwrite = overwrite
