@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := edkm_cli tests scripts
+SOURCES := edkm_cli examples tests scripts
+# One worker a core, four at most, each with one thread; a file's tests stay together (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help venv demo test lint check fix bench clean model
 
@@ -25,7 +27,7 @@ demo: venv model  ## compress SmolLM2-135M to 3 bits, trained a little, exported
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
 
 test: venv model  ## all tests
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 lint: venv  ## lint, format, types, import contract
 	$(BIN)/ruff check $(SOURCES)
@@ -34,7 +36,7 @@ lint: venv  ## lint, format, types, import contract
 	PYTHONPATH=. $(BIN)/lint-imports
 
 check: lint  ## lint and fast tests
-	$(BIN)/python -m pytest -q -m "not slow and not real_model"
+	$(PYTEST) -m "not slow and not real_model"
 
 fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,19 +1,31 @@
-"""The configuration of a run: a frozen dataclass read from YAML and flags.
+"""The configuration of `edkm compress`: a frozen dataclass read from YAML and flags.
 
-Standard library and yaml only: nothing here imports torch, so `--help` and the checks of a configuration are instant.
+Each field is the declaration of an option, with its default, help, panel, choices and range (`edkm_cli.settings`).
+Nothing here imports torch, so `--help` and the checks of a configuration are instant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
-
-import yaml
+from typing import Any
 
 from edkm_cli.errors import UserError as UserError
 from edkm_cli.granularity import Granularity
+from edkm_cli.settings import (
+    COMPRESSION,
+    DATA,
+    MODEL,
+    OUTPUT,
+    SCALE,
+    TRAINING,
+    faults,
+    from_mapping,
+    read_yaml,
+    refuse,
+    setting,
+)
 
 
 def configs_directory() -> Path:
@@ -25,140 +37,202 @@ def configs_directory() -> Path:
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """Everything that decides a compression run. Field names are those of the flags; see `edkm compress --help`."""
+    """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
 
-    model: str = ""
-    output: str = "out"
-    bits: int = 3
-    granularity: str = "row:1"
-    lut_dtype: str = "float16"
-    embedding_bits: int = 8
-    skip: tuple[str, ...] = ()
+    model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
+    output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
+    bits: int = setting(3, "Bits per weight: a lookup table has 2^bits entries.", COMPRESSION, choices=range(1, 9))
+    granularity: str = setting(
+        "row:1",
+        "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C columns).",
+        COMPRESSION,
+        check=Granularity.parse,
+    )
+    lut_dtype: str = setting(
+        "float16",
+        "Number format of the lookup tables' entries.",
+        COMPRESSION,
+        choices=("float16", "bfloat16", "float32", "float8_e4m3fn"),
+    )
+    embedding_bits: int = setting(
+        8,
+        "Bits per weight of embeddings and output head; 16 leaves them uncompressed.",
+        COMPRESSION,
+        choices=(*range(2, 9), 16),
+    )
+    skip: tuple[str, ...] = setting(
+        (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
+    )
     # clustering
-    method: str = "edkm"
-    mode: str = "straight-through"
-    iterations: int = 1
-    temperature: float = 0.02
-    temperature_end: float = 0.002
-    temperature_schedule: str = "constant"
-    importance: str = "gradient"
-    calibration_tokens: int = 4096
-    start: str = "auto"
-    start_tokens: int = 8192
+    method: str = setting(
+        "edkm",
+        "How clustering is computed.",
+        COMPRESSION,
+        choices={
+            "edkm": "fast, and without an attention map in memory",
+            "dkm": "the reference, which keeps that map",
+        },
+    )
+    mode: str = setting(
+        "straight-through",
+        "Which weights the model computes with while it trains.",
+        COMPRESSION,
+        choices={
+            "straight-through": "table entries; the gradient passes to the weights and to the tables",
+            "hard": "table entries, with the gradient of soft",
+            "soft": "mixtures of table entries (DKM)",
+        },
+    )
+    iterations: int = setting(
+        1,
+        "Clustering updates of the lookup tables in each step of modes hard and soft; 0 trains the tables by gradient.",
+        COMPRESSION,
+        minimum=0,
+    )
+    temperature: float = setting(
+        0.02,
+        "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
+        COMPRESSION,
+        positive=True,
+    )
+    temperature_end: float = setting(
+        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
+    )
+    temperature_schedule: str = setting(
+        "constant",
+        "How the temperature goes from --temperature to --temperature-end.",
+        COMPRESSION,
+        choices=("constant", "linear", "cosine", "exponential"),
+    )
+    importance: str = setting(
+        "gradient",
+        "What weighs each weight's error when the first lookup tables are fitted.",
+        COMPRESSION,
+        choices={"gradient": "squared gradients of the loss", "activation": "squared inputs", "none": "nothing"},
+    )
+    calibration_tokens: int = setting(4096, "Training tokens used to measure the importance.", COMPRESSION, minimum=2)
+    start: str = setting(
+        "auto",
+        "How weights are set before training.",
+        COMPRESSION,
+        choices={
+            "auto": "compensated where lookup tables are trained by gradient and LoRA is off, else kmeans",
+            "kmeans": "as they are; each is represented by its nearest table entry",
+            "compensated": "changed column by column to make up for the errors of the columns before",
+        },
+    )
+    start_tokens: int = setting(8192, "Training tokens used for --start compensated.", COMPRESSION, minimum=2)
     # data
-    data: tuple[str, ...] = ("builtin",)
-    eval_data: str | None = None
-    eval_windows: int = 4
-    context: int = 1024
+    data: tuple[str, ...] = setting(
+        ("builtin",), "Training text: wikitext2, alpaca, builtin (Python's documentation) or a file.", DATA
+    )
+    eval_data: str | None = setting(
+        None, "Text on which perplexity is measured; default: a tenth held out of the first --data.", DATA
+    )
+    eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
+    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     # training
-    steps: int = 100
-    learning_rate: float = 2e-4
-    lut_learning_rate: float = 2e-4
-    warmup: float = 0.1
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    optimizer: str = "adamw"
-    lora_rank: int = 0
-    lora_alpha: float | None = None
-    batch_size: int = 1
-    sequence_length: int = 1024
-    gradient_accumulation: int = 1
-    distill: bool = True
-    label_weight: float = 1.0
-    hidden_weight: float = 0.0
-    gradient_checkpointing: bool = False
-    offload: str = "none"
-    dtype: str = "auto"
-    mixed_precision: str = "auto"
-    device: str = "auto"
-    sharding: str = "auto"
-    timeout_minutes: int = 30
-    seed: int = 0
-    save_every: int = 50
-    keep: int = 2
-    log_with: tuple[str, ...] = ()
-    trust_remote_code: bool = False
+    steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
+    learning_rate: float = setting(
+        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
+    )
+    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
+    warmup: float = setting(
+        0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
+    )
+    weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
+    max_grad_norm: float = setting(
+        1.0,
+        "Largest norm of a gradient; a larger one is scaled down. inf turns this off.",
+        TRAINING,
+        positive=True,
+        finite=False,
+    )
+    optimizer: str = setting(
+        "adamw",
+        "Optimizer.",
+        TRAINING,
+        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes", "sgd": "with momentum"},
+    )
+    lora_rank: int = setting(
+        0,
+        "Rank of low-rank updates (LoRA) that train in place of the weights; 0 trains the weights.",
+        TRAINING,
+        minimum=0,
+    )
+    lora_alpha: float | None = setting(
+        None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True
+    )
+    batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
+    sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)
+    gradient_accumulation: int = setting(1, "Forward and backward passes for each optimizer step.", TRAINING, minimum=1)
+    distill: bool = setting(
+        True, "Train to predict what the uncompressed model predicts; without it, only the text.", TRAINING
+    )
+    label_weight: float = setting(
+        1.0, "Weight of the next-token loss beside distillation; 0 uses the teacher only.", TRAINING, minimum=0
+    )
+    hidden_weight: float = setting(
+        0.0,
+        "Weight of matching the teacher's layer outputs in distillation; 0 matches only its predictions.",
+        TRAINING,
+        minimum=0,
+    )
+    gradient_checkpointing: bool = setting(False, "Save memory: compute activations again in the backward pass.", SCALE)
+    offload: str = setting(
+        "none",
+        "Where tensors wait for the backward pass.",
+        SCALE,
+        choices={"none": "on the device", "cpu": "in host memory"},
+    )
+    dtype: str = setting(
+        "auto",
+        "Number format of the weights in training.",
+        SCALE,
+        choices={
+            "auto": "bfloat16 on a GPU unless sharded, else float32",
+            **dict.fromkeys(("float32", "bfloat16", "float16"), ""),
+        },
+    )
+    mixed_precision: str = setting(
+        "auto",
+        "Number format of matrix products.",
+        SCALE,
+        choices={"auto": "bf16 for float32 weights on a GPU", "no": "that of the weights", "bf16": "bfloat16"},
+    )
+    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
+    sharding: str = setting(
+        "auto",
+        "What several processes divide.",
+        SCALE,
+        choices={
+            "auto": "as accelerate is configured",
+            "none": "the data (data parallel)",
+            "full": "data, weights and optimizer (FSDP2)",
+        },
+    )
+    timeout_minutes: int = setting(30, "Minutes for which processes wait for one another.", SCALE, minimum=1)
+    seed: int = setting(0, "Seed of the order of the data and of random initial values.", TRAINING, minimum=0)
+    save_every: int = setting(
+        50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
+    )
+    keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
+    log_with: tuple[str, ...] = setting(
+        (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
+    )
+    trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
-        faults = [*self._faults()]
-        if faults:
-            raise UserError("configuration: " + "; ".join(faults))
+        refuse([*faults(self), *self._contradictions()])
 
-    def _faults(self) -> list[str]:
-        """Every value out of its range, so that all are reported at once."""
-        faults = [f"{name} must be at least {low}, got {value}" for name, low, value in self._minima() if value < low]
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                faults.append(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
-        for name in ("learning_rate", "lut_learning_rate", "temperature", "temperature_end", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                faults.append(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.warmup <= 1:
-            faults.append(f"warmup must be a fraction of the steps, 0 to 1, got {self.warmup}")
-        if self.lora_alpha is not None and not self.lora_alpha > 0:
-            faults.append(f"lora_alpha must be positive, got {self.lora_alpha}")
+    def _contradictions(self) -> list[str]:
+        """What no single field shows."""
+        found = []
         if self.start == "compensated" and self.lora_rank:
-            faults.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
-        for tracker in self.log_with:
-            if tracker not in TRACKERS:
-                faults.append(f"log_with must be of {', '.join(TRACKERS)}, got {tracker!r}")
+            found.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
         if not self.data:
-            faults.append("data must name at least one data set or file")
-        try:
-            Granularity.parse(self.granularity)
-        except UserError as error:
-            faults.append(str(error))
-        return faults
-
-    def _minima(self) -> list[tuple[str, int, int | float]]:
-        zeros = ("steps", "calibration_tokens", "seed", "weight_decay", "save_every", "lora_rank", "iterations")
-        ones = (
-            "batch_size",
-            "gradient_accumulation",
-            "eval_windows",
-            "keep",
-            "timeout_minutes",
-            "start_tokens",
-        )
-        return [
-            *((name, 1, getattr(self, name)) for name in ones),
-            *((name, 0, getattr(self, name)) for name in zeros),
-            *((name, 2, getattr(self, name)) for name in ("sequence_length", "context")),
-        ]
-
-
-TRACKERS = ("tensorboard", "wandb")
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "bits": tuple(range(1, 9)),
-    "embedding_bits": (*range(2, 9), 16),
-    "lut_dtype": ("float16", "bfloat16", "float32", "float8_e4m3fn"),
-    "method": ("edkm", "dkm"),
-    "mode": ("straight-through", "hard", "soft"),
-    "temperature_schedule": ("constant", "linear", "cosine", "exponential"),
-    "start": ("auto", "kmeans", "compensated"),
-    "importance": ("gradient", "activation", "none"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "mixed_precision": ("auto", "no", "bf16"),
-    "optimizer": ("adamw", "adamw-8bit", "sgd"),
-    "sharding": ("auto", "none", "full"),
-    "offload": ("none", "cpu"),
-}
-
-_Config = TypeVar("_Config", bound=Any)
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML file with a mapping. Raises UserError where it is none."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"--config names a file that does not exist: {path}; see configs/ for ready ones")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config must be YAML, but {path} is not ({' '.join(str(error).split())})") from error
-    if not isinstance(values, Mapping):
-        raise UserError(f"--config must hold a mapping of settings, but {path} holds a {type(values).__name__}")
-    return dict(values)
+            found.append("data must name at least one data set or file")
+        return found
 
 
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:
@@ -169,56 +243,3 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     values = read_yaml(file) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
     return from_mapping(CompressConfig, values)
-
-
-def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    """A configuration dataclass from its defaults and these values. Raises UserError that lists all faults at once."""
-    hints = get_type_hints(kind)
-    faults, clean = [], {}
-    for name, value in values.items():
-        if name not in hints:
-            faults.append(f"unknown key {name!r}{_suggestion(str(name), list(hints))}")
-            continue
-        try:
-            clean[name] = coerce(name, value, hints[name])
-        except ValueError as error:
-            faults.append(str(error))
-    known = {field.name: field.default for field in fields(kind)}
-    probe = kind()
-    for name, value in clean.items():  # one at a time, to collect every fault
-        try:
-            probe = replace(probe, **{name: value})
-        except UserError as error:
-            faults.append(str(error).removeprefix("configuration: "))
-    if faults:
-        raise UserError("configuration: " + "; ".join(faults))
-    return kind(**{**known, **clean})
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name.replace("-", "_"), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type. Raises ValueError saying what was expected. Accepts 2e-4, which YAML reads as text."""
-    wanted = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
-    if value is None and type(None) in get_args(hint):
-        return None
-    kind = wanted[0]
-    if kind == tuple[str, ...]:
-        items = [value] if isinstance(value, str) else value
-        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
-            return tuple(items)
-        raise ValueError(f"{name} must be a list of texts, got {value!r}")
-    if kind is float and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
-        names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
-        raise ValueError(f"{name} must be {names[kind]}, got {value!r}")
-    return value

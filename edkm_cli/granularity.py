@@ -31,7 +31,13 @@ class Granularity:
 
     @classmethod
     def parse(cls, text: str | Granularity) -> Granularity:
-        """Read `tensor`, `row:G` or `block:RxC`. Raises UserError for anything else."""
+        """Read `tensor`, `row:G` or `block:RxC`. Raises UserError for anything else.
+
+        >>> Granularity.parse("block:8x64")
+        Granularity(rows=8, columns=64)
+        >>> str(Granularity.parse("row:1"))
+        'row:1'
+        """
         if isinstance(text, Granularity):
             return text
         match = _PATTERN.match(str(text).strip())
@@ -51,7 +57,11 @@ class Granularity:
         return f"row:{self.rows}" if self.columns is None else f"block:{self.rows}x{self.columns}"
 
     def tile(self, out_features: int, in_features: int, *, layer: str = "weight") -> tuple[int, int]:
-        """The tile (R, C) on a matrix of this shape. Raises UserError, naming `layer`, if tiles do not divide it."""
+        """The tile (R, C) on a matrix of this shape. Raises UserError, naming `layer`, if tiles do not divide it.
+
+        >>> Granularity.parse("row:4").tile(576, 1536)
+        (4, 1536)
+        """
         tile_rows = out_features if self.rows is None else self.rows
         tile_columns = in_features if self.columns is None else self.columns
         if tile_rows < 1 or tile_columns < 1 or out_features % tile_rows or in_features % tile_columns:
@@ -66,11 +76,19 @@ class Granularity:
         return tile_rows, tile_columns
 
     def groups(self, out_features: int, in_features: int, *, layer: str = "weight") -> int:
-        """Number of LUTs of a matrix of this shape."""
+        """Number of LUTs of a matrix of this shape.
+
+        >>> [Granularity.parse(text).groups(576, 1536) for text in ("tensor", "row:1", "block:8x64")]
+        [1, 576, 1728]
+        """
         tile_rows, tile_columns = self.tile(out_features, in_features, layer=layer)
         return (out_features // tile_rows) * (in_features // tile_columns)
 
     def bits_per_weight(self, out_features: int, in_features: int, *, bits: int, lut_bits: int) -> float:
-        """Design bits a weight, LUT included: `bits + 2**bits * lut_bits / weights_per_lut`."""
+        """Bits per weight, LUT included: `bits + 2**bits * lut_bits / weights_per_lut`.
+
+        >>> Granularity.parse("block:8x64").bits_per_weight(576, 1536, bits=3, lut_bits=8)
+        3.125
+        """
         tile_rows, tile_columns = self.tile(out_features, in_features)
         return bits + 2**bits * lut_bits / (tile_rows * tile_columns)

@@ -17,7 +17,13 @@ MAX_BITS = 8
 
 
 def packed_width(columns: int, bits: int) -> int:
-    """Bytes in a packed row of `columns` indices."""
+    """Bytes in a packed row of `columns` indices.
+
+    >>> packed_width(4096, bits=3)
+    1536
+    >>> packed_width(10, bits=3)  # 30 bits, padded to whole bytes
+    4
+    """
     return (columns * bits + 7) // 8
 
 
@@ -33,6 +39,10 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     """Pack (rows, columns) uint8 indices into (rows, packed_width(columns, bits)) uint8 bytes.
 
     Raises ValueError for an index of 2**bits or more.
+
+    >>> indices = torch.arange(8, dtype=torch.uint8)[None]
+    >>> [hex(byte) for byte in pack(indices, bits=3)[0].tolist()]
+    ['0x88', '0xc6', '0xfa']
     """
     per_unit, unit_bytes = _pattern(bits)
     if indices.dtype != torch.uint8 or indices.dim() != 2:
@@ -57,6 +67,9 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Inverse of `pack`: (rows, packed_width) uint8 bytes to (rows, columns) uint8 indices.
 
     Raises ValueError where the bytes do not fit `columns`.
+
+    >>> unpack(torch.tensor([[0x88, 0xC6, 0xFA]], dtype=torch.uint8), bits=3, columns=8).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     per_unit, unit_bytes = _pattern(bits)
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_width(columns, bits):

@@ -7,7 +7,7 @@ A randomly initialised LLaMA is written as several safetensors files in a tempor
 what a run does at its ends, without the training between them: build the clustered model (`build_sharded`; alone,
 `load_dense` and the same swaps) and write the checkpoint (`write_checkpoint`). The k-means start is unweighted.
 
-The bar: resident memory while exporting, beyond the runtime's, is at most 1.2 times what the process holds of the model
+The bound: resident memory while exporting, beyond the runtime's, is at most 1.2 times what the process holds of the model
 plus one decoder layer. The runtime is what a process holds after it has done all this with a model of one tiny layer.
 Peaks are the kernel's (VmHWM, reset before each phase), so nothing is missed between two looks; what of them is
 anonymous memory and what maps files (which the kernel can drop) is sampled. Linux only.

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the hub is wrong
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads, and workers share the cores
 
 import pytest
 import torch
 
 from helpers import byte_tokenizer, tiny_llama
 from processes import SERVER
+
+torch.set_num_threads(1)
+if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gpu.py needs
+    from hypothesis import HealthCheck, settings
+
+    # The same examples each time, however busy the machine.
+    settings.register_profile("edkm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("edkm")
+
+
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist, a worker takes a whole file, so that a file's fixtures are made once. Tests that start several
+    processes have the group "processes", and so one worker. Long tests and what shares a worker with them come first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    group = {item: item.get_closest_marker("xdist_group").args[0] for item in items}
+    long = {group[item] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (group[item] != "processes", group[item] not in long, group[item]))
 
 
 @pytest.fixture

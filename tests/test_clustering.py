@@ -4,19 +4,20 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edkm_cli import kernels
 from edkm_cli.clustering import clustered_linear, dense_dkm, fused_dkm, iterate_centroids, kmeans_start
 from edkm_cli.config import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels import TorchPasses, cpu
+from edkm_cli.kernels import TorchPasses, layout_c
+from edkm_cli.kernels.attention_c import CPasses
 from edkm_cli.kernels.build import library
 
 SHAPE = (8, 48)
 GRANULARITIES = ("tensor", "row:1", "row:4", "block:2x16", "block:4x24")
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=60)
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -25,7 +26,7 @@ def path(request, monkeypatch):
     if request.param == "compiled" and library() is None:
         pytest.skip("no C compiler here")
     if request.param == "plain":
-        monkeypatch.setattr(cpu, "supports", lambda weight: False)
+        monkeypatch.setattr(layout_c, "supports", lambda weight: False)
     return request.param
 
 
@@ -233,7 +234,7 @@ def test_compiled_passes_sum_as_well_as_plain_ones():
     torch.manual_seed(9)
     weight = torch.randn(40, 16384)
     centroids = kmeans_start(weight, 8, granularity="tensor")
-    fast, exact = cpu.CpuPasses(weight, (40, 16384)), TorchPasses(weight.double(), (40, 16384))
+    fast, exact = CPasses(weight, (40, 16384)), TorchPasses(weight.double(), (40, 16384))
     for ours, theirs in zip(fast.spread(), exact.spread(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
     tau = kernels.relative_temperature(*exact.spread(), 0.02).tau

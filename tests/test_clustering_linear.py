@@ -23,7 +23,7 @@ from edkm_cli.clustering import (
 )
 from edkm_cli.clustering.linear import LowRank, effective_weight
 from edkm_cli.config import UserError
-from edkm_cli.kernels import cpu, from_groups, to_groups
+from edkm_cli.kernels import from_groups, layout_c, to_groups
 
 GRANULARITIES = ("tensor", "row:1", "block:4x16")
 SETTINGS = {"temperature": 0.03, "iterations": 2}
@@ -32,7 +32,7 @@ SETTINGS = {"temperature": 0.03, "iterations": 2}
 @pytest.fixture(params=["compiled", "plain"])
 def path(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(cpu, "supports", lambda weight: False)
+        monkeypatch.setattr(layout_c, "supports", lambda weight: False)
 
 
 def make(granularity, dtype=torch.float32, seed=0):

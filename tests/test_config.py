@@ -2,8 +2,9 @@
 
 import pytest
 
-from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory, read_yaml
+from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory
 from edkm_cli.granularity import Granularity
+from edkm_cli.settings import read_yaml
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):

@@ -75,7 +75,7 @@ def check_constant_rows():
 
 
 def check_table(dtype):
-    from edkm_cli.kernels.table import TorchTableKernels
+    from edkm_cli.kernels.table_torch import TorchTableKernels
     from edkm_cli.kernels.table_triton import TritonTableKernels
 
     weight, grad = torch.randn(40, 50).to(dtype), torch.randn(40, 50).to(dtype)

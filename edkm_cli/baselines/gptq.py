@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): round columns one by one, and let those not yet rounded make up for each error.
+"""GPTQ (arXiv 2210.17323): round columns one by one, and change the remaining columns to make up for each error.
 
 For a layer with inputs X the error of a quantized weight is tr((W - Q) H (W - Q)^T) with H = X X^T. Rounding column j
 leaves the best correction of the remaining columns in closed form, through the inverse of H over them:
@@ -52,7 +52,7 @@ def quantize(
     static_groups: bool = False,
     damping: float = 0.01,
 ) -> Outcome:
-    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
+    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` is not used.
 
     Args:
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).

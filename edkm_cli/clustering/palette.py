@@ -28,6 +28,9 @@ def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor:
     """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
 
     Rounds to nearest; what is beyond the dtype's range (448 for float8_e4m3fn) becomes its largest finite value.
+
+    >>> round_lut(torch.tensor([[0.3, 1000.0]]), "float8_e4m3fn").tolist()
+    [[0.3125, 448.0]]
     """
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None:
@@ -41,6 +44,10 @@ def nearest_indices(weight: Tensor, centroids: Tensor, *, granularity: str | Gra
     """Index of each weight's nearest centroid, (out, in) uint8.
 
     `centroids` (groups, k) need not be sorted; ties go to the lower index. Raises UserError if shapes do not fit.
+
+    >>> weight, lut = torch.tensor([[-1.0, 0.2, 0.9]]), torch.tensor([[-1.0, 0.0, 1.0]])
+    >>> nearest_indices(weight, lut, granularity="tensor").tolist()
+    [[0, 1, 2]]
     """
     tile = checked_tile(weight, centroids, granularity)
     return kernels.nearest(weight, centroids, tile)
@@ -48,7 +55,12 @@ def nearest_indices(weight: Tensor, centroids: Tensor, *, granularity: str | Gra
 
 @torch.no_grad()
 def lookup(indices: Tensor, centroids: Tensor, *, granularity: str | Granularity) -> Tensor:
-    """The dense weight (out, in) of indices (out, in) uint8 and a LUT (groups, k), in the LUT's dtype: a gather."""
+    """The dense weight (out, in) of indices (out, in) uint8 and a LUT (groups, k), in the LUT's dtype: a gather.
+
+    >>> lut = torch.tensor([[-1.0, 0.0, 1.0]])
+    >>> lookup(torch.tensor([[0, 2, 2]], dtype=torch.uint8), lut, granularity="tensor").tolist()
+    [[-1.0, 1.0, 1.0]]
+    """
     tile = checked_tile(indices, centroids, granularity, layer="indices", indices=True)
     return kernels.lookup(indices, centroids, tile, centroids.dtype)
 

@@ -1,4 +1,4 @@
-"""Temperature schedules: anneal the attention from soft to hard, so that little is lost when weights snap at export."""
+"""Temperature schedules: from soft to hard attention, so that little is lost when weights snap at export."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ def temperature_at(step: int, steps: int, *, schedule: str, start: float, end: f
 
     All schedules but `constant` run from `start` at the first step to `end` at the last one. Raises UserError for an
     unknown schedule or a temperature that is not positive.
+
+    >>> [round(temperature_at(step, 3, schedule="exponential", start=0.02, end=0.0002), 6) for step in range(3)]
+    [0.02, 0.002, 0.0002]
     """
     if schedule not in SCHEDULES:
         raise UserError(f"temperature schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")

@@ -25,12 +25,13 @@ from edkm_cli import __version__, models
 from edkm_cli.baselines import autoround, load
 from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.compare.plot import plot
-from edkm_cli.config import CompressConfig, coerce, from_mapping
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, evaluation_tokens
+from edkm_cli.settings import coerce, from_mapping
 from edkm_cli.summaries import megabytes, table
 from edkm_cli.train.loop import preemption
 

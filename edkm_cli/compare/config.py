@@ -18,8 +18,20 @@ from typing import Any
 import yaml
 
 from edkm_cli.baselines import METHODS as BASELINES
-from edkm_cli.config import from_mapping, read_yaml
 from edkm_cli.errors import UserError
+from edkm_cli.settings import (
+    COMPRESSION,
+    DATA,
+    MODEL,
+    OUTPUT,
+    SCALE,
+    TRAINING,
+    faults,
+    from_mapping,
+    read_yaml,
+    refuse,
+    setting,
+)
 
 UNCOMPRESSED, OURS, AUTOROUND = "fp16", "edkm", "autoround"
 METHODS = (UNCOMPRESSED, *BASELINES, AUTOROUND, OURS)
@@ -29,47 +41,45 @@ METHODS = (UNCOMPRESSED, *BASELINES, AUTOROUND, OURS)
 class CompareConfig:
     """Everything that a comparison's methods have in common; see `edkm compare --help`."""
 
-    model: str = ""
-    methods: tuple[str, ...] = (UNCOMPRESSED, "rtn", "gptq", "awq", "kmeans", OURS)
-    output: str = "out/compare"
-    bits: int = 3
-    group_size: int = 64
-    data: tuple[str, ...] = ("builtin",)
-    eval_data: str | None = None
-    context: int = 1024
-    eval_windows: int = 8
-    calibration_samples: int = 128
-    sequence_length: int = 512
-    steps: int = 100
-    device: str = "auto"
-    seed: int = 0
-    trust_remote_code: bool = False
+    model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
+    methods: tuple[str, ...] = setting(
+        (UNCOMPRESSED, "rtn", "gptq", "awq", "kmeans", OURS),
+        f"Methods to compare, with commas: {', '.join(METHODS)}; with options as name:option=value.",
+        COMPRESSION,
+        check=lambda text: Entry.parse(text),
+    )
+    output: str = setting("out/compare", "Directory for results; finished ones are reused.", OUTPUT, "--output", "-o")
+    bits: int = setting(3, "Bits per weight.", COMPRESSION, minimum=1, maximum=8)
+    group_size: int = setting(64, "Weights of a row that share a scale; 0: the whole row.", COMPRESSION, minimum=0)
+    data: tuple[str, ...] = setting(
+        ("builtin",), "Text to calibrate and train on: wikitext2, alpaca, builtin or a file.", DATA
+    )
+    eval_data: str | None = setting(
+        None, "Text on which perplexity is measured; default: a tenth held out of the first --data.", DATA
+    )
+    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
+    eval_windows: int = setting(8, "Number of windows on which perplexity is measured.", DATA, minimum=1)
+    calibration_samples: int = setting(128, "Sequences that the baselines calibrate on.", DATA, minimum=1)
+    sequence_length: int = setting(512, "Tokens in a sequence for calibration and training.", TRAINING, minimum=2)
+    steps: int = setting(100, "Optimizer steps of the methods that train.", TRAINING, minimum=0)
+    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
+    seed: int = setting(0, "Seed of calibration samples and training.", TRAINING, minimum=0)
+    trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
-        minima = {"bits": 1, "group_size": 0, "context": 2, "eval_windows": 1, "calibration_samples": 1}
-        minima |= {"sequence_length": 2, "steps": 0, "seed": 0}
-        faults = [
-            f"{name} must be at least {low}, got {getattr(self, name)}"
-            for name, low in minima.items()
-            if getattr(self, name) < low
-        ]
-        if self.bits > 8:
-            faults.append(f"bits must be at most 8, got {self.bits}")
+        refuse([*faults(self), *self._contradictions()])
+
+    def _contradictions(self) -> list[str]:
+        """What no single value shows."""
+        found = []
         if not self.data:
-            faults.append("data must name at least one data set or file")
+            found.append("data must name at least one data set or file")
         if not self.methods:
-            faults.append(f"methods must name at least one of {', '.join(METHODS)}")
-        entries = []
-        for text in self.methods:
-            try:
-                entries.append(Entry.parse(text))
-            except UserError as error:
-                faults.append(str(error))
-        for entry in entries:
-            if entries.count(entry) > 1 and f"methods names {entry.label} twice" not in faults:
-                faults.append(f"methods names {entry.label} twice")
-        if faults:
-            raise UserError("configuration: " + "; ".join(faults))
+            found.append(f"methods must name at least one of {', '.join(METHODS)}")
+        if faults(self):
+            return found
+        labels = [entry.label for entry in self.entries()]
+        return found + [f"methods names {label} twice" for label in dict.fromkeys(labels) if labels.count(label) > 1]
 
     def entries(self) -> list[Entry]:
         return [Entry.parse(text) for text in self.methods]
@@ -121,12 +131,20 @@ def _text(value: Any) -> str:
 def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompareConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
     values = read_yaml(file) if file is not None else {}
-    if isinstance(values.get("methods"), list):
+    if isinstance(values.get("methods"), str):
+        values["methods"] = _split(values["methods"])
+    elif isinstance(values.get("methods"), list):
         values["methods"] = [_from_yaml(item) for item in values["methods"]]
     values.update({name: value for name, value in flags.items() if value is not None})
-    if isinstance(values.get("methods"), str):
-        values["methods"] = [part.strip() for part in values["methods"].split(",") if part.strip()]
+    if flags.get("methods") is not None:
+        values["methods"] = _split(flags["methods"])
     return from_mapping(CompareConfig, values)
+
+
+def _split(methods: str | list[str]) -> list[str]:
+    """The methods of a text with commas, or of several such texts."""
+    texts = [methods] if isinstance(methods, str) else methods
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
 def _from_yaml(item: Any) -> Any:

@@ -25,7 +25,7 @@ from edkm_cli.baselines.autoround import quantize as autoround
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, from_mapping
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
@@ -34,6 +34,7 @@ from edkm_cli.format import write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches, compensates
 from edkm_cli.progress import Observer, Progress, Track
+from edkm_cli.settings import from_mapping
 
 EMBEDDING_BYTES = 2  # a baseline's embeddings and norms are stored as they came, in 16 bits
 

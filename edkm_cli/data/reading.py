@@ -152,7 +152,11 @@ def _decoded(lines: list[bytes], path: Path) -> str:
 
 
 def wikitext_rows(text: str) -> list[str]:
-    """The rows of the Hugging Face data set from a raw file: a non-blank line keeps its newline, a blank one is ''."""
+    """The rows of the Hugging Face data set from a raw file: a non-blank line keeps its newline, a blank one is ''.
+
+    >>> wikitext_rows("A title\\n\\nA paragraph.\\n")
+    ['A title\\n', '', 'A paragraph.\\n']
+    """
     rows = text.split("\n")
     last = rows.pop()
     rows = [row + "\n" if row.strip() else "" for row in rows]

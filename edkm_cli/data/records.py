@@ -31,7 +31,17 @@ class Document:
 
 
 def alpaca_prompt(record: Mapping[str, Any]) -> str:
-    """The prompt of Alpaca's authors, up to where the answer begins."""
+    """The prompt of Alpaca's authors, up to where the answer begins.
+
+    >>> print(alpaca_prompt({"instruction": "Name a colour.", "output": "Blue."}) + "Blue.")
+    Below is an instruction that describes a task. Write a response that appropriately completes the request.
+    <BLANKLINE>
+    ### Instruction:
+    Name a colour.
+    <BLANKLINE>
+    ### Response:
+    Blue.
+    """
     given = record.get("input") or ""
     return _ALPACA_PROMPT.format(
         with_input=", paired with an input that provides further context" if given else "",

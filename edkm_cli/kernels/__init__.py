@@ -1,6 +1,7 @@
 """Passes over weights: one dispatch point in front of plain PyTorch, C, Triton, and shapes alone (the meta device).
 
 A 16-bit weight with one LUT goes by a table of distinct values, everything else is computed again weight by weight.
+A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import build, columns_torch, cpu, kmeans_table, kmeans_torch, palette_torch, shapes
+from edkm_cli.kernels import (
+    build,
+    columns_c,
+    columns_torch,
+    distinct_torch,
+    kmeans_c,
+    kmeans_torch,
+    layout_c,
+    palette_c,
+    palette_torch,
+    shapes_meta,
+)
+from edkm_cli.kernels.attention_c import CPasses
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import (
     EMPTY_MASS,
@@ -25,7 +38,8 @@ from edkm_cli.kernels.closed_form import (
     iterate,
     relative_temperature,
 )
-from edkm_cli.kernels.table import PATTERNS, TableKernels, TablePasses, TorchTableKernels
+from edkm_cli.kernels.table_c import CTableKernels
+from edkm_cli.kernels.table_torch import PATTERNS, TableKernels, TablePasses, TorchTableKernels
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 __all__ = [
@@ -70,19 +84,19 @@ def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
 
 
 def is_table(weight: Tensor, tile: Tile) -> bool:
-    """Whether distinct values are few enough for a table: 16 bits a weight and one LUT."""
+    """Whether distinct values are few enough for a table: 16 bits per weight and one LUT."""
     return weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape)
 
 
 def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
     """The fastest passes there are for this weight and k centroids."""
     if weight.is_meta:
-        return cast("Passes", shapes.ShapePasses(weight, tile))
+        return cast("Passes", shapes_meta.ShapePasses(weight, tile))
     if is_table(weight, tile):
         return TablePasses(weight.contiguous(), _table_kernels(weight))
     if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k)) is not None:
         return on_gpu
-    return cpu.CpuPasses(weight, tile) if cpu.supports(weight) else TorchPasses(weight, tile)
+    return CPasses(weight, tile) if layout_c.supports(weight) else TorchPasses(weight, tile)
 
 
 def _table_kernels(weight: Tensor) -> TableKernels:
@@ -91,19 +105,19 @@ def _table_kernels(weight: Tensor) -> TableKernels:
         from edkm_cli.kernels import table_triton
 
         return table_triton.TritonTableKernels()
-    return cpu.CpuTableKernels() if cpu.supports(weight) else TorchTableKernels()
+    return CTableKernels() if layout_c.supports(weight) else TorchTableKernels()
 
 
 def _palette(weight: Tensor) -> ModuleType:
     """The module with the fastest `nearest`, `snap` and `sum_by_entry` for this weight."""
     if weight.is_meta:
-        return shapes
+        return shapes_meta
     if weight.is_cuda and _triton():
         from edkm_cli.kernels import palette_triton
 
         if palette_triton.supports(weight):
             return palette_triton
-    return cpu if cpu.supports(weight) else palette_torch
+    return palette_c if layout_c.supports(weight) else palette_torch
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
@@ -127,15 +141,15 @@ def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) ->
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """centroids[group, index], (out, in), for centroids of a floating dtype."""
     if indices.is_meta:
-        return shapes.lookup(indices, centroids, tile, dtype)
-    on_cpu = cpu.supports(centroids) and not indices.is_cuda
-    return (cpu if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
+        return shapes_meta.lookup(indices, centroids, tile, dtype)
+    on_cpu = layout_c.supports(centroids) and not indices.is_cuda
+    return (palette_c if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
 
 
 def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     """Centroids (groups, k) float32, ascending, of float32 values (groups, n), weighted by importance if given."""
     if values.is_meta:
-        return shapes.kmeans(values, importance, k)
+        return shapes_meta.kmeans(values, importance, k)
     if values.shape[1] <= PATTERNS:
         return _kmeans(values, importance, k)
     masses = [None] * len(values) if importance is None else importance
@@ -144,20 +158,20 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
 
 def _kmeans_of_group(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     """(1, k) of a large group (n,): by its distinct values where there are few."""
-    narrow = kmeans_table.narrowed(values)
+    narrow = distinct_torch.narrowed(values)
     if narrow is None:
         return _kmeans(values[None], None if importance is None else importance[None], k)
-    return _kmeans(*kmeans_table.distinct(narrow, importance, _table_kernels(narrow)), k)
+    return _kmeans(*distinct_torch.distinct(narrow, importance, _table_kernels(narrow)), k)
 
 
 def _kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    return (cpu if cpu.supports(values) else kmeans_torch).kmeans(values, importance, k)
+    return (kmeans_c if layout_c.supports(values) else kmeans_torch).kmeans(values, importance, k)
 
 
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
     """Round the columns of a block (columns, rows) one after the other; see `columns_torch.round_columns`."""
-    if stored == block.dtype == torch.float32 and cpu.supports(block):
-        return cpu.round_columns(block, luts, tiles, factor)
+    if stored == block.dtype == torch.float32 and layout_c.supports(block):
+        return columns_c.round_columns(block, luts, tiles, factor)
     return columns_torch.round_columns(block, luts, tiles, factor, stored)
 
 

@@ -4,7 +4,7 @@
  * float32 in 16 lanes, all longer ones double. Each function works on units [first, last) and writes partial sums of
  * its own, so that threads never meet and the result doesn't depend on their number.
  */
-#include "lanes.c"
+#include "lanes.h"
 
 /* 2^y for y <= 0, 0 below -126. Degree 6 on [-1/2, 1/2] (Cephes' coefficients), good to about one unit in the last place. */
 INLINE vf exp2_negative(vf y) {

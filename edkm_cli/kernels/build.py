@@ -21,7 +21,7 @@ from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c")
-_HEADERS = ("lanes.c",)
+_HEADERS = ("lanes.h",)
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
 

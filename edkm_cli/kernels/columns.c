@@ -3,7 +3,7 @@
  * Rows are independent, so 16 of them go side by side in the lanes of a vector, with all columns of a block in the first
  * cache: a few vector operations an entry to find the nearest, and one a later column to pass the error on.
  */
-#include "lanes.c"
+#include "lanes.h"
 
 #define MAX_COLUMNS 128
 

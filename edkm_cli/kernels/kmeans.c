@@ -8,7 +8,7 @@
  */
 #include <stdlib.h>
 
-#include "lanes.c"
+#include "lanes.h"
 
 #define LIMIT 65536
 #define LLOYD_STEPS 200

@@ -40,7 +40,7 @@ def _lloyd(values: Tensor, sums: Tensor, centroids: Tensor) -> tuple[Tensor, Ten
 
 
 def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    """`cpu.kmeans`, to a local optimum."""
+    """`kmeans_c.kmeans`, to a local optimum."""
     parts = []
     at_once = max(1, _CHUNK.get(values.device.type, 1 << 22) // values.shape[1])
     for first in range(0, values.shape[0], at_once):

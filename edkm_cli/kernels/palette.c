@@ -2,7 +2,7 @@
  *
  * Distance |w - c| in float32, strictly smaller wins: one correctly rounded subtraction, so the index is the reference's.
  */
-#include "lanes.c"
+#include "lanes.h"
 
 /* Index of the nearest of k entries for 16 weights. */
 INLINE vi nearest_lanes(vf w, const float *c, int k) {

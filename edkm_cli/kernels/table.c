@@ -1,5 +1,5 @@
 /* What table.py does to every weight of a 16-bit matrix: a bit pattern indexes a table of 65,536 entries. */
-#include "lanes.c"
+#include "lanes.h"
 
 #define PATTERNS 65536
 

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA behind `table.TableKernels`: histograms by atomics, gathers from a table that stays in L2.
+"""Triton kernels for CUDA behind `table_torch.TableKernels`: histograms by atomics, gathers from a table that stays in L2.
 
 A 16-bit weight's pattern indexes a table of 65,536 entries (256 KiB in float32). Weights concentrate on a few thousand
 patterns, so atomics hit L2 and never memory.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edkm_cli.kernels.table import PATTERNS
+from edkm_cli.kernels.table_torch import PATTERNS
 
 _BLOCK = 1024
 
@@ -49,7 +49,7 @@ def _blend_kernel(bits, grad, slope, offset, out, n, HAS_GRAD: tl.constexpr, B: 
 
 
 class TritonTableKernels:
-    """`table.TableKernels` on a GPU. Weights are contiguous."""
+    """`table_torch.TableKernels` on a GPU. Weights are contiguous."""
 
     def _grid(self, weight: Tensor) -> tuple[int]:
         return (triton.cdiv(weight.numel(), _BLOCK),)

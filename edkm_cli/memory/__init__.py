@@ -4,7 +4,7 @@ Knows tensors, autograd graphs and process groups, and nothing of clusters or mo
 """
 
 from edkm_cli.memory.accounting import Statistics
-from edkm_cli.memory.marshal import MarshalSavedTensors
+from edkm_cli.memory.marshaling import MarshalSavedTensors
 from edkm_cli.memory.shard import Shard
 from edkm_cli.memory.uniquify import Uniquify
 

@@ -67,7 +67,11 @@ def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> t
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over the first `warmup` of the steps, then a cosine to a tenth of a percent of the peak."""
+    """Linear warm-up over the first `warmup` of the steps, then a cosine to a tenth of a percent of the peak.
+
+    >>> [round(learning_rate_factor(step, 100, warmup=0.1), 3) for step in (0, 9, 55, 99)]
+    [0.1, 1.0, 0.5, 0.001]
+    """
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step + 1) / warm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.table import PATTERNS, TableKernels
+from edkm_cli.kernels.table_torch import PATTERNS, TableKernels
 
 
 def narrowed(values: Tensor) -> Tensor | None:

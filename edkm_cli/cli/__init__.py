@@ -1,0 +1,91 @@
+"""The command line: parse, call one function, print. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from edkm_cli import __version__
+from edkm_cli.cli.bench import ablate_command, bench_clustering_command
+from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_command, report_command
+from edkm_cli.cli.compare import compare_command
+from edkm_cli.cli.compress import compress_command
+from edkm_cli.cli.options import RANK, first_process
+from edkm_cli.errors import PeerLost, Preempted, UserError
+
+app = typer.Typer(
+    name="edkm",
+    help="Compress LLaMA-family models to lookup tables of about 3 bits per weight while fine-tuning them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_help=True)
+
+app.command("compress")(compress_command)
+app.command("eval")(eval_command)
+app.command("generate")(generate_command)
+app.command("inspect")(inspect_command)
+app.command("report")(report_command)
+app.command("compare")(compare_command)
+app.command("ablate")(ablate_command)
+app.add_typer(bench_app, name="bench")
+bench_app.command("clustering")(bench_clustering_command)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"edkm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def _speaker() -> str:
+    return "" if first_process() else f" (process {RANK})"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
+    for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")  # our own line says what went wrong
+    try:
+        app(args=arguments)
+    except UserError as error:
+        if not error.everywhere or first_process():
+            print(f"edkm: error{_speaker()}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except PeerLost as error:
+        print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly exit would wait for the lost process
+    except Preempted as stop:
+        if first_process():
+            print(f"edkm: {stop}", file=sys.stderr)
+        sys.exit(143)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        print("edkm: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def main_compress() -> None:
+    """The script `edkm-compress`."""
+    main(["compress", *sys.argv[1:]])
+
+
+def main_eval() -> None:
+    """The script `edkm-eval`."""
+    main(["eval", *sys.argv[1:]])

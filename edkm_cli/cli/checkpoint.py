@@ -1,0 +1,132 @@
+"""Commands on a model that exists: `edkm eval`, `inspect`, `report` and `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
+from edkm_cli.errors import UserError
+
+
+def eval_command(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
+    data: Annotated[
+        str | None, typer.Option(help="wikitext2, builtin or a local file. [default: wikitext2; none with --tasks]")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 2048,
+    max_windows: Annotated[int | None, typer.Option(min=1, help="The first so many windows; default: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "auto",
+    speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas: piqa,hellaswag,mmlu ...")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(help="Directory with task files (*.yaml) of your own; they are run as programs.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of a task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a task's prompt.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of tasks.")] = 1,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a hub model's code.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
+    check_json_target(json_file)
+    from edkm_cli.evaluate.command import evaluate_model
+    from edkm_cli.preflight import choose_device
+    from edkm_cli.progress import Progress
+    from edkm_cli.summaries import evaluation_summary
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
+    if tasks is not None and not names:
+        raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got nothing")
+    result = evaluate_model(
+        model,
+        data=data or (None if names else "wikitext2"),
+        context=context,
+        max_windows=max_windows,
+        dtype=dtype,
+        device=choose_device(device),
+        speed=speed,
+        trust_remote_code=trust_remote_code,
+        benchmarks=names,
+        task_path=task_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        track=Progress().track,
+    )
+    finish(evaluation_summary(result), result, json_file)
+
+
+def inspect_command(
+    directory: Annotated[Path, typer.Argument(help="A compressed checkpoint.")], json_file: JsonFile = None
+) -> None:
+    """What a compressed checkpoint holds: layers, bits, LUTs, size."""
+    check_json_target(json_file)
+    from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
+
+    result = inspect_checkpoint(directory)
+    finish(format_inspection(result), result, json_file)
+
+
+def report_command(
+    directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page. [default: DIR/report.html]", show_default=False)
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Compare the weights with the original's (takes its time).")
+    ] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
+    check_json_target(json_file)
+    from edkm_cli.progress import Progress
+    from edkm_cli.report.build import build_report
+
+    result = build_report(directory, output=output, weights=weights, track=Progress().track)
+    finish(result["page"], result, json_file)
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(Path(result["page"]).as_uri())
+
+
+def generate_command(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 0.7,
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize/--packed", help="Decode the weights once (faster), or keep them packed (smaller)."),
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Text from a checkpoint."""
+    check_json_target(json_file)
+    from edkm_cli.generate import generate_text
+    from edkm_cli.preflight import choose_device
+
+    result = generate_text(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        temperature=temperature if sample else None,
+        dequantize=dequantize,
+        dtype=dtype,
+        device=choose_device(device),
+        seed=seed,
+    )
+    finish(result["text"], result, json_file)

@@ -1,0 +1,29 @@
+"""`edkm compare`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, require_model
+from edkm_cli.compare.config import CompareConfig, build_compare_config
+from edkm_cli.settings import OUTPUT
+
+
+@configured(CompareConfig, build_compare_config)
+def compare_command(
+    settings: CompareConfig,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", metavar="", help="Measure again what is finished.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """One model, many methods, one evaluator: a table, a JSON file and a figure."""
+    require_model(settings.model)
+    check_json_target(json_file)
+    from edkm_cli.compare.command import compare, format_table
+    from edkm_cli.progress import Progress
+
+    result = compare(settings, overwrite=overwrite, say=Progress().say)
+    finish(format_table(result), result, json_file)

@@ -1,0 +1,86 @@
+"""`edkm compress`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edkm_cli.allocator import return_large_blocks
+from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process, require_model
+from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.errors import UserError
+from edkm_cli.settings import OUTPUT, SCALE
+
+
+@configured(CompressConfig, build_config)
+def compress_command(
+    settings: CompressConfig,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            metavar="",
+            help="Replace what --output holds, once the result is whole.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="",
+            help="Continue the unfinished run of --output, if there is one.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="Only print what would be done, and what memory it takes.",
+            rich_help_panel=SCALE,
+        ),
+    ] = False,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --dry-run: memory of each GPU, such as 24GiB.", rich_help_panel=SCALE),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
+    require_model(settings.model)
+    check_json_target(json_file)
+    if dry_run:
+        _dry_run(settings, gpu_memory, gpus, json_file)
+        return
+    if gpu_memory is not None or gpus is not None:
+        raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
+    if settings.steps:  # what costs page faults is worth it where gradients and moments are to fit, too
+        return_large_blocks()
+    from edkm_cli.compress import compress
+    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.summaries import summary
+
+    progress = Progress()
+    result = compress(
+        settings,
+        overwrite=overwrite,
+        resume=resume,
+        observer=Observer(progress.track, progress.show, progress.say),
+    )
+    if first_process():
+        finish(summary(result), result, json_file)
+
+
+def _dry_run(settings: CompressConfig, gpu_memory: str | None, gpus: int | None, json_file: Path | None) -> None:
+    from edkm_cli.dryrun.plan import dry_run
+    from edkm_cli.summaries import plan_summary
+
+    result = dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
+    finish(plan_summary(result), result, json_file)

@@ -1,0 +1,146 @@
+"""The options of a command, made from the fields of its configuration; and what all commands have in common."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from edkm_cli.errors import UserError
+from edkm_cli.settings import MODEL, OUTPUT, PANELS, setting_of
+
+_Config = TypeVar("_Config")
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the machine-readable result to this file.", rich_help_panel=OUTPUT
+    ),
+]
+Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
+_CONFIG_FILE = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML file with these settings; flags override it.", rich_help_panel=MODEL),
+]
+RANK = os.environ.get("RANK", "")
+_METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
+
+
+def configured(
+    kind: type[_Config], build: Callable[[Path | None, Mapping[str, Any]], _Config]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: a command whose first parameter is a configuration gets `--config` and an option for each field.
+
+    Args:
+        kind: the configuration, a dataclass of `edkm_cli.settings.setting` fields.
+        build: makes one from the file of `--config` and the flags that were given; the others are None.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def parsed(*, config: Path | None, **values: Any) -> None:
+            flags = {of.name: _given(values, of) for of in fields(kind)}  # type: ignore[arg-type]
+            command(build(config, flags), **values)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [*_options(kind), _parameter("config", _CONFIG_FILE), *own]
+        parameters = sorted((one.replace(kind=one.KEYWORD_ONLY) for one in parameters), key=_panel)
+        parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        parsed.__annotations__ = {one.name: one.annotation for one in parameters}
+        parsed.__doc__, parsed.__name__ = command.__doc__, command.__name__
+        return parsed
+
+    return decorate
+
+
+def _given(values: dict[str, Any], of: Field[Any]) -> Any:
+    """Take a field's value out of what typer parsed; None where no flag gave one."""
+    value = values.pop(of.name)
+    if values.pop(f"no_{of.name}", None):
+        return False
+    return None if value == [] else value
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _panel(parameter: inspect.Parameter) -> int:
+    """The place of a parameter's panel in `--help`."""
+    return PANELS.index(get_args(parameter.annotation)[1].rich_help_panel)
+
+
+def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
+    """The parameters for each field. All default to None, so that a --config file can set what no flag does.
+
+    A switch that is off by default shows only `--name`; `--no-name`, which overrides a file, would take half the width.
+    """
+    hints = get_type_hints(kind)
+    for of in fields(kind):
+        about, hint = setting_of(of), hints[of.name]
+        repeats = hint == tuple[str, ...]
+        single = str if repeats else next((one for one in get_args(hint) if one is not type(None)), hint)
+        flags, name = about.flags, of.name.replace("_", "-")
+        if of.default is False:
+            flags = flags or (f"--{name}",)
+            yield _parameter(
+                f"no_{of.name}",
+                Annotated[bool | None, typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)],
+            )
+        option = typer.Option(
+            *flags, help=_help_text(of, repeats), metavar=_METAVARS[single], rich_help_panel=about.panel
+        )
+        yield _parameter(of.name, Annotated[(list[str] if repeats else single) | None, option])
+
+
+def _help_text(of: Field[Any], repeats: bool) -> str:
+    """Help, choices, whether the option may be repeated, and the default."""
+    about, parts = setting_of(of), []
+    if about.choices and any(about.choices.values()):
+        explained = [f"{choice}: {text}" if text else str(choice) for choice, text in about.choices.items()]
+        parts.append("; ".join(explained) + ".")
+    elif about.choices:
+        parts.append(f"One of {', '.join(map(str, about.choices))}.")
+    if repeats:
+        parts.append("Repeatable.")
+    if of.default is not False and of.default not in (None, "", ()):
+        parts.append(f"(default: {_shown(of.default)})")
+    return " ".join([about.help, *parts])
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
+def first_process() -> bool:
+    """Whether this process speaks to the user: the only one, or the first of those that torchrun started."""
+    return RANK in ("", "0")
+
+
+def require_model(model: str) -> None:
+    """Raises UserError where neither a flag nor the file names a model."""
+    if not model:
+        raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
+
+
+def check_json_target(json_file: Path | None) -> None:
+    """Fail before the work, not after it."""
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise UserError(
+            f"--json must name a file in a directory that exists, got {json_file}; make the directory first"
+        )
+
+
+def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
+    """Write the result as JSON where asked, and print it."""
+    if json_file is not None:
+        from edkm_cli.format import write_json
+
+        write_json(json_file, result)
+    print(text, flush=True)

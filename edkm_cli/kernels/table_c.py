@@ -1,0 +1,60 @@
+"""Histograms and gathers by bit pattern on the CPU, by `table.c`: the `TableKernels` of `table_torch`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels.build import library
+from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, DTYPES, matrix, parallel, pointer, readable, writable
+from edkm_cli.kernels.table_torch import PATTERNS
+
+
+class CTableKernels:
+    """`table_torch.TableKernels` on the CPU."""
+
+    def _run(self, kernel: str, units: int, *arguments: Any) -> None:
+        function = getattr(library(), f"edkm_{kernel}")
+        passed = [pointer(a) if isinstance(a, Tensor) else a for a in arguments]
+
+        def work(first: int, last: int) -> None:
+            function(*passed, ctypes.c_int64(first), ctypes.c_int64(last))
+
+        parallel(work, units, units)
+
+    def _histogram(self, weight: Tensor, dtype: torch.dtype, kernel: str, *arguments: Any) -> Tensor:
+        """One histogram a thread, added up."""
+        total, size = weight.numel(), PATTERNS
+        parts = max(1, min(torch.get_num_threads(), total // ALONE_WEIGHTS))
+        sums, function = torch.zeros(parts, size, dtype=dtype), getattr(library(), f"edkm_{kernel}")
+
+        def work(first: int, last: int) -> None:
+            for part in range(first, last):
+                edges = (ctypes.c_int64(total * p // parts) for p in (part, part + 1))
+                function(pointer(weight), *arguments, pointer(sums[part]), *edges)
+
+        parallel(work, parts, total)
+        return sums.sum(0)
+
+    def count_patterns(self, weight: Tensor) -> Tensor:
+        return self._histogram(weight, torch.int64, "count_patterns")
+
+    def sum_by_pattern(self, weight: Tensor, grad: Tensor) -> Tensor:
+        upstream = readable(grad)
+        return self._histogram(weight, torch.float64, "sum_by_pattern", matrix(upstream))
+
+    def gather(self, weight: Tensor, table: Tensor) -> Tensor:
+        entries = table if table.dtype in DTYPES else table.float()
+        out = torch.empty(weight.shape, dtype=entries.dtype)
+        self._run("gather", weight.numel(), weight, entries, ctypes.c_int64(entries.element_size()), out)
+        return out.to(table.dtype)
+
+    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
+        upstream = None if grad is None else readable(grad)
+        pairs = torch.stack((slope, offset), 1).contiguous()
+        out = torch.empty(weight.shape, dtype=writable(weight.dtype))
+        self._run("blend", weight.numel(), weight, matrix(upstream), pairs, matrix(out))
+        return out.to(weight.dtype)

@@ -1,0 +1,190 @@
+"""How a configuration is declared, checked and read. Standard library and yaml only: nothing here imports torch.
+
+A configuration is a frozen dataclass. Each field states its default, help text, panel of `--help`, choices and range:
+
+    @dataclass(frozen=True)
+    class Config:
+        bits: int = setting(3, "Bits per weight.", COMPRESSION, choices=range(1, 9))
+
+        def __post_init__(self) -> None:
+            refuse(faults(self))
+
+Everything else follows from that one place: the checks (`faults`), reading YAML and flags (`from_mapping`), and the options
+of the command (`edkm_cli.cli.options`). To add an option, add a field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+
+from edkm_cli.errors import UserError
+
+PANELS = MODEL, COMPRESSION, TRAINING, DATA, SCALE, OUTPUT = (
+    "Model",
+    "Compression",
+    "Training",
+    "Data",
+    "Scale",
+    "Output",
+)
+
+_PREFIX = "configuration: "
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field says about itself.
+
+    Attributes:
+        help: one or two sentences that make sense alone; choices, repetition and default are added to it.
+        panel: heading under which `--help` shows the option, one of `PANELS`.
+        flags: all spellings, where `--field-name` (of a bool, `--no-field-name` too) is not enough.
+        choices: the allowed values (of each item, for a tuple), each with its explanation, which may be empty.
+        minimum, maximum: allowed bounds of a number.
+        positive: whether a number must be above 0.
+        finite: False allows infinity. NaN never is.
+        check: called with a value (each item, for a tuple) that is otherwise right; raises UserError to refuse it.
+    """
+
+    help: str
+    panel: str
+    flags: tuple[str, ...] = ()
+    choices: Mapping[Any, str] | None = None
+    minimum: float | None = None
+    positive: bool = False
+    maximum: float | None = None
+    finite: bool = True
+    check: Callable[[Any], object] | None = None
+
+
+def setting(
+    default: Any, help: str, panel: str, *flags: str, choices: Mapping[Any, str] | Iterable[Any] = (), **rules: Any
+) -> Any:
+    """A dataclass field with this default that declares an option; `rules` are the other attributes of `Setting`."""
+    explained = choices if isinstance(choices, Mapping) else dict.fromkeys(choices, "")
+    return field(default=default, metadata={"setting": Setting(help, panel, flags, explained or None, **rules)})
+
+
+def setting_of(of: Field[Any]) -> Setting:
+    """The declaration of a dataclass field."""
+    return of.metadata["setting"]
+
+
+def faults(config: Any) -> list[str]:
+    """One sentence for each value of a configuration that its declaration forbids."""
+    return [fault for of in fields(config) for fault in _value_faults(of, getattr(config, of.name))]
+
+
+def refuse(found: list[str]) -> None:
+    """Raise UserError with all faults in one line, if there is one."""
+    if found:
+        raise UserError(_PREFIX + "; ".join(found))
+
+
+def _value_faults(of: Field[Any], value: Any) -> list[str]:
+    if value is None:
+        return []
+    items = value if isinstance(value, tuple) else (value,)
+    return [fault for item in items if (fault := _fault(of.name, setting_of(of), item))]
+
+
+def _fault(name: str, rule: Setting, value: Any) -> str:
+    """What is wrong with one value; empty where nothing is."""
+    if rule.choices and value not in rule.choices:
+        return f"{name} must be one of {', '.join(map(str, rule.choices))}, got {value!r}"
+    if isinstance(value, float) and (math.isnan(value) or (rule.finite and math.isinf(value))):
+        return f"{name} must be a {'finite ' * rule.finite}number, got {value}"
+    if rule.minimum is not None and value < rule.minimum:
+        return f"{name} must be at least {rule.minimum}, got {value}"
+    if rule.positive and not value > 0:
+        return f"{name} must be positive, got {value}"
+    if rule.maximum is not None and value > rule.maximum:
+        return f"{name} must be at most {rule.maximum}, got {value}"
+    try:
+        if rule.check is not None:
+            rule.check(value)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+_Config = TypeVar("_Config", bound=Any)
+
+
+def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    """A configuration dataclass from its defaults and these values.
+
+    Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values,
+    and what contradicts one another among the values that are right by themselves.
+    """
+    hints, known = get_type_hints(kind), {of.name: of for of in fields(kind)}
+    found: list[str] = []
+    good = {}
+    for name, value in values.items():
+        if name not in known:
+            found.append(f"unknown key {name!r}{_suggestion(str(name), list(known))}")
+            continue
+        try:
+            clean = coerce(name, value, hints[name])
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        wrong = _value_faults(known[name], clean)
+        found += wrong
+        if not wrong:
+            good[name] = clean
+    try:
+        config = kind(**good)
+    except UserError as error:
+        found.append(str(error).removeprefix(_PREFIX))
+    refuse(found)
+    return config
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.replace("-", "_"), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the field's type. Raises ValueError saying what was expected. Accepts 2e-4, which YAML reads as text."""
+    wanted = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
+    if value is None and type(None) in get_args(hint):
+        return None
+    kind = wanted[0]
+    if kind == tuple[str, ...]:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        raise ValueError(f"{name} must be a list of texts, got {value!r}")
+    if kind is float and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
+        names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
+        raise ValueError(f"{name} must be {names[kind]}, got {value!r}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file with a mapping. Raises UserError where it is none."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--config names a file that does not exist: {path}; see configs/ for ready ones")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config must be YAML, but {path} is not ({' '.join(str(error).split())})") from error
+    if not isinstance(values, Mapping):
+        raise UserError(f"--config must hold a mapping of settings, but {path} holds a {type(values).__name__}")
+    return dict(values)

@@ -1,0 +1,21 @@
+"""The house rules that no linter checks: names of files."""
+
+import sys
+from pathlib import Path
+
+import edkm_cli
+
+PACKAGE = Path(edkm_cli.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+BACKENDS = ("torch", "c", "triton", "meta")
+NOT_KERNELS = ("__init__", "build", "closed_form", "tiles")  # dispatch, compiler, the mathematics above, geometry
+
+
+def test_no_module_shadows_the_standard_library():
+    names = {path.stem for path in SOURCES if path.stem != "__init__"} | {path.parent.name for path in SOURCES}
+    assert not names & (sys.stdlib_module_names - {"__main__"})
+
+
+def test_kernels_are_named_by_algorithm_and_backend():
+    names = {path.stem for path in (PACKAGE / "kernels").glob("*.py")} - set(NOT_KERNELS)
+    assert {name for name in names if name.rpartition("_")[2] not in BACKENDS} == set()
