@@ -20,7 +20,7 @@ NAMED = {
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".raw", ".tokens")
 _COMPRESSED = (".gz", ".zst")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # what `datasets` writes
-_HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[^@:=]+))?(@(?P<split>[^@:=]+))?")
+_HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[^@:=]+))?(@(?P<split>[^@=]+))?")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _weight(name: str, option: str) -> tuple[str, float | None]:
 def _files(text: str, option: str) -> Source | None:
     """Local files; None where the text does not look like any."""
     path = Path(text).expanduser()
-    if path.is_dir():
+    if path.is_dir() and text:
         if (path / "README.md").is_file() and _has_front_matter(path / "README.md"):
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
         found = sorted(file for file in path.rglob("*") if _is_data(file, path))
@@ -125,24 +125,20 @@ def _files(text: str, option: str) -> Source | None:
         if suffix_of(path) not in SUFFIXES:
             raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
         return Source(text, "files", files=(path,))
-    if any(sign in text for sign in "*?["):
+    hub = _HUB.fullmatch(text)
+    if any(sign in text for sign in "*?[") and not (hub and hub["split"]):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         found = [file for file in found if file.is_file() and suffix_of(file) in SUFFIXES]
         if not found:
             raise UserError(f"{option} pattern matches no file that ends in {', '.join(SUFFIXES)}: {text}")
         return Source(text, "files", files=tuple(found))
-    hub = _HUB.fullmatch(text)
-    if hub and _local_layout(hub):
+    if (hub and (hub["split"] or hub["config"])) or _split_directory(text)[0] is not None:
         return None
     if suffix_of(path) in SUFFIXES or text.startswith((".", "/", "~")):
         raise UserError(f"{option} names a file that does not exist: {path}; check the path")
     if path.suffix and "/" not in text:
         raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
     return None
-
-
-def _local_layout(match: re.Match[str]) -> bool:
-    return Path(match["repository"]).is_dir()
 
 
 def _hub(text: str) -> Source | None:
@@ -160,7 +156,8 @@ def _split_directory(text: str) -> tuple[Path | None, str | None, str | None]:
     rest, _, split = text.partition("@")
     name, _, config = rest.partition(":")
     directory = Path(name).expanduser()
-    return (directory, config or None, split or None) if directory.is_dir() else (None, None, None)
+    found = bool(name) and directory.is_dir()
+    return (directory, config or None, split or None) if found else (None, None, None)
 
 
 def _nothing(text: str, option: str) -> Source:

@@ -99,7 +99,7 @@ def _whole_split(source: Source, split: str) -> list[Part]:
             units += [(index, record) for part in read_files(replace(source, files=(path,))) for record in part.load()]
     if source.kind == "builtin":
         units = [(0, text) for text in builtin_texts()]
-    if not any(characters(unit) and (not isinstance(unit, str) or unit.strip()) for _, unit in units):
+    if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
         raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
     if split != ALL:
         cut = held_out_start([characters(unit) for _, unit in units])
