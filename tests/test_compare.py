@@ -150,7 +150,7 @@ def test_changed_settings_are_measured_again_and_others_are_not(one_process, mod
     assert second["rows"][1]["perplexity"] != first["rows"][1]["perplexity"]
     third = compare(settings(model_directory, text_file, tmp_path / "out", steps=0, methods=("rtn",), bits=5))
     assert third["rows"][0]["bits"] == 5
-    assert third["rows"][0]["perplexity"] < first["rows"][0]["perplexity"]
+    assert third["rows"][0]["perplexity"] != first["rows"][0]["perplexity"]  # of random weights: neither is the better one
     text_file_2 = tmp_path / "other.txt"
     text_file_2.write_text(text_file.read_text().replace("fox", "owl"))
     other = compare(settings(model_directory, text_file_2, tmp_path / "out", methods=("rtn",), bits=5))

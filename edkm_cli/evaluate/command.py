@@ -50,17 +50,19 @@ def evaluate_model(
     source = models.resolve(name)
     if data is None and (speed or not benchmarks):
         raise UserError("--data must name a text: only --tasks work without one; give --data")
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    # Most texts are read without it, and a damaged model is better told of by its weights.
+    late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
     documents = None
     if data is not None:
         split = texts.measured_split(texts.parse_source(data))
-        documents = texts.load_documents(data, split, tokenizer=tokenizer)
+        documents = texts.load_documents(data, split, tokenizer=late)
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(
             benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
         )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = late.tokenizer
     start = time.perf_counter()
     size = footprint(model)
     result: dict[str, Any] = {"model": name, "data": data}
