@@ -52,20 +52,16 @@ def evaluate_model(
     source = models.resolve(name)
     if data is None and (speed or not benchmarks):
         raise UserError("--data must name a text: only --tasks work without one; give --data")
-<<<<<<< HEAD
+    if reference is not None and data is None:
+        raise UserError("--reference must come with a text on which models are compared; give --data")
+    if reference is not None:
+        models.resolve(reference)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
     documents = None
     if data is not None:
         split = texts.measured_split(texts.parse_source(data))
         documents = texts.load_documents(data, split, tokenizer=late)
-=======
-    if reference is not None and data is None:
-        raise UserError("--reference must come with a text on which models are compared; give --data")
-    if reference is not None:
-        models.resolve(reference)
-    documents = texts.load_documents(data, "all" if Path(data).suffix else "test") if data else None
->>>>>>> main
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(
