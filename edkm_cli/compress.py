@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.perplexity import perplexity
