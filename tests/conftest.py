@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import sys
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from t
 import pytest
 import torch
 
+import preloaded
 from helpers import byte_tokenizer, tiny_llama
 from processes import SERVER
 
@@ -59,10 +61,18 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """Runs, and has imported what children need, before any of them or of the product's own is started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+        SERVER.set_forkserver_preload(["kill_worker", "forked"])
+        multiprocessing.forkserver.ensure_running()
+
+
 @pytest.fixture
-def start(monkeypatch):
-    """Starts a function of kill_worker in a child of the fork server; ends what is left of it after the test."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+def start(fork_server):
+    """Starts a function in a child of the fork server; ends what is left of it after the test."""
     children = []
 
     def begin(function, *arguments, **options):
@@ -74,3 +84,17 @@ def start(monkeypatch):
     for child in children:
         child.kill()
         child.join()
+
+
+@pytest.fixture(scope="session")
+def python(fork_server, tmp_path_factory):
+    """The path of a Python for scripts, whose start costs no imports (preloaded.py)."""
+    directory = tmp_path_factory.mktemp("python")
+    server = SERVER.Process(target=preloaded.serve, args=(str(directory / "socket"),))
+    server.start()
+    client = directory / "python"
+    client.write_text(preloaded.CLIENT.format(python=sys.executable, path=str(directory / "socket")))
+    client.chmod(0o755)
+    yield client
+    server.kill()
+    server.join()

@@ -9,6 +9,8 @@ import torch
 from edkm_cli.bench import ablate
 from edkm_cli.config import UserError
 
+pytestmark = [pytest.mark.usefixtures("fork_server"), pytest.mark.xdist_group("processes")]
+
 
 def test_table_1_is_the_papers():
     assert ablate.measure_table1() == {

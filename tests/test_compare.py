@@ -23,6 +23,7 @@ from edkm_cli.compare.plot import plot
 from edkm_cli.config import UserError, configs_directory
 from edkm_cli.evaluate.perplexity import perplexity
 from helpers import refused, run
+from processes import PATIENCE_SECONDS
 
 KEYS = {"method", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "seconds",
         "peak_memory_bytes", "label", "options", "windows", "calibration_tokens", "training_tokens",
@@ -179,23 +180,27 @@ def test_a_worker_that_is_killed_is_a_failed_row(model_directory, text_file, tmp
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_worker_and_the_same_command_goes_on(model_directory, text_file, tmp_path):
+@pytest.mark.xdist_group("processes")
+def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
+    python, one_process, model_directory, text_file, tmp_path
+):
     out = tmp_path / "out"
     arguments = ["compare", "--model", model_directory, "--methods", "fp16,edkm:save_every=1", "--data", text_file,
                  "--context", 64, "--eval-windows", 2, "--sequence-length", 48, "--device", "cpu", "-o", out]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "edkm_cli", *map(str, arguments), "--steps", "100000"],
+        [python, "-m", "edkm_cli", *map(str, arguments), "--steps", "100000"],
+        env={**os.environ, "PYTHON_EXEC": str(python)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (out / "edkm_save_every=1.partial" / "checkpoints" / "step-000001").is_dir():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 143
     assert "finished methods are kept" in error
     assert set(json.loads((out / "edkm_save_every=1.json").read_text())) == {"settings"}
@@ -205,7 +210,7 @@ def test_sigterm_ends_the_worker_and_the_same_command_goes_on(model_directory, t
     assert "edkm save_every=1" in text
 
 
-def test_the_command_prints_the_table_and_writes_json_and_figures(model_directory, text_file, tmp_path):
+def test_the_command_prints_the_table_and_writes_json_and_figures(one_process, model_directory, text_file, tmp_path):
     pytest.importorskip("matplotlib")
     status, text, error = run("compare", "--model", model_directory, "--methods", "fp16,rtn:group-size=0", "--data",
                               text_file, "--eval-data", text_file, "--context", 32, "--eval-windows", 3, "--device",
