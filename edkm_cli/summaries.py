@@ -6,18 +6,32 @@ from typing import Any
 
 
 def megabytes(count: float) -> str:
-    """A size for people: MB below 10 GB, GB above (powers of ten)."""
+    """A size as text: MB below 10 GB, GB above (powers of ten).
+
+    >>> megabytes(71_001_184)
+    '71.0 MB'
+    """
     return f"{count / 1e6:,.1f} MB" if count < 1e10 else f"{count / 1e9:,.2f} GB"
 
 
 def duration(seconds: float) -> str:
+    """A duration as text.
+
+    >>> [duration(seconds) for seconds in (42, 140, 3660)]
+    ['42 s', '2 min 20 s', '1 h 1 min']
+    """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Rows as aligned columns, the first to the left, the others to the right.
+
+    >>> print(table([["row:1", "3.19"], ["tensor", "3"]]))
+    row:1   3.19
+    tensor     3
+    """
     lines = [header, *rows] if header else rows
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = []
@@ -33,10 +47,10 @@ def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
 
 
 _STAGES = {
-    "original": "before (uncompressed)",
-    "start": "after the start",
-    "trained": "after training",
-    "exported": "exported, reloaded",
+    "original": "uncompressed",
+    "start": "compressed, not trained",
+    "trained": "compressed and trained",
+    "exported": "read back from disk",
 }
 
 
@@ -51,15 +65,18 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The one-screen end of `edkm compress`."""
+    """What `edkm compress` prints at its end."""
     seconds, evaluation = report["seconds"], report["evaluation"]
     ratio = report["original_weights_bytes"] / report["weights_bytes"]
     facts = [
         ["weights", f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})"],
         ["ratio", f"{ratio:.2f}x smaller"],
-        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits a weight, lookup tables included"],
-        ["whole model", f"{report['model_bits_per_weight']:.3f} bits a weight"],
-        ["modules", f"{len(report['swapped'])} compressed, {len(report['skipped'])} left dense{_reasons(report)}"],
+        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits per weight, lookup tables included"],
+        ["whole model", f"{report['model_bits_per_weight']:.3f} bits per weight"],
+        [
+            "modules",
+            f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed{_reasons(report)}",
+        ],
         ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
         ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
         ["peak memory", megabytes(report["peak_memory_bytes"])],
@@ -80,7 +97,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _reasons(report: dict[str, Any]) -> str:
-    """Why modules stayed dense, each reason once with how many it holds for."""
+    """Why modules were not compressed: each reason once, with the number of modules."""
     reasons: dict[str, int] = {}
     for entry in report["skipped"]:
         reasons[entry["reason"]] = reasons.get(entry["reason"], 0) + 1
@@ -102,11 +119,11 @@ def plan_summary(plan: dict[str, Any]) -> str:
     room = megabytes(plan["available_bytes"]) + (" each" if many and plan["device"] != "cpu" else "")
     return "\n".join(
         [
-            f"{plan['model']}: what a run would do (nothing is read but the configuration, nothing is written)",
+            f"{plan['model']}: what a run would do (reads the configuration only, writes nothing)",
             "",
             "modules",
             *("  " + line for line in table(shapes).splitlines()),
-            "left dense",
+            "left uncompressed",
             *skipped,
             "",
             f"peak memory of {where}",
@@ -116,7 +133,7 @@ def plan_summary(plan: dict[str, Any]) -> str:
             f"training  {plan['steps']} steps of {plan['sequences_per_step']} sequences, "
             f"{plan['training_tokens']:,} tokens",
             f"weights   {megabytes(plan['weights_bytes'])} (16-bit: {megabytes(plan['original_weights_bytes'])}), "
-            f"decoder {plan['decoder_bits_per_weight']:.3f} bits a weight",
+            f"decoder {plan['decoder_bits_per_weight']:.3f} bits per weight",
             f"fits      {'yes' if plan['fits'] else 'no'}, {plan['device']} has {room}",
             *_proposals(plan),
         ]
@@ -138,7 +155,7 @@ def _need_table(plan: dict[str, Any]) -> str:
 
 
 def _proposals(plan: dict[str, Any]) -> list[str]:
-    """The settings that would fit, a line each."""
+    """The settings that would fit, one in each line."""
     if plan["fits"]:
         return []
     rows = [
@@ -149,7 +166,7 @@ def _proposals(plan: dict[str, Any]) -> list[str]:
         for entry in plan["proposals"]
     ]
     if not rows:
-        return ["          and no combination of flags that was tried does"]
+        return ["          none of the other settings tried fits either"]
     return ["would fit", *("  " + line for line in table(rows).splitlines())]
 
 
@@ -164,8 +181,8 @@ def evaluation_summary(result: dict[str, Any]) -> str:
         ]
     facts += [
         ["weights", megabytes(result["weights_bytes"])],
-        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits a weight"],
-        ["whole model", f"{result['model_bits_per_weight']:.3f} bits a weight"],
+        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"],
+        ["whole model", f"{result['model_bits_per_weight']:.3f} bits per weight"],
         ["time", duration(result["seconds"])],
         ["peak memory", megabytes(result["peak_memory_bytes"])],
     ]

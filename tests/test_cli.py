@@ -25,7 +25,14 @@ def test_compress_then_eval_inspect_and_generate(model_directory, text_file, tmp
     out = tmp_path / "out"
     status, text, err = run(*compress_arguments(model_directory, text_file, out, "--json", tmp_path / "c.json"))
     assert status == 0, err
-    for word in ("before (uncompressed)", "after the start", "after training", "exported, reloaded", "ratio", "time"):
+    for word in (
+        "uncompressed",
+        "compressed, not trained",
+        "compressed and trained",
+        "read back from disk",
+        "ratio",
+        "time",
+    ):
         assert word in text
     report = json.loads((tmp_path / "c.json").read_text())
     for key in ("perplexity", "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "seconds", "steps",

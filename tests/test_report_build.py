@@ -82,7 +82,8 @@ def test_a_finished_run(copied, tmp_path):
     assert report["versions"]["torch"] in content
     assert report["hardware"]["cpu"] in content
     assert [heading.text for heading in tree.iter("h2")] == [
-        "Perplexity", "Training", "Size", "Error by layer", "Weights and their lookup tables", "Settings and surroundings"
+        "Perplexity", "Training", "Size", "Error by layer", "Weights and their lookup tables",
+        "Settings, versions and hardware",
     ]  # fmt: skip
     charts = list(tree.iter("svg"))
     # perplexity, loss, learning rate, gradient norm, size, errors; two layers of seven projections

@@ -1,11 +1,11 @@
-"""What edkm is compared with: one published method a file, all behind one function.
+"""The methods that edkm is compared with: one published method in each file, all behind one function.
 
     def quantize(model, batches, *, bits, group_size, seed=0, track=no_progress, <the method's own options>) -> Outcome
 
 `model` is a dense causal LM in float32, changed in place: every linear of the decoder stack gets the weight that the
 method's stored form decodes to. `batches` is calibration text, token ids (1, length) int64 each; methods that need none
-take it and leave it alone. `group_size` counts the weights along a row that share a scale, 0 is one group a row; the
-clustering methods `kmeans` and `dkm` have `granularity` in its place. The result says what the stored form weighs.
+ignore it. `group_size` is the number of weights along a row that share a scale; 0 means the whole row. The clustering
+methods `kmeans` and `dkm` take `granularity` instead. The result holds the size of the stored form.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """AutoRound by its authors' own package: rounding and ranges tuned block by block (arXiv 2309.05516).
 
-Not a reimplementation: the strongest peer stands in the table as its users get it, where the package `auto-round` is
-installed (`pip install auto-round`; it is none of this project's extras, tested with 0.16.1). It learns by signed
+Not a reimplementation: this runs the package `auto-round` as its users get it, where it is installed (`pip install
+auto-round`; it is not among this project's extras; tested with 0.16.1). It learns by signed
 gradient descent how far each weight is rounded from the nearest level and how far each range is clipped, so that a
 block's output comes close to the original block's. Symmetric grids; bits are counted as its checkpoints store them, a
-float16 scale and a zero point of `bits` bits a group.
+float16 scale and a zero point of `bits` bits for each group.
 """
 
 from __future__ import annotations

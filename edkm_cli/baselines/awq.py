@@ -77,7 +77,7 @@ def quantize(
     duo_scaling: bool = False,
     scale_dtype: str = "float16",
 ) -> Outcome:
-    """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
+    """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` is not used.
 
     The norms before them change, too: they carry 1 / s.
 

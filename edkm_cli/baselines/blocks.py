@@ -1,4 +1,4 @@
-"""Calibration text on its way through the decoder, one block at a time.
+"""Runs calibration text through the decoder, one block at a time.
 
 GPTQ and AWQ look at the inputs of one decoder block's linears, change the block, and go on to the next; the model
 never runs as a whole. Only the inputs of the current block are kept, in float32: 300 kB for each 512-token sample at
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.errors import UserError
+from edkm_cli.initialize.sharded import decoder_blocks
 
 _CHUNK_TOKENS = 4096
 Visit = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -24,21 +25,16 @@ class _Reached(Exception):
     """Raised by a hook to leave a forward pass."""
 
 
-def decoder_blocks(model: Any) -> dict[str, nn.Module]:
-    """Module path -> block, in order. Raises UserError where a decoder linear is not part of the list of blocks."""
-    lists = {}
+def _blocks(model: Any) -> dict[str, nn.Module]:
+    """Module path -> decoder layer, in order. Raises UserError where a decoder linear is in none of them."""
+    blocks = decoder_blocks(model)
     for name in decoder_linears(model):
-        parts = name.split(".")
-        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
-        lists[name] = next((path for path in paths if isinstance(model.get_submodule(path), nn.ModuleList)), "")
-    for name, path in lists.items():
-        if not path or path != next(iter(lists.values())):
+        if not any(name.startswith(f"{path}.") for path in blocks):
             raise UserError(
-                f"methods that calibrate block by block need all linears in one list of blocks, but {name} is outside; "
+                f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside; "
                 "use rtn or kmeans for this model"
             )
-    path = next(iter(lists.values()))
-    return {f"{path}.{index}": block for index, block in model.get_submodule(path).named_children()}
+    return blocks
 
 
 class BlockStream:
@@ -51,7 +47,7 @@ class BlockStream:
     def __init__(self, model: Any, batches: list[Tensor]):
         if not batches:
             raise UserError("this method needs calibration text, got none; give --data")
-        self.blocks = decoder_blocks(model)
+        self.blocks = _blocks(model)
         self._list = list(self.blocks.values())
         device = next(model.parameters()).device
         chunks = [chunk.to(device) for chunk in _chunks(batches)]

@@ -1,14 +1,13 @@
-"""DKM (arXiv 2108.12659): differentiable k-means as it was published, every attention map kept for backward.
+"""DKM (arXiv 2108.12659): differentiable k-means as published, with every attention map kept for backward.
 
 Each step clusters every weight softly, computes the model's own loss with the result, and sends the gradient through
-the attention and its iterations; at the end weights snap to their nearest centroid. It is this project's subject
-without what this project adds: no trained tables, no straight-through forward, no teacher, no closed form. By default
-the start is plain k-means too.
+the attention and its iterations; at the end weights snap to their nearest centroid. It has none of what edkm adds: no
+trained tables, no straight-through forward, no teacher, no closed form. By default it starts from plain k-means.
 
-Its cost is the point. The attention maps take 532 bytes a weight at 3 bits and three iterations, 56 GB for SmolLM2-135M
-at once; so decoder blocks are checkpointed (their maps are made again in backward, one block's at a time), which
-changes no value. `closed_form=True` computes the same values and gradients without the maps (docs/clustering.md): for
-runs that are long enough to mean something.
+It shows what the method costs. The attention maps take 532 bytes per weight at 3 bits and three iterations, 56 GB for
+SmolLM2-135M at once. So decoder blocks are checkpointed: the maps of one block at a time are computed again in backward,
+which changes no value. `closed_form=True` computes the same values and gradients without the maps
+(docs/clustering.md), which makes longer runs possible.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def quantize(
     importance: str = "none",
     closed_form: bool = False,
 ) -> Outcome:
-    """Train a model's decoder linears in place on `batches`, one a step; `group_size` and `seed` have no say.
+    """Train a model's decoder linears in place on `batches`, one for each step; `group_size` and `seed` are not used.
 
     Args:
         granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.

@@ -2,8 +2,9 @@
 
     scale = max|x| / (2^(bits - 1) - 1),    q = scale * round(x / scale)
 
-Levels are symmetric around zero, so one of the 2^bits is never used. Weights have a scale a row or a group of a row,
-stored in float16; activations have one a token, computed when they appear and stored nowhere.
+Levels are symmetric around zero, so one of the 2^bits is never used. Weights have a scale for each
+row, or for each group of a row, stored in float16. Activations have a scale for each token, computed as they appear and
+never stored.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FakeQuantize(torch.autograd.Function):
 
 
 def per_token(values: Tensor, bits: int) -> Tensor:
-    """Activations (..., features) with a scale a token."""
+    """Activations (..., features), rounded with a scale for each token."""
     return FakeQuantize.apply(values, bits, 0, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): round columns one by one, and let those not yet rounded make up for each error.
+"""GPTQ (arXiv 2210.17323): round columns one by one, and change the remaining columns to make up for each error.
 
 For a layer with inputs X the error of a quantized weight is tr((W - Q) H (W - Q)^T) with H = X X^T. Rounding column j
 leaves the best correction of the remaining columns in closed form, through the inverse of H over them:
@@ -30,7 +30,7 @@ from edkm_cli.baselines.blocks import BlockStream, Gram
 from edkm_cli.baselines.grid import Grid, fit_grid, zero_bits
 from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.compensate import inverse_factor
+from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.progress import Track, no_progress
 
 ORDERS = ("natural", "activation", "within-groups")
@@ -52,7 +52,7 @@ def quantize(
     static_groups: bool = False,
     damping: float = 0.01,
 ) -> Outcome:
-    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` has no say.
+    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` is not used.
 
     Args:
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
@@ -136,26 +136,25 @@ def quantize_weight(
     grids: list[Grid] = []
     if static_groups:
         grids = [fit_grid(part, bits=bits, rule=rule) for part in weight.split(width, 1)]
-    # Transposed, so that a column of the layer is contiguous; indexing copies.
-    w = weight.t()[permutation].contiguous()  # (in, out)
-    factor = inverse_factor(hessian[permutation][:, permutation], damping=damping).to(w.dtype)
-    quantized = torch.empty_like(w)
+    factor = inverse_factor(hessian[permutation][:, permutation], damping=damping).to(weight.dtype)
     # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
     lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
-    grid = fit_grid(weight, bits=bits, rule=rule)  # of whole rows; replaced as groups are reached
-    for start in range(0, columns, lazy):
-        end = min(start + lazy, columns)
-        errors = w.new_empty(end - start, w.shape[1])
-        for j in range(start, end):
+    whole_rows = fit_grid(weight, bits=bits, rule=rule)
+
+    def round_block(block: Tensor, at: slice) -> Tensor:
+        errors, grid = torch.empty_like(block), whole_rows
+        for i, j in enumerate(range(at.start, at.stop)):
             if static_groups:
                 grid = grids[int(permutation[j]) // width]
             elif width < columns and j % width == 0:
-                grid = fit_grid(w[j : j + width].t(), bits=bits, rule=rule)
-            quantized[j] = grid.round(w[j][:, None])[:, 0]
-            error = torch.div(w[j] - quantized[j], factor[j, j], out=errors[j - start])
-            w[j:end].addr_(factor[j, j:end], error, alpha=-1)
-        w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
-    return quantized[permutation.argsort()].t().contiguous()
+                grid = fit_grid(block[i : i + width].t(), bits=bits, rule=rule)
+            rounded = grid.round(block[i][:, None])[:, 0]
+            error = torch.div(block[i] - rounded, factor[j, j], out=errors[i])
+            block[i:].addr_(factor[j, j : at.stop], error, alpha=-1)
+            block[i] = rounded
+        return errors
+
+    return rounded_in_order(weight, factor, permutation, round_block, lazy_columns=lazy)
 
 
 def _order(diagonal: Tensor, width: int, order: str) -> Tensor:

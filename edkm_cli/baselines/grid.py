@@ -1,4 +1,4 @@
-"""Uniform quantization of groups of weights: `bits`-bit integers, a float16 scale and a zero point a group.
+"""Uniform quantization of groups of weights: `bits`-bit integers, with a float16 scale and a zero point for each group.
 
     q = clamp(round(w / scale) + zero, 0, 2**bits - 1)        w~ = scale * (q - zero)
 
@@ -10,10 +10,9 @@ Three rules choose scale and zero from a group's values:
 - `autoround`: the weight of largest magnitude is met exactly by the one end of the grid that has 2**(bits - 1) steps; the
   scale is a / 2**(bits - 1), negative where that weight is positive (AutoRound, arXiv 2309.05516, its symmetric type).
 
-Scales are rounded to float16 before anything is rounded to them: it is what is stored. `scale_dtype="float32"` keeps
-them as they come. That is no small matter for `symmetric`: -a lies halfway between its two lowest points, and goes to the
-lower one (ties to even) unless the scale was rounded up. Where half of those weights shrink like all the positive ones,
-SmolLM2-135M at 3 bits has a perplexity of 228 in place of 216.
+Scales are stored in float16, and rounded to it before weights are rounded to their grid. `scale_dtype="float32"` does not
+round them. This matters for `symmetric`: -a lies halfway between its two lowest points and goes to the lower one (ties to
+even) unless the scale was rounded up. With rounded scales SmolLM2-135M at 3 bits has a perplexity of 228, without 216.
 """
 
 from __future__ import annotations

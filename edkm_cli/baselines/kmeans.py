@@ -1,12 +1,12 @@
 """K-means after training: SqueezeLLM's dense part (arXiv 2306.07629, section 4.1).
 
-Each weight becomes the nearest of 2**bits values that its row shares, chosen by k-means in which a weight counts by the
-diagonal of the Fisher matrix: how much the loss minds an error in it. It is where `edkm compress` starts from, and what
-`edkm compress --steps 0` gives; the gain of training is the distance from here. The paper's sparse part (the largest and
-the most sensitive weights kept in 16 bits) is not here.
+Each weight becomes the nearest of 2**bits values that its row shares. The values are chosen by k-means, in which each
+weight counts by its entry of the diagonal of the Fisher matrix: how much an error in it raises the loss. This is also
+the start of `edkm compress --start kmeans`. The paper's sparse part (the largest and the most sensitive weights kept in
+16 bits) is left out.
 
-`importance="activation"` weighs by the mean squared input of a weight's column in place of the Fisher diagonal, `none`
-not at all.
+`importance="activation"` takes the mean squared input of a weight's column instead of the Fisher diagonal; `none` weighs
+all alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quantize(
     lut_dtype: str = "float16",
     importance: str = "gradient",
 ) -> Outcome:
-    """Cluster a model's decoder linears in place; `group_size` and `seed` have no say.
+    """Cluster a model's decoder linears in place; `group_size` and `seed` are not used.
 
     Args:
         granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.
@@ -63,7 +63,7 @@ def quantize(
 
 
 def count_luts(layers: Mapping[str, nn.Linear], *, bits: int, granularity: str, lut_dtype: str) -> tuple[float, int]:
-    """(bits a weight, stored bytes) of layers whose weights are indices into LUTs. Raises UserError for a bad geometry."""
+    """(bits per weight, stored bytes) of layers whose weights are indices into LUTs. Raises UserError for a bad geometry."""
     geometry, dtype = Granularity.parse(granularity), parse_lut_dtype(lut_dtype)
     assert dtype is not None
     total_bits = weights = stored_bytes = 0

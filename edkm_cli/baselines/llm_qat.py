@@ -8,9 +8,9 @@ sampled from its whole distribution at temperature 1.
 The student computes with fake-quantized weights, symmetric by the largest magnitude of each output row (section 2.2), and
 gradients pass the rounding as if it were not there. The paper's quantizer clips nothing, since a model's outliers matter.
 The loss is the cross entropy of the student against the uncompressed model's whole distribution (section 2.3,
-equation 4), computed here as the KL divergence, which differs from it by the teacher's entropy and so has the same
-gradient. AdamW without decay, learning rate 2e-5 with a cosine and no warm-up, as the paper has it for 100,000 sequences
-of 2,048 tokens on 8 GPUs; a run of a few dozen steps needs a larger one.
+equation 4). It is computed here as the KL divergence, which differs by the teacher's entropy and has the same gradient.
+AdamW without decay, learning rate 2e-5 with a cosine and no warm-up, as in the paper for 100,000 sequences of 2,048
+tokens on 8 GPUs; a run of a few dozen steps needs a higher rate.
 
 The paper also quantizes activations and the key-value cache, per token; here both are options, off by default. Embeddings
 and head neither change nor train.

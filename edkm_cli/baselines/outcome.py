@@ -1,4 +1,4 @@
-"""What a baseline reports, which layers it quantizes, and the one way in which stored sizes are counted."""
+"""What a baseline reports, which layers it quantizes, and how stored sizes are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outcome:
         stored_bytes: of the quantized linears as they would be packed, rows of indices padded to whole bytes.
         training_tokens: tokens the method trained on; 0 for post-training methods.
         calibration_tokens: tokens it took statistics from.
-        note: what a reader of a table must know besides ("activations at 8 bits").
+        note: anything else that a reader of the table must know ("activations at 8 bits").
     """
 
     bits_per_weight: float
@@ -69,7 +69,7 @@ def count_uniform(
     order_bits: int = 0,
     scale_bits: int = SCALE_BITS,
 ) -> tuple[float, int]:
-    """(bits a weight, stored bytes) of uniformly quantized matrices (out, in).
+    """(bits per weight, stored bytes) of uniformly quantized matrices (out, in).
 
     Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
     symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.

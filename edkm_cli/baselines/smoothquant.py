@@ -1,8 +1,8 @@
 """SmoothQuant: activation outliers move into the weights, then both are rounded (arXiv 2211.10438).
 
-Some input channels of a transformer's linears are a hundred times larger than the others, and a scale a token spends its
-levels on them. Dividing channel j of the input by s_j and multiplying column j of the weight by it changes nothing in
-exact arithmetic,
+Some input channels of a transformer's linears are a hundred times larger than the others. With one scale for each token,
+the others are left with few levels. Dividing channel j of the input by s_j and multiplying column j of the weight by it
+changes nothing in exact arithmetic,
 
     Y = (X diag(s)^-1) (diag(s) W^T),    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)        (section 4, equation 4)
 
@@ -12,8 +12,8 @@ their input as it is. max|X_j| is taken over calibration text.
 
 Then weights are rounded by their largest magnitude, and activations, per token and while the model runs: the input of
 every linear, and queries, keys and values as the inputs of the attention products (the paper's O1 setting, and what its
-authors' evaluation does). `activation_bits=16` leaves activations alone: that is the fair comparison with weight-only
-methods, and no longer what the method was made for.
+authors' evaluation does). `activation_bits=16` leaves activations alone, for comparison with methods that round weights
+only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a weight and its centroids must be, said once: shapes that fit the geometry, k in range, finite numbers."""
+"""Checks of a weight and its centroids: shapes that fit the geometry, k in range, finite numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def require_finite(tensor: Tensor, *, layer: str = "weight") -> None:
     """Raise UserError for NaN or Inf in what was computed from a weight.
 
     Not on a GPU: the answer would wait for all work queued before it, in every layer of every pass. There NaN spreads
-    to the layer's output, and the trainer sees it in the loss and in the gradient's norm, once a step.
+    to the layer's output, and the trainer sees it in the loss and in the gradient's norm, once in each step.
     """
     if not tensor.is_cuda and not bool(tensor.isfinite().all()):
         raise non_finite(layer)

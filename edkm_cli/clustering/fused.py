@@ -95,7 +95,7 @@ def iterate_centroids(
     iterations: int,
     name: str = "weight",
 ) -> Tensor:
-    """The centroids after `iterations` updates (groups, k), without a gradient: what a trainer commits once a step.
+    """The centroids after `iterations` updates (groups, k), without a gradient: what a trainer keeps once in each step.
 
     They depend on the weight and the start only, so one call serves all micro-batches of an optimizer step
     (`clustered_linear(new_centroids=...)`). Arguments and errors as for `fused_dkm`.

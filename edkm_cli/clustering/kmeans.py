@@ -1,8 +1,9 @@
 """The start of the clustering: k-means per LUT group, weighted by how much each weight matters.
 
-Before any training, what the start minimises decides between 400,000 and 58 perplexity (SmolLM2-135M, 3 bits): weights
-count by the mean squared activation of their column or by their squared gradient (SqueezeLLM, arXiv 2306.07629). In
-one dimension the optimum can be had exactly; the C kernel does (edkm_cli/kernels/kmeans.c).
+Each weight counts by its squared gradient or by the mean squared input of its column (SqueezeLLM, arXiv 2306.07629).
+Before any training this decides the perplexity: on SmolLM2-135M at 3 bits, unweighted k-means with one LUT for each
+matrix gives about 400,000, k-means by squared gradients with one for each row 54 (docs/log.md). In one dimension the
+global optimum can be computed; the C kernel does so (edkm_cli/kernels/kmeans.c).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def kmeans_start(
         weight: (out, in), any floating dtype.
         k: entries of a LUT, 2 to 256.
         granularity: which weights share a LUT.
-        importance: None, one number a column (in,), or one a weight (out, in); not negative. Weights of importance
-            zero are ignored, and a group that has only such is clustered unweighted.
+        importance: None, a number for each column (in,), or for each weight (out, in); not negative. Weights of
+            importance zero are ignored, and a group that has no others is clustered unweighted.
         name: the layer, for error messages.
 
     Returns:

@@ -1,6 +1,6 @@
 """A linear layer on a clustered weight as one autograd function: the clustered weight lives only inside a call.
 
-`y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number a weight. Clustering costs a small
+`y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number per weight. Clustering costs a small
 part of the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
 
 With a low-rank update (LoRA, arXiv 2106.09685) what is clustered is `w0 + s B A`, itself computed inside each call: with
@@ -86,7 +86,7 @@ def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: tor
 def _weight_gradients(
     weight: Tensor, centroids: Tensor, grad: Tensor, options: _Options, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dL/dweight, dL/dcentroids) from the gradient of the forward weight; the former in any dtype."""
+    """(dL/dweight, dL/dcentroids) from the gradient of the forward weight; dL/dweight in any dtype."""
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     if options.mode == "straight-through":
         entries = None
@@ -125,7 +125,7 @@ class _ClusteredLinear(torch.autograd.Function):
         require_finite(final, layer=options.name)
         forward_weight = _forward_weight(effective, final, options, x.dtype)
         del effective
-        # The last centroids are k numbers a group; in straight-through mode they are the start itself.
+        # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
         saved = None if options.mode == "straight-through" else final
         ctx.save_for_backward(x, weight, centroids, a, b, saved)
         ctx.options, ctx.bias_dtype = options, None if bias is None else bias.dtype

@@ -1,4 +1,4 @@
-"""Temperature schedules: anneal the attention from soft to hard, so that little is lost when weights snap at export."""
+"""Temperature schedules: from soft to hard attention, so that little is lost when weights snap at export."""
 
 from __future__ import annotations
 

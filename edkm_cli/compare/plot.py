@@ -1,4 +1,4 @@
-"""The figure of a comparison: perplexity against bits a weight, each method a labelled point.
+"""The figure of a comparison: perplexity against bits per weight, each method a labelled point.
 
 A perplexity far above the rest would press the others together on any axis, so what exceeds `_HIGHEST` times the lowest
 stands at the upper edge, as an arrow with its figure.
@@ -61,7 +61,7 @@ def plot(result: dict[str, Any], path: str | Path) -> list[_Box]:
     axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("bits a weight of the decoder, all side information counted")
+    axes.set_xlabel("bits per weight of the decoder, all side information counted")
     axes.set_ylabel("perplexity (lower is better)")
     setting = result["setting"]
     text = Path(setting["eval_data"] or f"the held-out tenth of {setting['data'][0]}").name

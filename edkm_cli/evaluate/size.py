@@ -12,7 +12,7 @@ from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of a loaded model: bytes of its weights and bits a weight, over the decoder's linears and over all."""
+    """Sizes of a loaded model: bytes of its weights and bits per weight, over the decoder's linears and over all."""
 
     weights_bytes: int
     decoder_bits_per_weight: float

@@ -23,7 +23,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             f"# {report['model']}, {config['bits']}-bit palettized",
             "",
             f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
-            f"(granularity `{config['granularity']}`, {bits} bits a weight, tables included), made by "
+            f"(granularity `{config['granularity']}`, {bits} bits per weight, tables included), made by "
             f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
             "",
             "## Use",
@@ -41,11 +41,11 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
             "",
-            "| stage | perplexity | against the original |",
+            "| stage | perplexity | relative to uncompressed |",
             "| --- | --- | --- |",
             rows,
             "",
-            f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits a weight over the "
+            f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits per weight over the "
             "whole model. All settings and versions are in `report.json`.",
             "",
         ]

@@ -39,16 +39,40 @@ def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) 
         factor: (in, in) upper triangular U, U^T U the inverse of the (damped) H over the columns in `order`.
         order: (in,) int64, the columns in the order in which they are rounded.
     """
-    columns, width = weight.shape[1], weight.shape[1] // entries.shape[1]
+    width = weight.shape[1] // entries.shape[1]
     luts = entries.sort(-1).values.permute(1, 2, 0).contiguous()  # (tiles, k, out)
-    # Transposed, so that a column of the layer is contiguous; indexing copies.
-    w = weight.t()[order].to(entries.dtype).contiguous()
     factor = (factor / factor.diagonal()[:, None]).to(entries.dtype)
     tiles = order // width
-    for start in range(0, columns, _LAZY_COLUMNS):
-        end = min(start + _LAZY_COLUMNS, columns)
-        errors = kernels.round_columns(w[start:end], luts, tiles[start:end], factor[start:end, start:end], weight.dtype)
-        w[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
+
+    def round_block(block: Tensor, at: slice) -> Tensor:
+        return kernels.round_columns(block, luts, tiles[at], factor[at, at], weight.dtype)
+
+    return rounded_in_order(weight, factor, order, round_block, lazy_columns=_LAZY_COLUMNS)
+
+
+def rounded_in_order(
+    weight: Tensor, factor: Tensor, order: Tensor, round_block: Callable[[Tensor, slice], Tensor], *, lazy_columns: int
+) -> Tensor:
+    """What `round_block` leaves of a weight (out, in) whose columns make up for the errors of those before them.
+
+    The outer loop of GPTQ (arXiv 2210.17323, section 3.3, step 2): columns are rounded in blocks, and the errors of a
+    block reach all columns behind it in one product. Computed in `factor`'s dtype, returned in `weight`'s.
+
+    Args:
+        factor: (in, in) upper triangular: column j passes on `factor[j, t]` of its error to column t > j, both counted
+            in `order`.
+        order: (in,) int64, the columns in the order in which they are rounded.
+        round_block: called with the transposed columns of a block, (columns, out), and their place in `order`; rounds
+            them in place, each error passed on inside the block, and returns the errors (columns, out).
+        lazy_columns: columns in a block.
+    """
+    columns = weight.shape[1]
+    # Transposed, so that a column of the layer is contiguous; indexing copies.
+    w = weight.t()[order].to(factor.dtype).contiguous()
+    for start in range(0, columns, lazy_columns):
+        at = slice(start, min(start + lazy_columns, columns))
+        errors = round_block(w[at], at)
+        w[at.stop :].addmm_(factor[at, at.stop :].t(), errors, alpha=-1)
     return w[order.argsort()].t().to(weight.dtype).contiguous()
 
 

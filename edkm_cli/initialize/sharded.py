@@ -67,11 +67,14 @@ class SafetensorsReader:
 
 
 def decoder_blocks(model: Any) -> dict[str, nn.Module]:
-    """The model's decoder layers, the units of sharding: module path -> module. Raises UserError if it names none."""
+    """The model's decoder layers, in order: module path -> module. Raises UserError if it names none."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
     if not blocks:
-        raise UserError(f"--sharding full must know the decoder layers, but {type(model).__name__} does not name them")
+        raise UserError(
+            "--sharding full and methods that work layer by layer must know the decoder layers, but "
+            f"{type(model).__name__} does not name them (_no_split_modules); use --sharding none, or another method"
+        )
     return blocks
 
 

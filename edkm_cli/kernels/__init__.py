@@ -84,7 +84,7 @@ def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
 
 
 def is_table(weight: Tensor, tile: Tile) -> bool:
-    """Whether distinct values are few enough for a table: 16 bits a weight and one LUT."""
+    """Whether distinct values are few enough for a table: 16 bits per weight and one LUT."""
     return weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape)
 
 

@@ -1,6 +1,6 @@
 """LoRA under clustering (arXiv 2106.09685): what is clustered is `w0 + s B A`, and only A, B and the LUTs train.
 
-w0 stays as it was loaded, 16 bits a weight and without gradient or optimizer state; the sum exists inside one layer's
+w0 stays as it was loaded, 16 bits per weight and without gradient or optimizer state; the sum exists inside one layer's
 forward or backward at a time (`edkm_cli.clustering.linear`). So a model trains in little more than its own bytes, and
 the plain w0 is the uncompressed model: the teacher of distillation costs no second copy.
 

@@ -1,4 +1,4 @@
-"""The page: which figure stands where, in which words. Each section is a function from the run's files to markup."""
+"""The sections of the page, in order. Each is a function from the files of a run to markup."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from edkm_cli.summaries import duration, megabytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
 _STAGE_NAMES = {
-    "original": "original",
-    "start": "after the start",
-    "trained": "after training",
-    "exported": "exported, reloaded",
+    "original": "uncompressed",
+    "start": "compressed, not trained",
+    "trained": "compressed and trained",
+    "exported": "read back from disk",
 }
 _MODES = {
-    "straight-through": "the loss is that of snapped weights: what export gives",
-    "hard": "the loss is that of snapped weights: what export gives",
-    "soft": "the loss is that of soft weights; the hard loss, of snapped ones, is what export would give",
+    "straight-through": "the loss is that of the weights as they will be exported",
+    "hard": "the loss is that of the weights as they will be exported",
+    "soft": "the loss is that of soft weights; the hard loss is that of the weights as they would be exported",
 }
 
 
@@ -93,8 +93,8 @@ def tiles(run: RunFiles) -> Markup:
         ratio = report["original_weights_bytes"] / report["weights_bytes"]
         shown += [
             ("weights", megabytes(report["weights_bytes"]), f"{megabytes(report['original_weights_bytes'])} in 16 bits"),
-            ("smaller by", f"{ratio:.2f}x", "embeddings and all else counted"),
-            ("bits a weight", f"{report['decoder_bits_per_weight']:.3f}",
+            ("smaller by", f"{ratio:.2f}x", "over the whole model, embeddings included"),
+            ("bits per weight", f"{report['decoder_bits_per_weight']:.3f}",
              f"decoder, tables included; whole model {report['model_bits_per_weight']:.3f}"),
             ("time", duration(sum(number(value) or 0.0 for value in report["seconds"].values())),
              f"{report['steps']:,} steps, {report['training_tokens']:,} tokens"),
@@ -134,7 +134,7 @@ def perplexity_section(run: RunFiles) -> Markup | None:
         where = f"Measured on {evaluation.get('data')}: {counts}. "
     return _section(
         "Perplexity",
-        f"{where}Lower is better; the dashed line is the original.",
+        f"{where}Lower is better; the dashed line is the uncompressed model.",
         tag("figure", bars(rows, title="Perplexity by stage", reference=original, show=_fixed, width=1000)),
         unfold(
             "as a table",
@@ -161,7 +161,7 @@ def training_section(run: RunFiles) -> Markup | None:
         series.append(Series(name, loss))
     if hard:
         series.append(Series("hard loss", hard, "c2", "dots"))
-        entries.append(("hard loss (snapped weights)", "c2"))
+        entries.append(("hard loss (weights as exported)", "c2"))
     target = (
         "the KL divergence from the original's predictions" if settings.get("distill", True) else "the next-token loss"
     )
@@ -176,7 +176,7 @@ def training_section(run: RunFiles) -> Markup | None:
     rows = [[_cell(record.get(key)) for key in columns] for record in [*metrics[:-1:every], metrics[-1]]]
     return _section(
         "Training",
-        f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point a step')}.",
+        f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point for each step')}.",
         legend(entries),
         tag("figure", line_chart(series, title=f"Training loss by step: {target}", x_label="step", y_label="loss",
                                  width=1000, height=300)),
@@ -200,17 +200,17 @@ def _small_chart(
 
 
 def weights_sections(weights: Weights | None) -> list[Markup | None]:
-    """Size, and what became of the weights."""
+    """Size, errors and histograms of the weights."""
     if weights is None:
         return []
     if weights.missing:
-        missing = _section("Weights", f"Errors and histograms need the original's weights: {weights.missing}.")
+        missing = _section("Weights", f"Errors and histograms need the original weights: {weights.missing}.")
         return [size_section(weights), missing]
     return [size_section(weights), error_section(weights.errors), histogram_section(weights.histograms)]
 
 
 def size_section(weights: Weights) -> Markup:
-    """Two bars on one scale: where the bytes are, and where they were."""
+    """Two bars on one scale: bytes by part, in 16 bits and compressed."""
     colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
     both = [("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes)]
     stacks = [(label, [(part, float(size), colours[part]) for part, size in parts.items()]) for label, parts in both]
@@ -247,8 +247,8 @@ def error_section(errors: Sequence[LayerError]) -> Markup:
     chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
     return _section(
         "Error by layer",
-        "Relative squared error of each linear against the original's weights, ||w - w'||² / ||w||². Training moves "
-        "weights, too, so this holds both what snapping lost and what training changed. Largest: "
+        "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
+        "weights, so this includes both what rounding lost and what training changed. Largest: "
         + ", ".join(f"{entry.name} {_percent(entry.error)}" for entry in worst) + ".",
         scale_of(low, high, show=_percent),
         tag("figure", chart),
@@ -270,21 +270,21 @@ def histogram_section(histograms: Sequence[Histogram]) -> Markup:
         shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
         rows.append([f"{entry.kind}, {where}", f"{entry.luts:,}", shown])
     bands = many and any(len(entry.entries) <= MOST_LINES for entry in histograms)
-    tables = "the entries of the LUT." if not many else "the median of each entry over the layer's LUTs"
-    tables += "; the bars below span the middle half of its values." if bands else "." if many else ""
+    tables = "the median of each entry over the layer's lookup tables" if many else "the entries of the lookup table."
+    tables += "; the bars below them span the middle half of its values." if bands else "." if many else ""
     return _section(
         "Weights and their lookup tables",
-        f"Hills: the original's weights, four standard deviations to either side. Lines: {tables}",
+        f"Areas: the original weights, four standard deviations to either side. Lines: {tables}",
         legend(
-            [("original weights", "hill"), ("LUT entries", "c2"), *([("their spread", "c2 pale")] if bands else [])]
+            [("original weights", "hill"), ("table entries", "c2"), *([("their spread", "c2 pale")] if bands else [])]
         ),
         *(tag("div", *row, class_="triple") for row in panels.values()),
-        unfold("as a table", table(rows, header=["linear", "LUTs", "entries (median)"], caption="LUT entries")),
+        unfold("as a table", table(rows, header=["linear", "tables", "entries (median)"], caption="Table entries")),
     )
 
 
 def settings_section(run: RunFiles) -> Markup | None:
-    """Everything it takes to run this again."""
+    """Everything that is needed to repeat the run."""
     report = run.report
     settings = list(run.settings.items())
     half = -(-len(settings) // 2)
@@ -294,10 +294,12 @@ def settings_section(run: RunFiles) -> Markup | None:
         blocks.append(_facts("Seconds by phase", report["seconds"]))
         dense = [[str(entry.get("name")), str(entry.get("reason"))] for entry in report["skipped"]]
         if dense:
-            blocks.append(tag("div", table(dense, header=["", ""], caption="Left dense, and why")))
+            blocks.append(tag("div", table(dense, header=["", ""], caption="Left uncompressed, and why")))
     blocks = [block for block in blocks if block]
-    said = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left dense." if report else ""
-    return _section("Settings and surroundings", said, tag("div", *blocks, class_="pair facts")) if blocks else None
+    said = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left uncompressed." if report else ""
+    return (
+        _section("Settings, versions and hardware", said, tag("div", *blocks, class_="pair facts")) if blocks else None
+    )
 
 
 def _facts(caption: str, values: Any) -> Markup | None:
@@ -315,7 +317,7 @@ def _setting(value: object) -> str:
 
 
 def footer(run: RunFiles) -> Markup:
-    return tag("footer", f"{run.directory}. Made by edkm report; nothing on this page is loaded from elsewhere.")
+    return tag("footer", f"{run.directory}. Made by edkm report; this page loads nothing from anywhere else.")
 
 
 def _section(title: str, note: str, *content: object) -> Markup:

@@ -66,7 +66,7 @@ def format_inspection(result: dict[str, Any]) -> str:
         [
             f"{result['directory']}: {result['architecture']}, {spec['bits']} bits, {spec['granularity']}, "
             f"{spec['lut_dtype']} LUTs, embeddings {embeddings} ({tied}), format {spec['format_version']}",
-            f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits a weight, "
+            f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits per weight, "
             f"whole model {result['model_bits_per_weight']:.3f}",
             "",
             table(rows, header=["module", "shape", "bits", "LUTs", "bytes"]),
