@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing.forkserver
 import os
 import sys
@@ -28,14 +29,20 @@ if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gp
 
 
 def pytest_collection_modifyitems(items):
-    """With pytest-xdist, a worker takes a whole file, so that a file's fixtures are made once. Tests that start several
-    processes have the group "processes", and so one worker. Long tests and what shares a worker with them come first."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    group = {item: item.get_closest_marker("xdist_group").args[0] for item in items}
-    long = {group[item] for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (group[item] != "processes", group[item] not in long, group[item]))
+    """Files with long tests first: workers take files in this order, and the last ones should be short."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in long, item.path))
+
+
+@pytest.fixture
+def alone(tmp_path_factory):
+    """Of the tests that start several processes, one runs at a time, whatever the workers of pytest-xdist are at."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from edkm_cli.bench import ablate
 from edkm_cli.config import UserError
 
-pytestmark = [pytest.mark.usefixtures("fork_server"), pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 def test_table_1_is_the_papers():
@@ -110,6 +110,7 @@ def test_learners_that_do_not_finish_are_ended(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_the_papers_reductions_at_width_1024_with_8_learners():
     found = ablate.run(width=1024, learners=8, log=lambda line: None)
     reduction = {row["technique"]: row["reduction"] for row in found["rows"]}

@@ -180,7 +180,6 @@ def test_a_worker_that_is_killed_is_a_failed_row(model_directory, text_file, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
     python, one_process, model_directory, text_file, tmp_path
 ):

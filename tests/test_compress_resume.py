@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(
     start, model_directory, text_file, tmp_path, sharding
@@ -146,7 +146,6 @@ def contents(directory):
     return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("former", [{}, {"model.safetensors": "old", "notes/mine.txt": "old"}])
 def test_wherever_a_commit_is_killed_the_output_is_old_or_new_and_the_rest_can_be_done(start, tmp_path, former):
     new, number, killed = {"model.safetensors": "new", "edkm/events": "new"}, 0, True
@@ -179,7 +178,6 @@ def test_wherever_a_commit_is_killed_the_output_is_old_or_new_and_the_rest_can_b
     assert number > 5
 
 
-@pytest.mark.xdist_group("processes")
 def test_wherever_a_checkpoint_is_killed_it_or_the_one_before_is_whole(start, tmp_path):
     states, number, killed = kill_worker.train_three_steps(tmp_path / "whole", 0), 0, True
     steps = set()
@@ -217,7 +215,6 @@ def moments_to_kill(names, seed):
     return moments
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.slow
 def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(start, model_directory, text_file, tmp_path):
     def configured(name):

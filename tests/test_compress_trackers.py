@@ -40,7 +40,6 @@ def test_tensorboard_files_come_with_the_result(model_directory, text_file, tmp_
     edkm_cli.load(tmp_path / "out")
 
 
-@pytest.mark.xdist_group("processes")
 def test_steps_that_a_killed_run_repeats_are_shown_once(start, model_directory, text_file, tmp_path):
     pytest.importorskip("tensorboard")
     config = settings(model_directory, text_file, tmp_path / "out", steps=6, save_every=2, log_with=("tensorboard",))

@@ -14,8 +14,6 @@ from edkm_cli.distributed import World, assign, full, local
 from helpers import assert_same_to_rounding, settings
 from processes import ENVIRONMENT, PATIENCE_SECONDS, assert_finished, command, together, wait_for_steps
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 CASES = {
     "data-parallel": {},
     "sharded": {"sharding": "full"},
@@ -29,6 +27,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("alone")
 def test_two_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     runs, references = [], {}
     for name, changes in CASES.items():
@@ -50,6 +49,7 @@ def test_two_processes_give_what_one_gives(start, model_directory, text_file, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_four_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     common = {"steps": 10, "calibration_tokens": 512}
     runs = [
@@ -64,6 +64,7 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     start, model_directory, text_file, tmp_path, sharding

@@ -134,7 +134,6 @@ def peak_of(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("flags", ["", "--lora-rank 8 --gradient-checkpointing", "--dtype bfloat16 --batch-size 2"])
 def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, tmp_path):
     config = mid_sized(num_hidden_layers=8, vocab_size=8192)
@@ -150,7 +149,6 @@ def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, 
     assert json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"] == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.xdist_group("processes")
 def test_llama_7b_needs_no_hub_and_little_memory(peak_of, tmp_path):
     flags = ["--model", "llama-7b", "--gpu-memory", "141GB", "--sequence-length", 2048]
     assert peak_of("compress", "--dry-run", *flags, "--json", tmp_path / "plan.json") < 2e9
