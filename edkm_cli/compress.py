@@ -67,7 +67,7 @@ class Clock:
 def compress(
     config: CompressConfig, *, overwrite: bool = False, resume: bool = False, observer: Observer | None = None
 ) -> dict[str, Any]:
-    """Run `edkm compress` and return its report (design section 9's keys).
+    """Run `edkm compress` and return its report (its keys: docs/results.md).
 
     Where a launcher started several processes, all call this; the first one writes and reports.
 

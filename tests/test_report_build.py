@@ -250,7 +250,7 @@ def test_hostile_text_stays_text(copied):
 class TestErrors:
     def test_no_run(self, tmp_path):
         assert "holds neither" in refused("report", tmp_path)
-        assert "is no directory" in refused("report", tmp_path / "nowhere")
+        assert "is not a directory" in refused("report", tmp_path / "nowhere")
 
     @pytest.mark.parametrize(
         ("content", "message"),

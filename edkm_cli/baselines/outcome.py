@@ -49,7 +49,7 @@ def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
     if group_size < 0 or (group_size and columns % group_size):
         raise UserError(
             f"group_size must divide the {columns} columns of {layer}, got {group_size}; "
-            "choose a divisor, or 0 for one group a row"
+            "choose a divisor, or 0 for one group per row"
         )
     return group_size or columns
 

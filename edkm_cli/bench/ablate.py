@@ -2,8 +2,8 @@
 
 Table 1 moves two views of one tensor to host memory, with and without marshaling. The ablation runs forward and
 backward of one clustered projection (width x width) in `learners` real processes under each set of techniques and
-counts the bytes that one learner keeps for backward. The dense layer is DKM as one writes it in plain PyTorch; what it
-saves, tensor by tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
+counts the bytes that one learner keeps for backward. The dense layer is DKM in plain PyTorch; what it saves, tensor by
+tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ JsonFile = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
 _CONFIG_FILE = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="YAML file with these settings; flags override it.", rich_help_panel=MODEL),

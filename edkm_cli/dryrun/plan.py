@@ -100,7 +100,7 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
-    """The plan of a run as the JSON of `edkm compress --dry-run` (design section 9's keys).
+    """The plan of a run as the JSON of `edkm compress --dry-run` (its keys: docs/results.md).
 
     Args:
         config: the run's settings.

@@ -39,7 +39,7 @@ def evaluate_model(
     batch_size: int = 1,
     track: Track = no_progress,
 ) -> dict[str, Any]:
-    """The result of `edkm eval` (design section 9's keys): a local file is evaluated whole, a data set on its test split.
+    """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
     Without `data` there is no perplexity: it and what belongs to it are None. `benchmarks` are tasks of
     lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.evaluate.tasks).

@@ -1,4 +1,4 @@
-"""How fast a causal LM writes."""
+"""How fast a causal LM generates text."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING) -> Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
             return upper
-    raise UserError("calibration inputs must be finite, but a layer's have no Cholesky factor; use --start kmeans")
+    raise UserError(
+        "calibration inputs must be finite, but those of a layer give no Cholesky factor; use --start kmeans"
+    )
 
 
 def row_entries(layer: ClusteredLinear) -> Tensor:

@@ -53,7 +53,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
 
 
 def format_inspection(result: dict[str, Any]) -> str:
-    """The description as text: totals, then a line a layer."""
+    """The description as text: totals, then a line for each layer."""
     spec = result["quantization_config"]
     rows = [
         [layer["name"], "x".join(map(str, layer["shape"])), str(layer["bits"]), str(layer["luts"] or "-"),

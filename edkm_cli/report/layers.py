@@ -1,7 +1,7 @@
-"""What the page says about weights: bytes by part, each layer's error against the original, histograms with LUT entries.
+"""Figures of the weights for the page: bytes by part, the error of each layer, histograms with table entries.
 
 Two safetensors files are read side by side, one layer at a time, so memory holds a layer of each and no model. The
-original is used where it is on this machine already; it is never fetched.
+original is used only if it is on this machine; it is never downloaded.
 """
 
 from __future__ import annotations
