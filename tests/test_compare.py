@@ -362,7 +362,7 @@ def test_autoround_without_its_package_says_so(one_process, model_directory, tex
 
 def test_importing_the_settings_imports_no_torch():
     code = "import sys, edkm_cli.compare.config; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=PATIENCE_SECONDS).returncode == 0
 
 
 def test_seeds_choose_the_calibration_text(one_process, model_directory, text_file, tmp_path):
