@@ -52,10 +52,13 @@ _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense."""
+    """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
+
+    `granularity` may be given as the file has it, a text.
+    """
 
     bits: int
-    granularity: str
+    granularity: Granularity
     lut_dtype: str
     embedding_bits: int | None
     skipped: list[str] = field(default_factory=list)
@@ -78,7 +81,7 @@ class QuantizationSpec:
                 f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}: a newer edkm-cli may read it"
             )
         try:
-            Granularity.parse(self.granularity)
+            object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
         except UserError as error:
             faults.append(str(error))
         if faults:
@@ -98,13 +101,13 @@ class QuantizationSpec:
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        return {"quant_method": QUANT_METHOD, **asdict(self)}
+        return {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
 
     def linear_tensors(
         self, out_features: int, in_features: int, *, layer: str
     ) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized linear stores."""
-        groups = Granularity.parse(self.granularity).groups(out_features, in_features, layer=layer)
+        groups = self.granularity.groups(out_features, in_features, layer=layer)
         return {
             "indices": (torch.uint8, (out_features, packed_width(in_features, self.bits))),
             "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**self.bits)),

@@ -18,9 +18,9 @@ from edkm_cli.cli import main
 from edkm_cli.config import CompressConfig
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize.build import swap_linears
+from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
+from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
 
 
@@ -84,9 +84,7 @@ def cluster(model, *, bits=3, granularity="row:1", lut_dtype="float16", embeddin
     """Swap a model in place as `compress` does; returns (model in evaluation mode, spec)."""
     swaps = plan_swaps(model, embedding_bits=embedding_bits, skip=skip)
     spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, [s.name for s in swaps if s.reason])
-    for _ in swap_linears(model, swaps, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05):
-        pass
-    palettize_embeddings(model, swaps, spec)
+    initialize(model, Recipe(swaps, spec, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05))
     return model.eval(), spec
 
 

@@ -15,10 +15,11 @@ from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
-from edkm_cli.dryrun.meta import Setting
-from edkm_cli.dryrun.plan import Machine, Need, dry_run, parse_bytes
+from edkm_cli.dryrun.machine import Machine, parse_bytes
+from edkm_cli.dryrun.need import Need, memory_of, with_heap
+from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
-from edkm_cli.preflight import plan
+from edkm_cli.preflight import Setting, plan_run
 from edkm_cli.summaries import plan_summary
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
 from processes import PATIENCE_SECONDS
@@ -58,7 +59,7 @@ def models(tmp_path_factory):
 
 
 def rehearse(config, setting=None):
-    return Rehearsal(config, *plan(config), setting or Setting(), stored_bytes=0).run()
+    return Rehearsal(plan_run(config, setting or Setting()), stored_bytes=0).run()
 
 
 CASES = [
@@ -79,6 +80,7 @@ MORE_CASES = [
     {"lora_rank": 4, "gradient_checkpointing": True},
     {"context": 128, "sequence_length": 16},
     {"hidden_weight": 1.0},
+    {"hidden_weight": 1.0, "mode": "soft", "sequence_length": 16, "batch_size": 4},
     {"steps": 1},
 ]
 
@@ -246,8 +248,8 @@ class TestParts:
     def test_a_model_is_left_as_it_was(self, models):
         tokens = {"sequence_length": 64, "context": 64, "calibration_tokens": 64, "start_tokens": 64}
         config = CompressConfig(model=str(models["wide"]), **tokens)
-        dense, swaps = plan(config)
-        first, again = (Rehearsal(config, dense, swaps, GPU, stored_bytes=0).run() for _ in range(2))
+        plan = plan_run(config, GPU)
+        first, again = (Rehearsal(plan, stored_bytes=0).run() for _ in range(2))
         assert first == again
 
 
@@ -279,7 +281,7 @@ class TestMachine:
         with pytest.raises(SystemExit) as stop:
             main(["compress", "--model", str(model_directory), "--gpus", "2"])
         assert stop.value.code == 2
-        assert "--dry-run is not given" in capsys.readouterr().err
+        assert "for --dry-run, which is not given" in capsys.readouterr().err
 
     def test_tokens_are_those_of_all_processes(self, model_directory):
         config = CompressConfig(
@@ -303,6 +305,35 @@ class TestMachine:
         assert Need(peak, None).fits(Machine(Setting(), 12, None))
         assert not Need(peak, None).fits(Machine(Setting(), 11, None))
         assert not Need(peak, None).fits(Machine(Setting(processes=2), 12, None))
+
+    def test_memory_goes_to_speed_where_the_machine_has_room_for_freed_blocks(self):
+        need = Need(Peak("training", {"weights": 1000, "runtime": 500}, {"training": 1000}), None)
+        heap = with_heap(need).device.total - need.device.total
+        assert 100 < heap < 1000
+        enough, tight = (Machine(Setting(), 1500 + room, None) for room in (heap, heap - 1))
+        auto, speed, small = (CompressConfig(memory=memory) for memory in ("auto", "speed", "small"))
+        assert [memory_of(config, need, enough) for config in (auto, speed, small)] == ["speed", "speed", "small"]
+        assert [memory_of(config, need, tight) for config in (auto, speed, small)] == ["small", "speed", "small"]
+        assert need.fits(tight)
+        assert not with_heap(need).fits(tight)
+        on_a_gpu = Need(need.device, need.device)
+        assert memory_of(auto, on_a_gpu, Machine(GPU, 1, 1)) == "speed"
+        assert with_heap(on_a_gpu) == on_a_gpu
+
+    def test_a_plan_counts_freed_blocks_where_they_are_kept(self, model_directory):
+        tokens = {"sequence_length": 16, "context": 16, "calibration_tokens": 16, "start_tokens": 16}
+        config = CompressConfig(model=str(model_directory), device="cpu", **tokens)
+        speed, small = dry_run(config), dry_run(replace(config, memory="small"))
+        assert (speed["memory"], small["memory"]) == ("speed", "small")
+        assert speed["peak_memory_bytes"]["heap"] > 0 == small["peak_memory_bytes"]["heap"]
+        assert choose_memory(config) == "speed"
+        assert choose_memory(replace(config, memory="small")) == "small"
+
+    def test_a_run_that_fits_only_without_freed_blocks_gives_them_back(self, model_directory, monkeypatch):
+        config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=16, context=16)
+        for room_bytes, memory in ((10**12, "speed"), (10**6, "small")):
+            monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda size=room_bytes: size)
+            assert choose_memory(config) == memory
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
         config = CompressConfig(model=str(model_directory), sequence_length=16, context=16, **FEW_TOKENS)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.nn.swap import LINEAR, plan_swaps
+from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 
 SCALE_BITS = 16
@@ -38,7 +38,7 @@ class Outcome:
 def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     """Module path -> layer of every linear a method quantizes: all but the output embedding, in model order."""
     swaps = plan_swaps(model, embedding_bits=None)
-    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.role == LINEAR and not swap.reason}
+    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 
 def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:

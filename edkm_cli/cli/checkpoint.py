@@ -23,6 +23,12 @@ def eval_command(
     max_windows: Annotated[
         int | None, typer.Option(min=1, help="Number of windows, from the first; default: all.")
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Uncompressed model: report the KL divergence from its predictions, and how often both agree."
+        ),
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
@@ -62,6 +68,7 @@ def eval_command(
         max_windows=max_windows,
         dtype=dtype,
         device=choose_device(device),
+        reference=reference,
         speed=speed,
         trust_remote_code=trust_remote_code,
         benchmarks=names,

@@ -39,15 +39,19 @@ class Clustering:
     """How the layers of a model are clustered.
 
     `method` is `edkm` (closed form, nothing weight-sized saved for backward) or `dkm` (the dense reference, which keeps
-    every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`.
+    every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`. `granularity`
+    may be given as a text, `row:1`.
     """
 
     bits: int
-    granularity: str
+    granularity: Granularity
     lut_dtype: str
     method: str = "edkm"
     mode: str = "straight-through"
     iterations: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
 
     @property
     def trains_luts(self) -> bool:
@@ -233,9 +237,9 @@ class ClusteredLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"
 
 
-def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: str) -> Tensor:
+def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Granularity) -> Tensor:
     """centroids[group of a weight, its index], (out, in), by a differentiable gather."""
-    tile = Granularity.parse(granularity).tile(*indices.shape)
+    tile = granularity.tile(*indices.shape)
     grouped = to_groups(indices, tile).long()  # (groups, n)
     return from_groups(centroids.gather(1, grouped), tuple(indices.shape), tile)
 

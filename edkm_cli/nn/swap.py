@@ -7,6 +7,7 @@ into, and for a dry run on the meta device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -30,6 +31,11 @@ class Swap:
     role: str
     shape: tuple[int, int]
     reason: str = ""
+
+    @property
+    def clustered(self) -> bool:
+        """Whether it becomes a layer with lookup tables."""
+        return self.role == LINEAR and not self.reason
 
     def to_mapping(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value != ""}
@@ -67,7 +73,7 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
         swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
-    if not any(swap.role == LINEAR and not swap.reason for swap in swaps):
+    if not any(swap.clustered for swap in swaps):
         raise UserError("the model must have nn.Linear layers to compress, but none is left; see --skip and --dry-run")
     if is_tied(model):
         swaps = _keep_ties(swaps)
@@ -82,27 +88,26 @@ def _keep_ties(swaps: list[Swap]) -> list[Swap]:
     return [swap if swap.role == LINEAR else Swap(swap.name, swap.role, swap.shape, reasons[0]) for swap in swaps]
 
 
-def check_geometry(swaps: list[Swap], granularity: str) -> None:
+def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
     """Raises UserError naming the first linear that the geometry does not divide."""
-    geometry = Granularity.parse(granularity)
     for swap in swaps:
-        if swap.role == LINEAR and not swap.reason:
-            geometry.tile(*swap.shape, layer=swap.name)
+        if swap.clustered:
+            granularity.tile(*swap.shape, layer=swap.name)
 
 
-def decoder_bits_per_weight(swaps: list[Swap], *, bits: int, granularity: str, lut_dtype: str) -> float:
+def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
     """Bits a weight over the compressed linears, LUTs included."""
-    geometry, lut_bits = Granularity.parse(granularity), 8 * LUT_DTYPES[lut_dtype].itemsize
+    lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
     total = weights = 0.0
     for swap in swaps:
-        if swap.role == LINEAR and not swap.reason:
+        if swap.clustered:
             n = swap.shape[0] * swap.shape[1]
-            total += n * geometry.bits_per_weight(*swap.shape, bits=bits, lut_bits=lut_bits)
+            total += n * spec.granularity.bits_per_weight(*swap.shape, bits=spec.bits, lut_bits=lut_bits)
             weights += n
     return total / weights
 
 
-def palettize_embeddings(model: Any, swaps: list[Swap], spec: QuantizationSpec) -> None:
+def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) -> None:
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's."""
     tied = is_tied(model)
     for swap in swaps:
@@ -115,6 +120,13 @@ def palettize_embeddings(model: Any, swaps: list[Swap], spec: QuantizationSpec) 
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
+
+
+def freeze_dense_embeddings(model: Any) -> None:
+    """Embeddings are palettized before training and do not train; dense ones (embedding_bits 16) do not either."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, (nn.Embedding, nn.Linear)):
+            module.weight.requires_grad_(False)
 
 
 def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.granularity import Granularity
 from edkm_cli.hf import check_checkpoint, skeleton
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
@@ -34,7 +32,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
             layer |= {
                 "shape": list(shape),
                 "bits": spec.bits,
-                "luts": Granularity.parse(spec.granularity).groups(*shape),
+                "luts": spec.granularity.groups(*shape),
             }
         else:
             layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
@@ -42,7 +40,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
     tied = is_tied(model)
     return {
         "directory": str(directory),
-        "quantization_config": asdict(spec),
+        "quantization_config": {key: value for key, value in spec.to_mapping().items() if key != "quant_method"},
         "architecture": type(model).__name__,
         "tied_embeddings": tied,
         "weights_bytes": weight_files_bytes(directory),
