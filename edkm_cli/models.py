@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,21 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
             )
         except Exception as error:
             raise _loading_error(source, error) from error
+
+
+class LateTokenizer:
+    """A model's tokenizer, loaded when something of it is first asked for."""
+
+    def __init__(self, source: ModelSource, *, trust_remote_code: bool = False):
+        self._source, self._trust = source, trust_remote_code
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Raises UserError if it cannot be had."""
+        return load_tokenizer(self._source, trust_remote_code=self._trust)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
 
 
 class quiet_bars:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,8 +207,8 @@ def embedding_bits(config: CompressConfig) -> int | None:
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
     name = config.eval_data or config.data[0]
-    split = "all" if config.eval_data and Path(name).suffix else "test"
-    return data.tokenize(data.load_documents(name, split), tokenizer)
+    split = data.measured_split(data.parse_source(name)) if config.eval_data else "test"
+    return data.tokenize(data.load_documents(name, split, tokenizer=tokenizer), tokenizer)
 
 
 def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | None = None) -> list[Tensor]:

@@ -151,7 +151,9 @@ def test_changed_settings_are_measured_again_and_others_are_not(one_process, mod
     assert second["rows"][1]["perplexity"] != first["rows"][1]["perplexity"]
     third = compare(settings(model_directory, text_file, tmp_path / "out", steps=0, methods=("rtn",), bits=5))
     assert third["rows"][0]["bits"] == 5
-    assert third["rows"][0]["perplexity"] < first["rows"][0]["perplexity"]
+    assert (
+        third["rows"][0]["perplexity"] != first["rows"][0]["perplexity"]
+    )  # of random weights: neither is the better one
     text_file_2 = tmp_path / "other.txt"
     text_file_2.write_text(text_file.read_text().replace("fox", "owl"))
     other = compare(settings(model_directory, text_file_2, tmp_path / "out", methods=("rtn",), bits=5))
@@ -167,7 +169,7 @@ def test_overwrite_measures_again_and_foreign_files_are_kept(one_process, model_
     assert compare(config)["rows"][0]["perplexity"] == 1.0
     assert compare(config, overwrite=True)["rows"][0]["perplexity"] > 1.0
     (tmp_path / "out" / "rtn.json").write_text("my notes")
-    with pytest.raises(UserError, match="is not one; move it away"):
+    with pytest.raises(UserError, match="move it away"):
         compare(settings(model_directory, text_file, tmp_path / "out", methods=("rtn",)))
     assert (tmp_path / "out" / "rtn.json").read_text() == "my notes"
 
