@@ -104,9 +104,10 @@ def test_a_gpu_that_is_not_there_is_a_user_error():
 
 def test_learners_that_do_not_finish_are_ended(monkeypatch):
     monkeypatch.setattr(ablate, "TIMEOUT_SECONDS", 0.0)
+    before = set(torch.multiprocessing.active_children())
     with pytest.raises(UserError, match="did not finish within"):
         ablate.run(width=64, learners=2, log=lambda line: None)
-    assert not torch.multiprocessing.active_children()
+    assert set(torch.multiprocessing.active_children()) <= before
 
 
 @pytest.mark.slow
