@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import build_config
 
 for settings in json.loads(Path(sys.argv[1]).read_text()):
-    compress(CompressConfig(**{**settings, "data": tuple(settings["data"])}))
+    compress(build_config(None, settings))  # JSON has lists for tuples
