@@ -113,7 +113,11 @@ def relative_squared_error(weight: Tensor, restored: Tensor) -> float:
 
 
 def place(name: str) -> tuple[str, int | None]:
-    """(kind, number of the decoder layer) of a module path: `model.layers.3.mlp.up_proj` is (`up_proj`, 3)."""
+    """(kind, number of the decoder layer or None) of a module path.
+
+    >>> place("model.layers.3.mlp.up_proj")
+    ('up_proj', 3)
+    """
     found = re.search(r"\.(\d+)\.", name)
     return name.rpartition(".")[2], int(found[1]) if found else None
 
