@@ -185,6 +185,16 @@ class CompressConfig:
         SCALE,
         choices={"none": "on the device", "cpu": "in host memory"},
     )
+    memory: str = setting(
+        "auto",
+        "What a run on a CPU does with memory it has freed.",
+        SCALE,
+        choices={
+            "auto": "speed, or small where only that fits this machine",
+            "speed": "keep it for reuse",
+            "small": "give it back at once, which takes time",
+        },
+    )
     dtype: str = setting(
         "auto",
         "Number format of the weights in training.",

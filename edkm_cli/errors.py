@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Something the user can mend. The message is one line: the rule, the actual value, the remedy. Exit status 2.
+    """Something the user can correct. The message is one line: the rule, the actual value, the remedy. Exit status 2.
 
     `everywhere` is set where all processes of a run raise the same one; the first then speaks for all.
     """

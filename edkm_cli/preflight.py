@@ -1,8 +1,13 @@
-"""What follows from a configuration: device and dtypes, what is swapped for what, the texts, and the room it takes."""
+"""What a configuration resolves to before anything costs: one plan, made once, for the run and for the dry run.
+
+Device and dtypes, what is swapped for what, and everything that `auto` stands for. Texts and the room that a run takes
+follow from it, too.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +18,150 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.swap import LINEAR, Swap, check_geometry, plan_swaps
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a run takes place: on `device` (`cpu`, `cuda` or `cuda:N`), by so many processes, each with as many threads;
+    parameters sharded over the processes, or whole on each."""
+
+    device: str = "cpu"
+    processes: int = 1
+    sharded: bool = False
+    threads: int = 1
+
+    @property
+    def gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def share(self) -> float:
+        """What one process keeps of a parameter."""
+        return 1 / self.processes if self.sharded else 1.0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A configuration on a machine, with nothing left to decide. `plan_run` makes it.
+
+    Attributes:
+        config, setting: what is asked for, and where it runs.
+        source: where the model is.
+        architecture: the model's Hugging Face configuration.
+        parameters: of the dense model; tied ones once.
+        swaps: what becomes of its linears and embeddings.
+        spec: the checkpoint's `quantization_config`.
+        dense_dtype: of the uncompressed model (`float32`, `bfloat16`, `float16`).
+        dtype: of the clustered model; differs where sharded training keeps float32 master weights.
+        mixed_precision: `no` or `bf16`.
+        compensates: whether weights start error-compensated.
+    """
+
+    config: CompressConfig
+    setting: Setting
+    source: models.ModelSource
+    architecture: Any
+    parameters: int
+    swaps: tuple[Swap, ...]
+    spec: QuantizationSpec
+    dense_dtype: str
+    dtype: str
+    mixed_precision: str
+    compensates: bool
+
+    def skeleton(self) -> Any:
+        """The dense model on the meta device: shapes without weights."""
+        return _skeleton(self.architecture, self.config)
+
+    @property
+    def clustered(self) -> list[Swap]:
+        """The linears that are clustered."""
+        return [swap for swap in self.swaps if swap.clustered]
+
+    @property
+    def clustering(self) -> Clustering:
+        config = self.config
+        return Clustering(
+            bits=config.bits,
+            granularity=self.spec.granularity,
+            lut_dtype=config.lut_dtype,
+            method=config.method,
+            mode=config.mode,
+            iterations=config.iterations,
+        )
+
+    @property
+    def decoder_bits_per_weight(self) -> float:
+        return decoder_bits_per_weight(self.swaps, self.spec)
+
+    @property
+    def distills(self) -> bool:
+        """Whether the uncompressed model teaches: beside a trained one it is a copy, under LoRA it is within."""
+        return bool(self.config.distill and self.config.steps)
+
+    @property
+    def copies_teacher(self) -> bool:
+        return self.distills and not self.config.lora_rank
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences that one optimizer step sees, over all processes."""
+        return self.config.batch_size * self.config.gradient_accumulation * self.setting.processes
+
+    @property
+    def training_tokens(self) -> int:
+        return self.config.steps * self.step_sequences * self.config.sequence_length
+
+
+def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None = None) -> RunPlan:
+    """Decide everything about a run. `like` is a plan of the same model with the same modules to swap, to save time.
+
+    Raises UserError for an unknown model, a geometry that does not fit, or dtypes that sharding cannot train.
+    """
+    if like is not None:
+        source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
+    else:
+        source = models.resolve(config.model)
+        if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
+            raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
+        architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
+        skeleton = _skeleton(architecture, config)
+        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    granularity = Granularity.parse(config.granularity)
+    check_geometry(swaps, granularity)
+    dense_dtype = choose_dtype(config.dtype, setting.device)
+    dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
+    tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
+    if setting.sharded and tables_train_beside_weights and dtype != "float32":
+        raise UserError(
+            "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
+            f"{dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
+            everywhere=True,
+        )
+    return RunPlan(
+        config=config,
+        setting=setting,
+        source=source,
+        architecture=architecture,
+        parameters=parameters,
+        swaps=swaps,
+        spec=QuantizationSpec(
+            bits=config.bits,
+            granularity=granularity,
+            lut_dtype=config.lut_dtype,
+            embedding_bits=embedding_bits(config),
+            skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
+        ),
+        dense_dtype=dense_dtype,
+        dtype=dtype,
+        mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
+        compensates=compensates(config),
+    )
 
 
 def choose_device(device: str) -> str:
@@ -45,24 +191,12 @@ def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str
     return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
 
 
-def meta_model(config: CompressConfig) -> Any:
-    """The dense model on the meta device: shapes without weights. Raises UserError for an unknown model."""
+def _skeleton(architecture: Any, config: CompressConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    source = models.resolve(config.model)
-    if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-        raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
-    architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture, trust_remote_code=config.trust_remote_code)
-
-
-def plan(config: CompressConfig) -> tuple[Any, list[Swap]]:
-    """The meta model and what becomes of its modules. Raises UserError where the geometry does not fit."""
-    model = meta_model(config)
-    swaps = plan_swaps(model, embedding_bits=embedding_bits(config), skip=config.skip)
-    check_geometry(swaps, config.granularity)
-    return model, swaps
+        # A copy: building a model leaves its mark on the configuration.
+        return AutoModelForCausalLM.from_config(copy.deepcopy(architecture), trust_remote_code=config.trust_remote_code)
 
 
 def embedding_bits(config: CompressConfig) -> int | None:
@@ -70,21 +204,11 @@ def embedding_bits(config: CompressConfig) -> int | None:
     return None if config.embedding_bits == 16 else config.embedding_bits
 
 
-def spec_of(config: CompressConfig, swaps: list[Swap]) -> QuantizationSpec:
-    return QuantizationSpec(
-        bits=config.bits,
-        granularity=config.granularity,
-        lut_dtype=config.lut_dtype,
-        embedding_bits=embedding_bits(config),
-        skipped=[swap.name for swap in swaps if swap.reason],
-    )
-
-
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
     name = config.eval_data or config.data[0]
-    split = "all" if config.eval_data and Path(name).suffix else "test"
-    return data.tokenize(data.load_documents(name, split), tokenizer)
+    split = data.measured_split(data.parse_source(name)) if config.eval_data else "test"
+    return data.tokenize(data.load_documents(name, split, tokenizer=tokenizer), tokenizer)
 
 
 def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | None = None) -> list[Tensor]:
@@ -105,15 +229,13 @@ def compensates(config: CompressConfig) -> bool:
     return trains_luts(config.mode, config.iterations) and not config.lora_rank
 
 
-def needed_bytes(config: CompressConfig, parameters: int, swaps: list[Swap]) -> int:
+def needed_bytes(plan: RunPlan) -> int:
     """Disk for the result (at most a byte a weight) and for checkpoints (what trains, and two moments, in float32)."""
+    config = plan.config
     kept = (config.keep + 1) if config.steps and config.save_every else 0
-    trained = parameters
+    trained = plan.parameters
     if config.lora_rank:
-        geometry, trained = Granularity.parse(config.granularity), 0
-        for swap in swaps:
-            if swap.role == LINEAR and not swap.reason:
-                tile_rows, tile_columns = geometry.tile(*swap.shape)
-                luts = swap.shape[0] // tile_rows * (swap.shape[1] // tile_columns)
-                trained += config.lora_rank * sum(swap.shape) + luts * 2**config.bits
-    return int(parameters * 1.1) + 50_000_000 + kept * 12 * trained
+        updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
+        luts = sum(plan.spec.granularity.groups(*swap.shape) for swap in plan.clustered)
+        trained = updates + luts * 2**config.bits
+    return int(plan.parameters * 1.1) + 50_000_000 + kept * 12 * trained

@@ -1,9 +1,12 @@
-"""Progress bars on standard error: live in a terminal, a line every half minute in a log file."""
+"""How a run shows itself: seconds by phase, and progress bars on standard error: live in a terminal, a line every half
+minute in a log file."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,19 @@ class Observer:
     track: Track = no_progress
     show: Callable[[str], None] = lambda text: None
     say: Callable[[str], None] = lambda text: None
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
 
 class Progress:

@@ -179,6 +179,9 @@ def evaluation_summary(result: dict[str, Any]) -> str:
             ["perplexity", f"{result['perplexity']:.3f}  ({windows})"],
             ["text", f"{result['data']}, {result['tokens']:,} tokens"],
         ]
+    if "kl_per_token" in result:
+        agreement = f"{100 * result['top1_agreement']:.1f}% the same likeliest token"
+        facts.append([f"from {result['reference']}", f"KL {result['kl_per_token']:.4f} per token, {agreement}"])
     facts += [
         ["weights", megabytes(result["weights_bytes"])],
         ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"],

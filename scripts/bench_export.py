@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,15 @@ from torch import nn
 
 from edkm_cli import models
 from edkm_cli.allocator import return_large_blocks
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import ALONE, World, launched, local, open_world
 from edkm_cli.environment import hardware, versions
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize.build import swap_linears
+from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
-from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
+from edkm_cli.preflight import Setting, plan_run
 
-_SPEC = QuantizationSpec(bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8)
-_CLUSTERING = Clustering(bits=3, granularity="row:1", lut_dtype="float16")
 _BAR = 1.2
 
 
@@ -117,31 +116,14 @@ def generate(directory: Path, *, layers: int, hidden: int, inner: int, vocabular
 
 def build(directory: Path, world: World) -> tuple[Any, QuantizationSpec]:
     """The clustered model as a run trains it, in float32: sharded, or whole where this process is alone."""
-    source = models.resolve(str(directory))
-    with torch.device("meta"):
-        from transformers import AutoModelForCausalLM
-
-        meta = AutoModelForCausalLM.from_config(models.load_config(source))
-    swaps = plan_swaps(meta, embedding_bits=_SPEC.embedding_bits)
-
-    def prepare(path: str, block: nn.Module) -> None:
-        for _ in swap_linears(block, swaps, _CLUSTERING, world=world, prefix=f"{path}." if path else ""):
-            pass
-
-    if world.sharded:
-        model = build_sharded(
-            source,
-            world,
-            dtype=torch.float32,
-            trainable=True,
-            prepare=prepare,
-            finish=lambda model: palettize_embeddings(model, swaps, _SPEC),
-        )
-    else:
-        model = models.load_dense(source, dtype="float32", device="cpu", progress=False)
-        prepare("", model)
-        palettize_embeddings(model, swaps, _SPEC)
-    return model, _SPEC
+    config = CompressConfig(model=str(directory), dtype="float32", importance="none", start="kmeans")
+    plan = plan_run(config, Setting(world.device, world.size, world.sharded))
+    rebuild = partial(build_sharded, plan.source, world, dtype=torch.float32, trainable=True)
+    dense = None
+    if not world.sharded:
+        dense = models.load_dense(plan.source, dtype="float32", device="cpu", progress=False)
+    model, _ = initialize(dense, Recipe.of(plan), build=rebuild if world.sharded else None, world=world)
+    return model, plan.spec
 
 
 def held_bytes(module: nn.Module) -> int:
@@ -156,7 +138,7 @@ def whole_bytes(module: nn.Module) -> int:
 
 def work(folder: Path) -> None:
     """One process: everything once with the tiny model, then measured; the figures go to `folder`."""
-    return_large_blocks()  # as the command does
+    return_large_blocks()  # as `--memory small`
     world = open_world("cpu", sharding="full", timeout_minutes=10) if launched() > 1 else ALONE
     memory = Resident()
     figures: dict[str, Any] = {"rank": world.rank}

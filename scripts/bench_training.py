@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -35,20 +35,19 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from edkm_cli import models
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import open_world
-from edkm_cli.dryrun.plan import dry_run, parse_bytes
+from edkm_cli.dryrun.machine import parse_bytes
+from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.kernels import to_groups
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.lora import add_lora
-from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings, plan_swaps
-from edkm_cli.preflight import choose_device, choose_dtype, choose_mixed_precision, embedding_bits, spec_of
+from edkm_cli.nn.swap import Swap
+from edkm_cli.preflight import RunPlan, Setting, choose_device, choose_dtype, plan_run
 from edkm_cli.train.loop import train
-from edkm_cli.train.losses import FrozenTeacher
+from edkm_cli.train.losses import FrozenTeacher, Objective
 
 VARIANTS = ("plain", "clustered")
 TINY = {
@@ -98,30 +97,17 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
     )
 
 
-def quick_start(weight: torch.Tensor, config: CompressConfig) -> torch.Tensor:
-    """Centroids (groups, 2**bits) at evenly spaced quantiles of the normal distribution of each group."""
-    values = to_groups(weight.detach(), Granularity.parse(config.granularity).tile(*weight.shape)).float()
-    spots = (torch.arange(2**config.bits, device=weight.device) + 0.5) / 2**config.bits
+def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **others: Any) -> torch.Tensor:
+    """Centroids (groups, k) at evenly spaced quantiles of the normal distribution of each group: a start in no time."""
+    values = to_groups(weight, granularity.tile(*weight.shape)).float()
+    spots = (torch.arange(k, device=weight.device) + 0.5) / k
     deviation, mean = torch.std_mean(values, 1, keepdim=True)
     return mean + deviation * torch.special.ndtri(spots)
 
 
-def cluster(model: Any, swaps: list[Swap], config: CompressConfig) -> None:
-    """`swap_linears` with a start that takes no time."""
-    clustering = Clustering(config.bits, config.granularity, config.lut_dtype, mode=config.mode)
-    for swap in swaps:
-        if swap.role == LINEAR:
-            linear = model.get_submodule(swap.name)
-            start = quick_start(linear.weight, config)
-            layer = ClusteredLinear(
-                linear.weight, linear.bias, start, clustering, temperature=config.temperature, name=swap.name
-            )
-            model.set_submodule(swap.name, layer)
-
-
-def add_plain_lora(model: Any, swaps: list[Swap], config: CompressConfig) -> None:
+def add_plain_lora(model: Any, swaps: Sequence[Swap], config: CompressConfig) -> None:
     """peft's own layers, with updates in float32 as `add_lora` and `peft.get_peft_model` have them."""
-    names = [swap.name for swap in swaps if swap.role == LINEAR]
+    names = [swap.name for swap in swaps if swap.clustered]
     inject_adapter_in_model(
         LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=names), model
     )
@@ -149,26 +135,23 @@ class PlainTeacher:
         return output
 
 
-def build(config: CompressConfig, variant: str) -> tuple[Any, Any | None]:
-    """(model, teacher), random, on the device from the beginning: no copy is ever in host memory."""
-    architecture = models.load_config(models.resolve(config.model))
+def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
+    """(model, what it is trained on), random, on the device from the beginning: no copy is ever in host memory."""
+    config, recipe = plan.config, Recipe.of(plan)
     torch.manual_seed(config.seed)
     with torch.device(config.device):
-        model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype)).eval()
-    swaps = plan_swaps(model, embedding_bits=embedding_bits(config))
-    teacher: Any = None
-    if config.distill and not config.lora_rank:
-        teacher = copy.deepcopy(model).requires_grad_(False)
-    if variant == "clustered":
-        cluster(model, swaps, config)
-    palettize_embeddings(model, swaps, spec_of(config, swaps))
-    if config.lora_rank and variant == "clustered":
-        add_lora(model, rank=config.lora_rank, alpha=2.0 * config.lora_rank)
-        teacher = FrozenTeacher(model) if config.distill else None
-    elif config.lora_rank:
-        add_plain_lora(model, swaps, config)
-        teacher = PlainTeacher(model) if config.distill else None
-    return model, teacher
+        model = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(plan.architecture), dtype=getattr(torch, plan.dtype)
+        ).eval()
+    if variant == "plain":
+        others = [swap for swap in plan.swaps if not swap.clustered]
+        recipe = replace(recipe, swaps=others, lora_rank=0)
+    model, teacher = initialize(model, recipe, keep_dense=plan.copies_teacher, start=quick_start)
+    if config.lora_rank and variant == "plain":
+        add_plain_lora(model, plan.swaps, config)
+    if plan.distills and config.lora_rank:
+        teacher = PlainTeacher(model) if variant == "plain" else FrozenTeacher(model)
+    return model, Objective.of(config, teacher)
 
 
 def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_bytes: int | None) -> dict[str, Any]:
@@ -193,7 +176,8 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
 
     row: dict[str, Any] = {"variant": variant}
     try:
-        model, teacher = build(config, variant)
+        plan = plan_run(config, Setting(config.device))
+        model, objective = build(plan, variant)
         if gpu:
             torch.cuda.empty_cache()
             row["bytes_before"] = torch.cuda.memory_allocated()
@@ -203,12 +187,12 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
         with tempfile.TemporaryDirectory() as staging:
             train(
                 model,
-                teacher,
+                objective,
                 blocks,
                 config,
                 world=world,
                 staging=Path(staging),
-                mixed_precision=choose_mixed_precision(config.mixed_precision, config.dtype, config.device),
+                mixed_precision=plan.mixed_precision,
                 track=track,
             )
     except torch.cuda.OutOfMemoryError as error:

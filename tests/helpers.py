@@ -18,9 +18,10 @@ from edkm_cli.cli import main
 from edkm_cli.config import CompressConfig
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize.build import swap_linears
+from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
+from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
 
 
@@ -84,9 +85,7 @@ def cluster(model, *, bits=3, granularity="row:1", lut_dtype="float16", embeddin
     """Swap a model in place as `compress` does; returns (model in evaluation mode, spec)."""
     swaps = plan_swaps(model, embedding_bits=embedding_bits, skip=skip)
     spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, [s.name for s in swaps if s.reason])
-    for _ in swap_linears(model, swaps, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05):
-        pass
-    palettize_embeddings(model, swaps, spec)
+    initialize(model, Recipe(swaps, spec, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05))
     return model.eval(), spec
 
 
@@ -183,3 +182,13 @@ def assert_same_to_rounding(found, wanted, columns=24):
     perplexities = [json.loads((path / "report.json").read_text())["perplexity"] for path in (found, wanted)]
     for stage, value in perplexities[1].items():
         assert perplexities[0][stage] == pytest.approx(value, rel=1e-3), stage
+
+
+def forced(**options):
+    """Marshaling that also moves small tensors, and those that are on the target device already."""
+    return MarshalSavedTensors(**{"force": True, "min_bytes": 0} | options)
+
+
+def same(found, expected):
+    """Whether two sequences of tensors are equal to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,10 +1,12 @@
 """Configuration: defaults < file < flags, and every fault of it at once."""
 
+from dataclasses import fields
+
 import pytest
 
 from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory
 from edkm_cli.granularity import Granularity
-from edkm_cli.settings import read_yaml
+from edkm_cli.settings import read_yaml, setting_of
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
@@ -69,3 +71,16 @@ def test_groups_bits_and_the_nearest_geometry():
     assert Granularity.parse("block:8x64").bits_per_weight(64, 64, bits=3, lut_bits=8) == 3.125
     with pytest.raises(UserError, match=r"q_proj.*\(8, 5\).*nearest that fits is row:2"):
         Granularity.parse("row:3").groups(8, 5, layer="q_proj")
+
+
+def test_the_choices_are_those_of_the_code_that_reads_them():
+    from edkm_cli.clustering.linear import MODES
+    from edkm_cli.clustering.schedule import SCHEDULES
+    from edkm_cli.format import LUT_DTYPES
+    from edkm_cli.initialize.importance import IMPORTANCES
+
+    declared = {of.name: set(setting_of(of).choices or ()) for of in fields(CompressConfig)}
+    assert declared["mode"] == set(MODES)
+    assert declared["temperature_schedule"] == set(SCHEDULES)
+    assert declared["lut_dtype"] == set(LUT_DTYPES)
+    assert declared["importance"] == set(IMPORTANCES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edkm_cli.config import UserError
-from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.perplexity import RememberedLogits, logits_of, perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import decode_speed
 from helpers import cluster, export, tiny_llama
@@ -26,6 +26,45 @@ def test_perplexity_is_that_of_the_protocol():
     assert result.perplexity == pytest.approx(math.exp(nll / count), rel=1e-6)
     assert (result.windows, result.context, result.tokens) == (3, 16, 103)
     assert perplexity(model, tokens, context=16).windows == 6
+
+
+def test_a_reference_is_compared_prediction_by_prediction():
+    model, reference = tiny_llama(seed=0), tiny_llama(seed=1)
+    tokens = torch.randint(0, 257, (40,), generator=torch.Generator().manual_seed(0))
+    kl, same = 0.0, 0
+    for window in tokens[:32].view(2, 16):
+        ours, theirs = (m(window[None]).logits[0, :-1].double().log_softmax(1) for m in (model, reference))
+        kl += float((theirs.exp() * (theirs - ours)).sum())
+        same += int((ours.argmax(1) == theirs.argmax(1)).sum())
+    result = perplexity(model, tokens, context=16, reference=logits_of(reference))
+    assert result.kl_per_token == pytest.approx(kl / 30, rel=1e-5)
+    assert result.top1_agreement == same / 30
+    assert perplexity(model, tokens, context=16).kl_per_token is None
+
+
+def test_remembered_logits_stand_in_for_the_reference():
+    model, reference = tiny_llama(seed=0), tiny_llama(seed=1)
+    tokens = torch.randint(0, 257, (48,), generator=torch.Generator().manual_seed(0))
+    remembered = RememberedLogits()
+    perplexity(reference, tokens, context=16, seen=remembered.remember)
+    now = perplexity(model, tokens, context=16, reference=logits_of(reference))
+    later = perplexity(model, tokens, context=16, reference=remembered)
+    assert later.kl_per_token == pytest.approx(now.kl_per_token, abs=1e-3)
+    assert later.top1_agreement == pytest.approx(now.top1_agreement, abs=0.05)
+    with pytest.raises(KeyError):
+        remembered(torch.zeros(1, 16, dtype=torch.int64))
+
+
+def test_a_model_does_not_differ_from_itself():
+    model, tokens = tiny_llama(), torch.arange(32)
+    result = perplexity(model, tokens, context=16, reference=logits_of(model))
+    assert result.kl_per_token == pytest.approx(0, abs=1e-7)
+    assert result.top1_agreement == 1
+
+
+def test_a_reference_of_another_vocabulary_is_refused():
+    with pytest.raises(UserError, match="vocabulary, 257 tokens, got 64"):
+        perplexity(tiny_llama(), torch.arange(32), context=16, reference=lambda ids: torch.zeros(16, 64))
 
 
 def test_a_short_text_is_one_short_window_and_no_text_is_refused():

@@ -9,7 +9,8 @@ import torch
 
 from edkm_cli.clustering import clustered_linear, iterate_centroids, kmeans_start, nearest_indices, snap
 from edkm_cli.clustering.linear import LowRank
-from edkm_cli.dryrun.meta import Setting, Stage
+from edkm_cli.dryrun.meta import Stage
+from edkm_cli.preflight import Setting
 
 GEOMETRIES = ["tensor", "row:2", "block:4x8"]
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from edkm_cli.config import UserError
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead
@@ -107,13 +109,13 @@ def test_a_skip_that_matches_nothing_and_a_model_with_nothing_left_are_refused()
 def test_a_geometry_that_does_not_divide_names_the_layer_and_the_nearest():
     swaps = plan_swaps(tiny_llama(), embedding_bits=8)
     with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ .*nearest that fits is block:8x"):
-        check_geometry(swaps, "block:8x64")
+        check_geometry(swaps, Granularity.parse("block:8x64"))
 
 
 def test_decoder_bits_are_those_of_the_design():
     swaps = plan_swaps(tiny_llama(hidden=32, inner=64), embedding_bits=8)
-    assert decoder_bits_per_weight(swaps, bits=3, granularity="block:8x32", lut_dtype="float8_e4m3fn") == 3.25
-    assert decoder_bits_per_weight(swaps, bits=3, granularity="tensor", lut_dtype="float16") < 3.2
+    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "block:8x32", "float8_e4m3fn", 8)) == 3.25
+    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "tensor", "float16", 8)) < 3.2
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen])

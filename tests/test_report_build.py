@@ -99,6 +99,25 @@ def test_a_finished_run(copied, tmp_path):
     assert load(copied)  # the page in the directory does not disturb the checkpoint
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"label_weight": 0.0}, "Trained on the KL divergence from the original's predictions;"),
+        (
+            {"label_weight": 1.0, "hidden_weight": 0.5},
+            "Trained on the KL divergence from the original's predictions plus the next-token loss plus 0.5 times the error "
+            "of the decoder layers' outputs;",
+        ),
+        ({"distill": False, "label_weight": 1.0}, "Trained on the next-token loss;"),
+    ],
+)
+def test_the_page_says_what_was_trained_on(copied, settings, sentence):
+    config = json.loads((copied / "report.json").read_text())["config"]
+    edit_report(copied, config={**config, **settings})
+    build_report(copied, weights=False)
+    assert sentence in words(parsed(copied / "report.html"))
+
+
 def test_the_page_loads_nothing_and_runs_nothing(finished, tmp_path):
     build_report(finished, output=tmp_path / "p.html")
     tree = parsed(tmp_path / "p.html")
@@ -250,7 +269,7 @@ def test_hostile_text_stays_text(copied):
 class TestErrors:
     def test_no_run(self, tmp_path):
         assert "holds neither" in refused("report", tmp_path)
-        assert "is no directory" in refused("report", tmp_path / "nowhere")
+        assert "is not a directory" in refused("report", tmp_path / "nowhere")
 
     @pytest.mark.parametrize(
         ("content", "message"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from edkm_cli.train.losses import hidden_loss, kl_divergence, next_token_loss, training_loss
+from edkm_cli.config import CompressConfig
+from edkm_cli.train.losses import Objective, hidden_loss, kl_divergence, next_token_loss
 from helpers import tiny_llama
 
 
@@ -55,7 +56,7 @@ def test_without_a_teacher_the_loss_is_next_token_prediction(ids):
 
     model = tiny_llama()
     expected = model(ids, labels=ids).loss
-    assert training_loss(model, None, ids).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert Objective().loss(model, ids).item() == pytest.approx(expected.item(), rel=1e-6)
     assert next_token_loss(model(ids).logits, ids).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -70,9 +71,21 @@ def test_hidden_states_add_their_relative_error_token_by_token(ids):
             for x, y in zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
         ]
         layers.append(sum(tokens) / len(tokens))
-    plain = training_loss(student, teacher, ids)
-    with_hidden = training_loss(student, teacher, ids, hidden_weight=0.5)
+    plain = Objective(teacher).loss(student, ids)
+    with_hidden = Objective(teacher, hidden_weight=0.5).loss(student, ids)
     assert with_hidden.item() == pytest.approx(plain.item() + 0.5 * sum(layers) / len(layers), rel=1e-5)
     assert hidden_loss(theirs.hidden_states, theirs.hidden_states).item() == 0
     with_hidden.backward()
     assert student.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0
+
+
+def test_the_weights_of_a_configuration_reach_the_loss(ids):
+    student, teacher = tiny_llama(seed=1), tiny_llama()
+    config = CompressConfig(label_weight=0.3, hidden_weight=0.7)
+    whole = Objective.of(config, teacher).loss(student, ids).item()
+    ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    parts = [kl_divergence(ours.logits, theirs.logits), next_token_loss(ours.logits, ids)]
+    parts.append(hidden_loss(ours.hidden_states, theirs.hidden_states))
+    assert whole == pytest.approx(parts[0].item() + 0.3 * parts[1].item() + 0.7 * parts[2].item(), rel=1e-5)
+    without = Objective.of(config, None).loss(student, ids).item()
+    assert without == pytest.approx(parts[1].item(), rel=1e-5)

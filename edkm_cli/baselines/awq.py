@@ -230,7 +230,7 @@ def _fold(site: _Site, scales: Tensor, path: str) -> None:
     if not torch.allclose(producer(probe), expected, rtol=1e-2, atol=1e-5):
         raise UserError(
             f"awq needs norms whose output is proportional to their weight, but {path} has a {type(producer).__name__}, "
-            "which is none; use gptq or rtn"
+            "whose output is not; use gptq or rtn"
         )
     for layer in site.layers:
         layer.weight.mul_(scales)

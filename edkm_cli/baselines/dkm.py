@@ -22,8 +22,11 @@ from edkm_cli.baselines.kmeans import count_luts
 from edkm_cli.baselines.outcome import Outcome, check_bits, decoder_linears
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.importance import collect_importance
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import next_token_loss
 
@@ -71,16 +74,16 @@ def quantize(
     device = next(model.parameters()).device
     batches = [batch.to(device) for batch in batches]
     method = "edkm" if closed_form else "dkm"
-    clustering = Clustering(bits, granularity, lut_dtype, method=method, mode="soft", iterations=iterations)
-    used = batches if importance != "none" else []
-    importances = collect_importance(
-        model, list(layers), used, kind=importance, world=World(device=str(device)), track=track
+    geometry = Granularity.parse(granularity)
+    recipe = Recipe(
+        swaps=[swap for swap in plan_swaps(model, embedding_bits=None) if swap.clustered],
+        spec=QuantizationSpec(bits, geometry, lut_dtype, embedding_bits=None),
+        clustering=Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations),
+        temperature=temperature,
+        importance=importance,
     )
-    for name, layer in track(layers.items(), "k-means", len(layers)):
-        clustered = ClusteredLinear.from_linear(
-            layer, clustering, importance=importances.pop(name, None), temperature=temperature, name=name
-        )
-        model.set_submodule(name, clustered)
+    used = batches if importance != "none" else []
+    initialize(model, recipe, calibration=used, world=World(device=str(device)), track=track)
     seen = _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=track)
     for name, layer in layers.items():
         layer.weight.data.copy_(model.get_submodule(name).hard_weight())

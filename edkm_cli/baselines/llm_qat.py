@@ -31,7 +31,7 @@ from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, co
 from edkm_cli.data import Blocks
 from edkm_cli.errors import UserError
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.train.losses import training_loss
+from edkm_cli.train.losses import Objective
 
 _GREEDY_UP_TO = (3, 4, 5)
 
@@ -164,11 +164,11 @@ def train(
         parameter.requires_grad_(True)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     device = trained[0].device
-    losses = []
+    objective, losses = Objective(teacher), []
     for step in track(range(steps), "training", steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-        loss = training_loss(model, teacher, blocks.batch(step, batch_size).to(device))
+        loss = objective.loss(model, blocks.batch(step, batch_size).to(device))
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
             raise UserError(

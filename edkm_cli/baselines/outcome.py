@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.nn.swap import LINEAR, plan_swaps
+from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 
 SCALE_BITS = 16
@@ -38,7 +38,7 @@ class Outcome:
 def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     """Module path -> layer of every linear a method quantizes: all but the output embedding, in model order."""
     swaps = plan_swaps(model, embedding_bits=None)
-    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.role == LINEAR and not swap.reason}
+    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 
 def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
@@ -49,7 +49,7 @@ def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
     if group_size < 0 or (group_size and columns % group_size):
         raise UserError(
             f"group_size must divide the {columns} columns of {layer}, got {group_size}; "
-            "choose a divisor, or 0 for one group a row"
+            "choose a divisor, or 0 for one group per row"
         )
     return group_size or columns
 
@@ -73,6 +73,9 @@ def count_uniform(
 
     Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
     symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
+
+    >>> count_uniform([(64, 128)], bits=3, group_size=64, zero_bits=3)  # 3 + (16 + 3) / 64
+    (3.296875, 3376)
     """
     total_bits = weights = stored_bytes = 0
     for rows, columns in shapes:

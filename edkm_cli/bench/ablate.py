@@ -2,8 +2,8 @@
 
 Table 1 moves two views of one tensor to host memory, with and without marshaling. The ablation runs forward and
 backward of one clustered projection (width x width) in `learners` real processes under each set of techniques and
-counts the bytes that one learner keeps for backward. The dense layer is DKM as one writes it in plain PyTorch; what it
-saves, tensor by tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
+counts the bytes that one learner keeps for backward. The dense layer is DKM in plain PyTorch; what it saves, tensor by
+tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
 """
 
 from __future__ import annotations
@@ -215,7 +215,11 @@ def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
 def _run_learners(setting: dict[str, Any], learners: int) -> list[dict[str, Any]]:
     """Start the processes, wait for them within bounds, read their reports. None outlives this call."""
     with tempfile.TemporaryDirectory(prefix="edkm-ablate-") as folder:
-        processes = torch.multiprocessing.spawn(_learner, (setting, learners, folder), nprocs=learners, join=False)
+        # A server that has imported what a learner needs is forked for each: eight imports of torch take half a minute.
+        torch.multiprocessing.set_forkserver_preload([__name__])
+        processes = torch.multiprocessing.start_processes(
+            _learner, (setting, learners, folder), nprocs=learners, join=False, start_method="forkserver"
+        )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
             while not processes.join(timeout=1.0):

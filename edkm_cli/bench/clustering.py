@@ -1,6 +1,7 @@
 """`edkm bench clustering`: what clustering one layer costs, beside dense DKM and the layer's own matrix product.
 
-One run measures everything on one machine, so that ratios are between neighbours. A time is the least of a few runs.
+One run measures everything, so that ratios compare times of the same run on the same machine. A time is the smallest
+of a few repeats.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _starting_centroids(weight: Tensor, bits: int, granularity: str) -> Tensor:
 
 
 def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """coremltools' DKM in float32, one LUT a tensor, and the fused one beside it, both at 1024 x 1024."""
+    """coremltools' DKM in float32 with one LUT for the tensor, and the fused one beside it, both at 1024 x 1024."""
     try:
         from coremltools.optimize.torch.palettization import fake_palettize  # noqa: F401
         from coremltools.optimize.torch.palettization.palettization_config import ModuleDKMPalettizerConfig  # noqa: F401
@@ -254,7 +255,7 @@ def bench_clustering(
     linear_seconds = _linear_seconds(weight, tokens, linear_dtype)
     copy_bytes_per_second = _copy_bytes_per_second(weight)
     if dense:
-        log("dense, tensor (keeps about 530 bytes a weight)")
+        log("dense, tensor (keeps about 530 bytes per weight)")
         centroids = _starting_centroids(weight, bits, "tensor")
         options = {"granularity": "tensor", "temperature": _TEMPERATURE, "iterations": iterations}
         rows.append(

@@ -11,19 +11,26 @@ from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
 
 
 def bench_clustering_command(
-    width: Annotated[int, typer.Option(min=1, help="The layer is width x width.")] = 4096,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the layer's own linear.")] = 2048,
-    bits: Annotated[int, typer.Option(min=1, max=8, help="Bits of an index.")] = 3,
-    iterations: Annotated[int, typer.Option(min=1, help="Centroid updates.")] = 3,
-    dtype: Annotated[str, typer.Option(help="Of the weight: bfloat16, float16 or float32.")] = "bfloat16",
+    width: Annotated[int, typer.Option(min=1, help="Rows and columns of the weight.")] = 4096,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that pass through the plain linear layer it is compared with.")
+    ] = 2048,
+    bits: Annotated[int, typer.Option(min=1, max=8, help="Bits per weight.")] = 3,
+    iterations: Annotated[int, typer.Option(min=1, help="Clustering updates of the lookup tables.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Number format of the weight: bfloat16, float16 or float32.")] = "bfloat16",
     device: Device = "auto",
     granularity: Annotated[
-        list[str] | None, typer.Option(help="Geometry of a fused row (repeatable); default: one of each kind.")
+        list[str] | None,
+        typer.Option(
+            help="Weights that share a lookup table: tensor, row:G or block:RxC. Repeatable; default: one of each."
+        ),
     ] = None,
-    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure the dense reference, too (slow).")] = True,
+    dense: Annotated[
+        bool, typer.Option("--dense/--no-dense", help="Also measure the reference with an attention map (slow).")
+    ] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """The clustering engine against the dense reference, the layer's own linear and, where installed, coremltools."""
+    """Time and memory of clustering, against its reference, a plain linear layer and, where installed, coremltools."""
     check_json_target(json_file)
     from edkm_cli.bench.clustering import GRANULARITIES, bench_clustering, format_table
     from edkm_cli.preflight import choose_device
@@ -44,16 +51,16 @@ def bench_clustering_command(
 
 
 def ablate_command(
-    width: Annotated[int, typer.Option(help="The projection is width x width; LLaMA-7B's is 4096.")] = 4096,
-    learners: Annotated[int, typer.Option(help="Processes to start.")] = 8,
-    bits: Annotated[int, typer.Option(help="Bits of an index.")] = 3,
-    iterations: Annotated[int, typer.Option(help="Differentiated centroid updates.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    width: Annotated[int, typer.Option(help="Rows and columns of the weight; LLaMA-7B's have 4096.")] = 4096,
+    learners: Annotated[int, typer.Option(help="Number of processes, the paper's learners.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits per weight.")] = 3,
+    iterations: Annotated[int, typer.Option(help="Clustering updates that gradients pass through.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Number format of the weight: bfloat16 or float16.")] = "bfloat16",
     device: Device = "auto",
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this file (.png, .svg).")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """The paper's memory ablation on this machine: marshaling, uniquification, sharding, and the closed form."""
+    """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
     check_json_target(json_file)
     from edkm_cli.bench.ablate import format_table, plot, run
     from edkm_cli.preflight import choose_device

@@ -7,30 +7,46 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
+from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish
 from edkm_cli.errors import UserError
 
 
 def eval_command(
     model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
     data: Annotated[
-        str | None, typer.Option(help="wikitext2, builtin or a local file. [default: wikitext2; none with --tasks]")
+        str | None,
+        typer.Option(
+            help="Text to measure on: wikitext2, builtin or a file; default: wikitext2, or none with --tasks."
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 2048,
-    max_windows: Annotated[int | None, typer.Option(min=1, help="The first so many windows; default: all.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window on which perplexity is measured.")] = 2048,
+    max_windows: Annotated[
+        int | None, typer.Option(min=1, help="Number of windows, from the first; default: all.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Uncompressed model: report the KL divergence from its predictions, and how often both agree."
+        ),
+    ] = None,
+    dtype: Dtype = "float32",
     device: Device = "auto",
     speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas: piqa,hellaswag,mmlu ...")
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas, such as piqa,hellaswag.")
     ] = None,
     task_path: Annotated[
-        Path | None, typer.Option(help="Directory with task files (*.yaml) of your own; they are run as programs.")
+        Path | None,
+        typer.Option(help="Directory with your own task files (*.yaml). They may run code, so trust them first."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of a task.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a task's prompt.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of tasks.")] = 1,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a hub model's code.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of documents of each task, from the first; default: all.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Number of examples in the prompt of a task; default: the task's own.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a forward pass, for tasks.")] = 1,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
@@ -50,6 +66,7 @@ def eval_command(
         max_windows=max_windows,
         dtype=dtype,
         device=choose_device(device),
+        reference=reference,
         speed=speed,
         trust_remote_code=trust_remote_code,
         benchmarks=names,
@@ -63,25 +80,32 @@ def eval_command(
 
 
 def inspect_command(
-    directory: Annotated[Path, typer.Argument(help="A compressed checkpoint.")], json_file: JsonFile = None
+    directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
+    trust_remote_code: RemoteCode = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """What a compressed checkpoint holds: layers, bits, LUTs, size."""
+    """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
     check_json_target(json_file)
     from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
-    result = inspect_checkpoint(directory)
+    result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
     finish(format_inspection(result), result, json_file)
 
 
 def report_command(
     directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page. [default: DIR/report.html]", show_default=False)
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File for the page; default: report.html in DIRECTORY.", show_default=False
+        ),
     ] = None,
     weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Compare the weights with the original's (takes its time).")
+        bool,
+        typer.Option("--weights/--no-weights", help="Compare the weights with those of the original model (slower)."),
     ] = True,
-    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
@@ -89,7 +113,9 @@ def report_command(
     from edkm_cli.progress import Progress
     from edkm_cli.report.build import build_report
 
-    result = build_report(directory, output=output, weights=weights, track=Progress().track)
+    result = build_report(
+        directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
+    )
     finish(result["page"], result, json_file)
     if open_page:
         import webbrowser
@@ -102,18 +128,25 @@ def generate_command(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 0.7,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Choose tokens at random by their probabilities, not the likeliest one.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="Temperature of --sample: lower is closer to the likeliest token.")
+    ] = 0.7,
     dequantize: Annotated[
         bool,
-        typer.Option("--dequantize/--packed", help="Decode the weights once (faster), or keep them packed (smaller)."),
+        typer.Option(
+            "--dequantize/--packed", help="Decode the weights once (faster), or keep them packed (less memory)."
+        ),
     ] = True,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Text from a checkpoint."""
+    """Continue a text with a compressed or uncompressed model."""
     check_json_target(json_file)
     from edkm_cli.generate import generate_text
     from edkm_cli.preflight import choose_device
@@ -128,5 +161,6 @@ def generate_command(
         dtype=dtype,
         device=choose_device(device),
         seed=seed,
+        trust_remote_code=trust_remote_code,
     )
     finish(result["text"], result, json_file)

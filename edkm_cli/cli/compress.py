@@ -61,13 +61,14 @@ def compress_command(
         return
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
-    if settings.steps:  # what costs page faults is worth it where gradients and moments are to fit, too
-        return_large_blocks()
     from edkm_cli.compress import compress
+    from edkm_cli.dryrun.plan import choose_memory
     from edkm_cli.progress import Observer, Progress
     from edkm_cli.summaries import summary
 
     progress = Progress()
+    if choose_memory(settings) == "small":
+        return_large_blocks()
     result = compress(
         settings,
         overwrite=overwrite,

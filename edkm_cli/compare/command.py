@@ -1,9 +1,9 @@
 """`edkm compare`: many methods on one model, by one evaluator, as a table, a JSON file and a figure.
 
-Fair means: the same calibration text for all, perplexity of the same windows in float32, every stored bit counted (scales,
-zero points, tables), and columns that say what trained and on how much. Each method runs in a process of its own and
-leaves `DIR/<method>.json` with the settings that decided it. A second run reuses what has the same settings, goes on
-with what was interrupted, and measures the rest; a method that fails has its reason in the table.
+The comparison is fair: all methods get the same calibration text, and their perplexities are of the same windows in
+float32. Every stored bit is counted (scales, zero points, tables), and columns say what trained and on how much. Each
+method runs in a process of its own and leaves `DIR/<method>.json` with its settings. A second run reuses results with
+the same settings, continues what was interrupted, and measures the rest. If a method fails, the table gives the reason.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compare(
         say: called with one line for each step.
 
     Returns:
-        `rows` (design section 9's keys, and `label`, `options`, `windows`, `calibration_tokens`, `training_tokens`,
+        `rows` (their keys: docs/results.md, and `label`, `options`, `windows`, `calibration_tokens`, `training_tokens`,
         `evaluation_seconds`, `note`, `error`), `command`, `setting`, `versions`, `hardware`. `seconds` is what the
         method took, without loading and evaluation; `peak_memory_bytes` is that of its whole process.
 
@@ -117,7 +117,7 @@ def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
 
 
 def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
-    """All that decides an entry's row, as JSON: what the worker reads, and what a later run compares.
+    """All settings that a row depends on, as JSON: the worker reads them, and a later run compares them.
 
     Raises UserError for options that the method does not have.
     """
@@ -212,7 +212,9 @@ def _result(
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
     stored = _read(path)
     if stored is None and path.exists() and not overwrite:
-        raise UserError(f"{path} is needed for a result, but is not one; move it away, or give --overwrite")
+        raise UserError(
+            f"{path} must hold the result of a method, but holds something else; move it away, or give --overwrite"
+        )
     same = stored is not None and stored["settings"] == settings and not overwrite
     if stored is not None and same and "row" in stored:
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")

@@ -1,4 +1,4 @@
-"""What `edkm compare` is asked for: one model and text, and a list of methods that may each have options of their own.
+"""The configuration of `edkm compare`: one model, one text, and a list of methods, each with options of its own.
 
 A method is written `name` or `name:option=value:option=value`, in YAML also as a mapping:
 
@@ -96,17 +96,22 @@ class Entry:
     def parse(cls, text: str) -> Entry:
         """`name:option=value:...`; a colon begins an option where a name and `=` follow, so that `row:1` is a value.
 
-        Raises UserError for an unknown method, or an option that is none or comes twice.
+        >>> Entry.parse("kmeans:bits=4:granularity=row:1")
+        Entry(method='kmeans', options=(('bits', 4), ('granularity', 'row:1')))
+
+        Raises UserError for an unknown method, or an option without a value or given twice.
         """
         method, *parts = re.split(r":(?=[a-zA-Z_-]+=)", text.strip())
         if method not in METHODS:
-            raise UserError(f"methods must be of {', '.join(METHODS)} (options: name:option=value), got {text!r}")
+            raise UserError(
+                f"each method must be one of {', '.join(METHODS)} (with options: name:option=value), got {text!r}"
+            )
         options = {}
         for part in parts:
             name, _, value = part.partition("=")
             name = name.replace("-", "_")
             if name in options:
-                raise UserError(f"methods must give an option once, got {name} twice in {text!r}")
+                raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
                 options[name] = yaml.safe_load(value)
             except yaml.YAMLError:

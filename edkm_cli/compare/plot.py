@@ -1,7 +1,7 @@
 """The figure of a comparison: perplexity against bits per weight, each method a labelled point.
 
-A perplexity far above the rest would press the others together on any axis, so what exceeds `_HIGHEST` times the lowest
-stands at the upper edge, as an arrow with its figure.
+A perplexity far above the rest would press the others together on any axis. So a perplexity above `_HIGHEST` times the
+lowest is drawn at the upper edge, as an arrow with its value.
 """
 
 from __future__ import annotations

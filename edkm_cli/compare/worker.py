@@ -1,8 +1,8 @@
-"""One method of `edkm compare`, in a process of its own: its peak memory, its failure and its random state stay there.
+"""One method of `edkm compare`, in a process of its own, which keeps its peak memory, failures and random state apart.
 
     python -m edkm_cli.compare.worker DIR/rtn.json TOKENS.safetensors [--resume] [--overwrite]
 
-The first file holds `settings` (all that decides the row); the process adds `row`, or `error` with what went wrong. The
+The first file holds `settings` (all that the row depends on); the process adds `row`, or `error` with the reason. The
 second holds the tokens of the `training` and the `evaluation` text.
 """
 

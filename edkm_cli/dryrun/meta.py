@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.preflight import Setting
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CLUSTERING = "activations", "logits", "clustering"
@@ -33,30 +33,10 @@ _KEPT_BYTES = 1024  # saved tensors below that are not offloaded
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where a run is planned: on `device` (`cpu` or `cuda`), by so many processes, each with as many threads;
-    parameters sharded over the processes, or whole on each."""
-
-    device: str = "cpu"
-    processes: int = 1
-    sharded: bool = False
-    threads: int = 1
-
-    @property
-    def gpu(self) -> bool:
-        return self.device != "cpu"
-
-    @property
-    def share(self) -> float:
-        """What one process keeps of a parameter."""
-        return 1 / self.processes if self.sharded else 1.0
-
-
 class Stage:
     """Use as a context manager around a rehearsal."""
 
-    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, ...]]) -> None:
         """`shapes` are those of the clustered weights."""
         self.setting = setting
         self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if setting.gpu else 1)
@@ -303,8 +283,10 @@ def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> T
 
 def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Ask PyTorch, with tensors of two tokens: its choice depends on dtypes, heads and the mask."""
-    q = torch.empty(1, query.shape[1], 2, query.shape[-1], dtype=query.dtype, requires_grad=query.requires_grad)
-    k = torch.empty(1, key.shape[1], 2, key.shape[-1], dtype=key.dtype, requires_grad=key.requires_grad)
-    small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype)
+    q, k = (
+        torch.empty(1, t.shape[1], 2, t.shape[-1], dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+        for t in (query, key)
+    )
+    small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype, device="cpu")
     options = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
     return bool(torch._fused_sdp_choice(q, k, k, small, 0.0, **options) == 1)

@@ -11,48 +11,45 @@ scratch memory of C kernels, what data parallelism and sharding (FSDP2) keep. Th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import kmeans_start
-from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.dryrun.gradients import Gradients, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST
 from edkm_cli.dryrun.meta import (
+    ACTIVATIONS,
     CLUSTERING,
     FILES,
-    GRADIENTS,
     LOGITS,
     META,
     OPTIMIZER,
     SHARDING,
     TEACHER,
     WEIGHTS,
-    Setting,
     Stage,
 )
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.sharded import decoder_blocks
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
-from edkm_cli.nn.lora import add_lora
-from edkm_cli.nn.swap import LINEAR, Swap, palettize_embeddings
+from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.packing import pack
-from edkm_cli.preflight import calibration_batches, choose_dtype, choose_mixed_precision, compensates, spec_of
-from edkm_cli.train.loop import freeze_dense_embeddings
-from edkm_cli.train.losses import FrozenTeacher, training_loss
+from edkm_cli.preflight import RunPlan, calibration_batches
+from edkm_cli.train.loop import prepare
+from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.optimizer import parameter_groups
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
-# ... and of a layer's gradients: the buffer that is reduced, beside the one of the layer before.
-_REDUCED_LAYERS = 2
 _DISTINCT = 65536
 # bitsandbytes: a byte a moment, and a float32 scale for each block of 256.
 _MOMENT_8BIT_BYTES = 1 + 4 / 256
@@ -74,26 +71,23 @@ class Peak:
 
 
 class Rehearsal:
-    """A planned run of one process. `dense` is the model on the meta device; it is left as it is."""
+    """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
-    def __init__(self, config: CompressConfig, dense: Any, swaps: list[Swap], setting: Setting, *, stored_bytes: int):
-        self.config, self.swaps, self.setting = config, swaps, setting
-        self._dense, self._stored_bytes = dense, stored_bytes
-        self._clustered = [swap for swap in swaps if swap.role == LINEAR and not swap.reason]
-        self._stage = Stage(setting, (swap.shape for swap in self._clustered))
+    def __init__(self, plan: RunPlan, *, stored_bytes: int):
+        self.plan, self.config, self.setting = plan, plan.config, plan.setting
+        self._stored_bytes, self._skeleton = stored_bytes, plan.skeleton()
+        self._stage = Stage(plan.setting, (swap.shape for swap in plan.clustered))
         self._ledger = self._stage.ledger
-        self._dtype = getattr(torch, choose_dtype(config.dtype, setting.device))
+        self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
         with self._stage:
-            model = self._load()
-            importance = self._calibrate(model)
-            model, teacher = self._start(model, importance)
+            model, objective = self._start(self._load())
             self._evaluate(model)
             if self.config.steps:
-                self._train(model, teacher)
-            del teacher
+                self._train(model, objective)
+            del objective
             self._export(model)
         return {place: self._peak(place) for place in (DEVICE, HOST)}
 
@@ -108,8 +102,8 @@ class Rehearsal:
     def _load(self) -> Any:
         """On a GPU's machine the model is read into host memory first; sharded, a layer at a time."""
         self._ledger.begin("load")
-        model = self._dense_model(self._dtype)
-        whole = _bytes(model.parameters())
+        model = self._dense_model(self.plan.dense_dtype)
+        whole = size_bytes(model.parameters())
         if self.setting.gpu:
             at_once = self._layer_bytes(model) if self.setting.sharded else whole
             files = 0 if self.setting.sharded else self._stored_bytes
@@ -121,13 +115,13 @@ class Rehearsal:
                 pass
         return model
 
-    def _dense_model(self, dtype: torch.dtype) -> Any:
+    def _dense_model(self, dtype: str) -> Any:
         """The dense model in a dtype, sharded if the run is."""
         with self._ledger.uncounted():
-            model = copy.deepcopy(self._dense)
+            model = copy.deepcopy(self._skeleton)
             for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
-        model.config.dtype = dtype
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.config.dtype = getattr(torch, dtype)
         self._ledger.move(model.parameters(), WEIGHTS, share=self.setting.share)
         self._ledger.move(model.buffers(), WEIGHTS)
         self._stage.label(model)
@@ -140,56 +134,85 @@ class Rehearsal:
         with self._gathered(model):
             perplexity(model, tokens, context=self.config.context, max_windows=1)
 
-    def _calibrate(self, model: Any) -> dict[str, Tensor]:
+    def _start(self, dense: Any) -> tuple[Any, Objective]:
+        """As the run's: `initialize`, with its costly steps counted instead of done."""
+        config, plan = self.config, self.plan
+        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
+        text = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
+        # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
+        batches = calibration_batches(calibration, config)[: 1 if self.setting.gpu else 2]
         self._ledger.begin("calibration")
-        config, names = self.config, [swap.name for swap in self._clustered]
-        if config.importance == "none":
-            return {}
-        tokens = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        # The second one finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_batches(tokens, config)[: 1 if self.setting.gpu else 2]
-        with self._stage.clustering(), self._gathered(model):
-            found = collect_importance(model, names, batches, kind=config.importance, world=World(device="meta"))
+        with self._ledger.under(LOGITS), META:
+            model, teacher = initialize(
+                dense,
+                Recipe.of(plan),
+                calibration=batches if config.importance != "none" else [],
+                compensation=calibration_batches(text, config, config.start_tokens) if plan.compensates else None,
+                keep_dense=plan.copies_teacher,
+                build=partial(self._rebuild, dense) if self.setting.sharded else None,
+                world=World(device="meta"),
+                collect=self._collect,
+                start=self._kmeans,
+                compensating=self._compensate,
+                duplicate=self._duplicate,
+            )
+        self._settle(model)
+        return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
+
+    def _collect(self, model: Any, names: list[str], batches: list[Tensor], **options: Any) -> dict[str, Tensor]:
+        """`collect_importance`; then the start begins."""
+        with self._ledger.under(ACTIVATIONS), self._stage.clustering(), self._gathered(model):
+            found = collect_importance(model, names, batches, **options)
         place = HOST if self.setting.gpu else DEVICE
         self._ledger.move(found.values(), CLUSTERING, place=place, share=self.setting.share)
+        self._ledger.begin("start")
         return found
 
-    def _start(self, dense: Any, importance: dict[str, Tensor]) -> tuple[Any, Any]:
-        """As `compress`: (the clustered model, its teacher)."""
-        self._ledger.begin("start")
-        config = self.config
-        distilled = bool(config.distill and config.steps)
-        copied = distilled and not config.lora_rank
-        model, teacher = dense, None
-        if self.setting.sharded:
-            if copied:
-                teacher = dense.requires_grad_(False)
-                self._ledger.move(teacher.parameters(), TEACHER, share=self.setting.share)
-            master = not config.lora_rank
-            model = self._dense_model(getattr(torch, choose_dtype(config.dtype, self.setting.device, master=master)))
-        elif copied:
-            with self._ledger.under(TEACHER):
-                teacher = copy.deepcopy(dense).requires_grad_(False)
-        del dense
-        self._swap(model, importance)
-        with self._ledger.under(LOGITS), META:
-            palettize_embeddings(model, self.swaps, spec_of(config, self.swaps))
-            if config.lora_rank:
-                add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+    def _duplicate(self, dense: Any) -> Any:
+        with self._ledger.under(TEACHER):
+            return copy.deepcopy(dense)
+
+    def _rebuild(self, dense: Any, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:
+        """As `build_sharded`; a dense model that is kept is the teacher from now on."""
+        if self.plan.copies_teacher:
+            self._ledger.move(dense.parameters(), TEACHER, share=self.setting.share)
+        model = self._dense_model(self.plan.dtype)
+        for path, block in decoder_blocks(model).items():
+            prepare(path, block)
+        finish(model)
+        return model
+
+    def _settle(self, model: Any) -> None:
+        """What the clustered model is made of belongs to the weights."""
         self._stage.label(model)
         self._ledger.move(model.parameters(), WEIGHTS, share=self.setting.share)
         self._ledger.move(model.buffers(), WEIGHTS)
-        if compensates(config):
-            self._compensate(model)
-        return model, FrozenTeacher(model) if distilled and config.lora_rank else teacher
+
+    def _kmeans(
+        self, weight: Tensor, k: int, *, granularity: Granularity, importance: Tensor | None, name: str, world: World
+    ) -> Tensor:
+        """One k-means for each shape, in host memory, where a weight on a GPU is copied to, with the scratch memory of
+        kernels/kmeans.c. Layers of a shape need the same."""
+        shape = (weight.shape[0], weight.shape[1])
+        if shape not in self._seen:
+            self._seen.add(shape)
+            tile = granularity.tile(*shape)
+            # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
+            size = min(tile[0] * tile[1], _DISTINCT)
+            a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * k) * (size + 1)
+            scratch = a_thread * min(self.setting.threads, weight.numel() // size)
+            copied = size_bytes([weight]) if self.setting.gpu else 0
+            place = HOST if self.setting.gpu else DEVICE
+            held = self._ledger.more(copied + scratch, CLUSTERING, place=place)
+            with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
+                kmeans_start(weight, k, granularity=granularity, importance=importance)
+        return torch.empty(granularity.groups(*shape), k, device=META)
 
     @torch.no_grad()
-    def _compensate(self, model: Any) -> None:
+    def _compensate(self, model: Any, batches: list[Tensor], **options: Any) -> None:
         """The pass that `compensate` makes, and what it holds before each layer: first the Hessian, its sorted copy and
         four float64 matrices of its factorization, then two of these, the weight three times, and its LUTs."""
-        config = self.config
-        tokens = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
-        batches = calibration_batches(tokens, config, config.start_tokens)
+        self._settle(model)
 
         def hold(layer: Any, inputs: tuple[Tensor, ...]) -> None:
             square, size = layer.in_features**2, layer.out_features * layer.in_features
@@ -201,64 +224,19 @@ class Rehearsal:
 
         handles = [layer.register_forward_pre_hook(hold) for layer in clustered_layers(model).values()]
         model.eval()
-        with self._gathered(model):
+        with self._ledger.under(ACTIVATIONS), self._gathered(model):
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
         for handle in handles:
             handle.remove()
 
-    def _swap(self, model: Any, importance: dict[str, Tensor]) -> None:
-        """`swap_linears`, with one k-means for each shape: layers of a shape need the same."""
-        config, seen = self.config, set()
-        clustering = Clustering(
-            bits=config.bits,
-            granularity=config.granularity,
-            lut_dtype=config.lut_dtype,
-            method=config.method,
-            mode=config.mode,
-            iterations=config.iterations,
-        )
-        for swap in self._clustered:
-            linear, masses = model.get_submodule(swap.name), importance.pop(swap.name, None)
-            if swap.shape not in seen:
-                seen.add(swap.shape)
-                with self._ledger.under(CLUSTERING):
-                    self._kmeans(linear.weight.detach(), masses)
-            del masses
-            rows, columns = Granularity.parse(config.granularity).tile(*swap.shape)
-            groups = swap.shape[0] // rows * (swap.shape[1] // columns)
-            layer = ClusteredLinear(
-                linear.weight,
-                linear.bias,
-                torch.empty(groups, 2**config.bits, device=META),
-                clustering,
-                temperature=config.temperature,
-                name=swap.name,
-            )
-            model.set_submodule(swap.name, layer)
-
-    def _kmeans(self, weight: Tensor, importance: Tensor | None) -> None:
-        """In host memory, where a weight on a GPU is copied to, with the scratch memory of kernels/kmeans.c."""
-        tile = Granularity.parse(self.config.granularity).tile(*weight.shape)
-        # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
-        size = min(tile[0] * tile[1], _DISTINCT)
-        a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**self.config.bits) * (size + 1)
-        scratch = a_thread * min(self.setting.threads, weight.numel() // size)
-        copied = _bytes([weight]) if self.setting.gpu else 0
-        place = HOST if self.setting.gpu else DEVICE
-        with self._stage.on_host(), self._ledger.more(copied + scratch, CLUSTERING, place=place):
-            kmeans_start(weight, 2**self.config.bits, granularity=self.config.granularity, importance=importance)
-
-    def _train(self, model: Any, teacher: Any) -> None:
+    def _train(self, model: Any, objective: Objective) -> None:
+        """The step that needs the most of a training: the second one, or the only one."""
         self._ledger.begin("training")
         config = self.config
-        freeze_dense_embeddings(model)
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        model.train()
+        prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:
-            gradients = held.enter_context(_Gradients(model, trained, self))
+            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.setting))
             optimizer = self._optimizer(model, trained, held)
             if config.steps > 1 and optimizer is not None:  # the second step has the most: moments from the first one
                 gradients.make()
@@ -266,16 +244,12 @@ class Rehearsal:
             if config.gradient_accumulation > 1:
                 gradients.make()
             ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device=META)
-            held.enter_context(self._gathered(model, teacher))
-            precision = choose_mixed_precision(config.mixed_precision, _name(trained[0].dtype), self.setting.device)
-            held.enter_context(self._stage.autocast(model, precision == "bf16"))
+            held.enter_context(self._gathered(model, objective.teacher))
+            held.enter_context(self._stage.autocast(model, self.plan.mixed_precision == "bf16"))
             with self._stage.offload(model, config.offload == "cpu"):
-                weights = {"label_weight": config.label_weight, "hidden_weight": config.hidden_weight}
-                loss = training_loss(model, teacher, ids, **weights)
-                (loss / config.gradient_accumulation).backward()
-            del loss
+                (objective.loss(model, ids) / config.gradient_accumulation).backward()
             if config.mode == "soft":
-                self._hard_loss(model, teacher, ids)
+                self._hard_loss(model, objective, ids)
             gradients.restore()
             torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
             for layer in clustered_layers(model).values():
@@ -289,9 +263,9 @@ class Rehearsal:
                 module.gradient_checkpointing = False
 
     @torch.no_grad()
-    def _hard_loss(self, model: Any, teacher: Any, ids: Tensor) -> None:
+    def _hard_loss(self, model: Any, objective: Objective, ids: Tensor) -> None:
         model.eval()
-        training_loss(model, teacher, ids)
+        objective.loss(model, ids)
         model.train()
 
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:
@@ -300,7 +274,7 @@ class Rehearsal:
         if self.setting.gpu:
             size = sum(parameter.numel() for parameter in trained)
             moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
-            a_moment = size * _MOMENT_8BIT_BYTES if config.optimizer == "adamw-8bit" else _bytes(trained)
+            a_moment = size * _MOMENT_8BIT_BYTES if config.optimizer == "adamw-8bit" else size_bytes(trained)
             held.enter_context(self._ledger.more(int(moments * a_moment * self.setting.share), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
@@ -326,7 +300,7 @@ class Rehearsal:
 
     def _layer_bytes(self, model: Any) -> int:
         """The parameters of the largest decoder layer."""
-        return max(_bytes(block.parameters()) for block in decoder_blocks(model).values())
+        return max(size_bytes(block.parameters()) for block in decoder_blocks(model).values())
 
     @contextmanager
     def _gathered(self, *models_: Any) -> Iterator[None]:
@@ -337,66 +311,5 @@ class Rehearsal:
             yield
 
 
-class _Gradients:
-    """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
-
-    def __init__(self, model: Any, trained: list[nn.Parameter], run: Rehearsal):
-        self._trained, self._ledger, self._setting = trained, run._ledger, run.setting
-        self._buckets = run.setting.processes > 1 and not run.setting.sharded
-        self._layers = self._by_layer(model) if run.setting.sharded else {}
-        self._exits = ExitStack()
-
-    def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
-        """Parameter id -> the trained parameters of its decoder layer."""
-        found: dict[int, list[nn.Parameter]] = {}
-        for block in decoder_blocks(model).values():
-            own = [parameter for parameter in block.parameters() if parameter.requires_grad]
-            found.update((id(parameter), own) for parameter in own)
-        return found
-
-    def __enter__(self) -> _Gradients:
-        if self._buckets:  # they are there from the beginning to the end, and gradients are views of them
-            self._exits.enter_context(self._ledger.more(_bytes(self._trained), GRADIENTS))
-        for parameter in self._trained:
-            handle = parameter.register_post_accumulate_grad_hook(self._arrived)
-            self._exits.callback(handle.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
-
-    def make(self) -> None:
-        """Gradients as an earlier micro-batch leaves them."""
-        for parameter in self._trained:
-            parameter.grad = torch.empty_like(parameter)
-            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._setting.share)
-
-    def restore(self) -> None:
-        """Before the optimizer: what went into buckets is seen again as gradients."""
-        if self._buckets:
-            self.make()
-
-    def _arrived(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if self._buckets:
-            parameter.grad = None
-            return
-        self._ledger.move([parameter.grad], GRADIENTS)
-        layer = self._layers.get(id(parameter), [])
-        if layer and all(other.grad is not None for other in layer):
-            gradients = [other.grad for other in layer if other.grad is not None]
-            with self._ledger.more(_REDUCED_LAYERS * _bytes(gradients), SHARDING):
-                pass
-            self._ledger.move(gradients, GRADIENTS, share=self._setting.share)
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _close(first: int, second: int) -> bool:
     return abs(first - second) < 0.01 * second
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

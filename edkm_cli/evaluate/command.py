@@ -14,7 +14,7 @@ from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.evaluate import tasks
-from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.perplexity import logits_of, perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import decode_speed
 from edkm_cli.hf import load_any
@@ -30,6 +30,7 @@ def evaluate_model(
     max_windows: int | None,
     dtype: str,
     device: str,
+    reference: str | None = None,
     speed: bool = False,
     trust_remote_code: bool = False,
     benchmarks: Sequence[str] = (),
@@ -39,10 +40,11 @@ def evaluate_model(
     batch_size: int = 1,
     track: Track = no_progress,
 ) -> dict[str, Any]:
-    """The result of `edkm eval` (design section 9's keys): a local file is evaluated whole, a data set on its test split.
+    """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
     Without `data` there is no perplexity: it and what belongs to it are None. `benchmarks` are tasks of
     lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.evaluate.tasks).
+    `reference` is the uncompressed model that predictions are compared with; it is loaded beside the model.
 
     Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
@@ -50,22 +52,38 @@ def evaluate_model(
     source = models.resolve(name)
     if data is None and (speed or not benchmarks):
         raise UserError("--data must name a text: only --tasks work without one; give --data")
-    documents = texts.load_documents(data, "all" if Path(data).suffix else "test") if data else None
+    if reference is not None and data is None:
+        raise UserError("--reference must come with a text on which models are compared; give --data")
+    if reference is not None:
+        models.resolve(reference)
+    # Most texts are read without it, and a damaged model is better told of by its weights.
+    late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
+    documents = None
+    if data is not None:
+        split = texts.measured_split(texts.parse_source(data))
+        documents = texts.load_documents(data, split, tokenizer=late)
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(
             benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
         )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokenizer = late.tokenizer
     start = time.perf_counter()
     size = footprint(model)
     result: dict[str, Any] = {"model": name, "data": data}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
     if documents is not None:
         tokens = texts.tokenize(documents, tokenizer)
-        measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track)
+        theirs = None
+        if reference is not None:
+            theirs = logits_of(load_any(reference, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
+        measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track, reference=theirs)
+        del theirs
         result |= {key: getattr(measured, key) for key in ("context", "windows", "tokens", "perplexity")}
+        if reference is not None:
+            result["reference"] = reference
+            result |= {key: getattr(measured, key) for key in ("kl_per_token", "top1_agreement")}
     result |= {
         "dtype": dtype,
         "device": device,

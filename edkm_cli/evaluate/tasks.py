@@ -125,7 +125,7 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
         return None
     folder = Path(task_path).expanduser().absolute()
     if not folder.is_dir():
-        raise UserError(f"--task-path must be a directory with task files (*.yaml), but {folder} is none")
+        raise UserError(f"--task-path must be a directory with task files (*.yaml), but {folder} is not a directory")
     files = sorted(folder.rglob("*.yaml"))
     if not files:
         raise UserError(f"--task-path must hold task files (*.yaml), but {folder} holds none")
@@ -133,9 +133,11 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
         try:
             node = yaml.compose(file.read_text(encoding="utf-8"))  # syntax only: nothing is constructed or run
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"--task-path file {file} is not YAML ({_one_line(error)}); mend or remove it") from error
+            raise UserError(
+                f"--task-path file {file} is not YAML ({_one_line(error)}); correct or remove it"
+            ) from error
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"--task-path file {file} must hold a mapping with 'task' or 'group'; mend or remove it")
+            raise UserError(f"--task-path file {file} must hold a mapping with 'task' or 'group'; correct or remove it")
     return folder
 
 
@@ -193,7 +195,7 @@ def _settle_fewshot(task: Any, num_fewshot: int | None) -> None:
 
 
 def _check_answers(task: Any, limit: int | None) -> None:
-    """Raises UserError for a question whose answer is none of its choices: the harness would count it as answered wrong."""
+    """Raises UserError for a question whose answer is not among its choices: the harness would count it as wrong."""
     from lm_eval.api.task import ConfigurableTask
 
     if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE != "multiple_choice":
@@ -205,7 +207,7 @@ def _check_answers(task: Any, limit: int | None) -> None:
             if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
                 raise UserError(
                     f"--tasks {task.task_name}: the answer must be one of the choices, by its number from 0 or its text, "
-                    f"but document {number} has {answer!r} for {choices!r}; mend the task's doc_to_target or its data"
+                    f"but document {number} has {answer!r} for {choices!r}; correct the task's doc_to_target or its data"
                 )
 
 
@@ -232,9 +234,9 @@ def _loading_error(name: str, manager: Any, folder: Path | None, error: Exceptio
     entry = manager.task_index.get(name)
     file = getattr(entry, "yaml_path", None)
     if folder is not None and file is not None and Path(file).is_relative_to(folder):
-        return UserError(f"--tasks {name}: {file} cannot be used ({_one_line(error)}); mend the file or its data")
+        return UserError(f"--tasks {name}: {file} cannot be used ({_one_line(error)}); correct the file or its data")
     return UserError(
-        f"--tasks {name}: its data could not be had from the Hugging Face hub ({_one_line(error)}); check the network, "
+        f"--tasks {name}: its data could not be loaded from the Hugging Face hub ({_one_line(error)}); check the network, "
         "or give --task-path with a task file whose data is local"
     )
 

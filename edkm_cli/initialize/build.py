@@ -1,47 +1,192 @@
-"""Dense linears -> clustered linears."""
+"""Initialization: dense model -> clustered model, in one place.
+
+In this order: the importance of weights is measured on the dense model; k-means, weighted by it, places each layer's LUT
+entries; embeddings are rounded; low-rank updates are added (LoRA); weights are compensated for one another's errors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.compensate import compensate
+from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.swap import LINEAR, Swap
+from edkm_cli.nn.lora import add_lora
+from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
+from edkm_cli.preflight import RunPlan
+from edkm_cli.progress import Track, no_progress
+
+# Makes the model that is to be clustered, given `prepare` and `finish` by name: calls `prepare(path, part)` on each part
+# while its weights are whole (path "" is the model itself), then `finish(model)`, and returns the model.
+Build = Callable[..., Any]
 
 
-def swap_linears(
-    model: nn.Module,
-    swaps: list[Swap],
-    clustering: Clustering,
-    *,
-    importance: Callable[[str], torch.Tensor | None] = lambda name: None,
-    temperature: float = 1.0,
-    world: World = ALONE,
-    prefix: str = "",
-) -> Iterator[str]:
-    """Replace the planned linears by `ClusteredLinear`, one at a time; yields each name when done (for progress).
+@dataclass(frozen=True)
+class Recipe:
+    """What a dense model becomes.
 
-    `model` may be the part of one at `prefix` (a path that ends in a dot): then the swaps below it are done. All
-    processes of `world` call this with the same weights and importances.
+    Attributes:
+        swaps: the modules that change; embeddings among them are rounded as `spec` says.
+        spec, clustering: of the checkpoint, and of the layers in training.
+        temperature: of the attention at the first step.
+        importance: `gradient`, `activation` or `none`.
+        lora_rank: 0 trains the weights themselves.
+        lora_alpha: the updates' scale is alpha / rank; None: alpha is twice the rank.
+        seed: of the updates.
     """
-    for swap in swaps:
-        if swap.role == LINEAR and not swap.reason and swap.name.startswith(prefix):
-            linear = model.get_submodule(swap.name.removeprefix(prefix))
-            assert isinstance(linear, nn.Linear)
-            centroids = shared_kmeans_start(
-                linear.weight.detach(),
-                2**clustering.bits,
-                granularity=clustering.granularity,
-                importance=importance(swap.name),
-                name=swap.name,
-                world=world,
-            )
-            clustered = ClusteredLinear(
-                linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=swap.name
-            )
-            model.set_submodule(swap.name.removeprefix(prefix), clustered)
-            yield swap.name
+
+    swaps: Sequence[Swap]
+    spec: QuantizationSpec
+    clustering: Clustering
+    temperature: float = 1.0
+    importance: str = "none"
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Recipe:
+        config = plan.config
+        return cls(
+            swaps=plan.swaps,
+            spec=plan.spec,
+            clustering=plan.clustering,
+            temperature=config.temperature,
+            importance=config.importance,
+            lora_rank=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            seed=config.seed,
+        )
+
+    @property
+    def clustered(self) -> list[Swap]:
+        return [swap for swap in self.swaps if swap.clustered]
+
+
+def initialize(
+    dense: Any,
+    recipe: Recipe,
+    *,
+    calibration: Sequence[Tensor] = (),
+    compensation: Sequence[Tensor] | None = None,
+    keep_dense: bool = False,
+    build: Build | None = None,
+    world: World = ALONE,
+    track: Track = no_progress,
+    collect: Callable[..., dict[str, Tensor]] = collect_importance,
+    start: Callable[..., Tensor] = shared_kmeans_start,
+    compensating: Callable[..., None] = compensate,
+    duplicate: Callable[[Any], Any] = copy.deepcopy,
+) -> tuple[Any, Any | None]:
+    """(the clustered model, the dense one or None). All processes of `world` call this alike.
+
+    Args:
+        dense: a dense causal LM. It is changed in place, unless `build` makes another one.
+        calibration: token ids, (batch, sequence) int64, that the importance is measured on.
+        compensation: token ids that weights are compensated on, all of one shape; None leaves them as they are.
+        keep_dense: return the dense model, too: a frozen copy, or where `build` made another one, `dense` itself.
+        build: makes the model anew part by part, for one that is sharded and never whole.
+        collect, start, compensating, duplicate: the costly steps, for a rehearsal or a measurement that needs them done
+            otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate` and `deepcopy` are.
+
+    Raises UserError where calibration inputs or weights are not finite.
+    """
+    names = [swap.name for swap in recipe.clustered]
+    importance = collect(dense, names, list(calibration), kind=recipe.importance, world=world, track=track)
+    kept = (dense if build else duplicate(dense)).requires_grad_(False) if keep_dense else None
+
+    parts: list[str] = []
+
+    def prepare(path: str, part: nn.Module) -> None:
+        parts.append(path)
+        prefix = f"{path}." if path else ""
+        cluster_linears(
+            part, recipe, importance, prefix=prefix, world=world, start=start, track=no_progress if path else track
+        )
+        if path and recipe.lora_rank:
+            _add_lora(part, recipe)
+
+    def finish(model: Any) -> None:
+        palettize_embeddings(model, recipe.swaps, recipe.spec)
+        if build is not None:
+            _freeze_rest(model, recipe, parts)
+        elif recipe.lora_rank:
+            _add_lora(model, recipe)
+
+    model = (build or _in_place(dense))(prepare=prepare, finish=finish)
+    if compensation is not None:
+        compensating(model, list(compensation), world=world, track=track)
+    return model, kept
+
+
+def _in_place(dense: Any) -> Build:
+    def build(prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:
+        prepare("", dense)
+        finish(dense)
+        return dense
+
+    return build
+
+
+def _add_lora(model: nn.Module, recipe: Recipe) -> None:
+    rank = recipe.lora_rank
+    add_lora(model, rank=rank, alpha=recipe.lora_alpha or 2.0 * rank, seed=recipe.seed)
+
+
+def _freeze_rest(model: Any, recipe: Recipe, parts: list[str]) -> None:
+    """Of a model that was made part by part, what is outside of the parts: with LoRA nothing trains, else no embedding."""
+    freeze_dense_embeddings(model)
+    if recipe.lora_rank:
+        inside = tuple(f"{path}." for path in parts)
+        for name, parameter in model.named_parameters():
+            if not name.startswith(inside):
+                parameter.requires_grad_(False)
+
+
+def cluster_linears(
+    model: nn.Module,
+    recipe: Recipe,
+    importance: dict[str, Tensor] | None = None,
+    *,
+    prefix: str = "",
+    world: World = ALONE,
+    start: Callable[..., Tensor] = shared_kmeans_start,
+    track: Track = no_progress,
+) -> None:
+    """Replace the planned linears by `ClusteredLinear`, one at a time, in place.
+
+    `model` may be the part of one at `prefix` (a path that ends in a dot): then the swaps below it are done. What
+    `importance` holds of a layer is taken out of it. All processes of `world` call this with the same weights; where the
+    model is sharded, each has its rows of the importance.
+    """
+    swaps = [swap for swap in recipe.clustered if swap.name.startswith(prefix)]
+    for swap in track(swaps, "k-means start", len(swaps)):
+        linear = model.get_submodule(swap.name.removeprefix(prefix))
+        assert isinstance(linear, nn.Linear)
+        centroids = start(
+            linear.weight.detach(),
+            2**recipe.clustering.bits,
+            granularity=recipe.clustering.granularity,
+            importance=_whole(importance.pop(swap.name, None) if importance else None, swap, world),
+            name=swap.name,
+            world=world,
+        )
+        clustered = ClusteredLinear(
+            linear.weight, linear.bias, centroids, recipe.clustering, temperature=recipe.temperature, name=swap.name
+        )
+        model.set_submodule(swap.name.removeprefix(prefix), clustered)
+
+
+def _whole(importance: Tensor | None, swap: Swap, world: World) -> Tensor | None:
+    """All rows of a layer's importance, of which the processes of a sharded model have a share each."""
+    if importance is None or importance.dim() == 1 or not world.sharded:
+        return importance
+    return world.gather_rows(importance.to(world.device), swap.shape[0])

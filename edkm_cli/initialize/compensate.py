@@ -23,7 +23,6 @@ from edkm_cli import kernels
 from edkm_cli.clustering import round_lut
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
-from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
 _LAZY_COLUMNS = 64
@@ -93,13 +92,15 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING) -> Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
             return upper
-    raise UserError("calibration inputs must be finite, but a layer's have no Cholesky factor; use --start kmeans")
+    raise UserError(
+        "calibration inputs must be finite, but those of a layer give no Cholesky factor; use --start kmeans"
+    )
 
 
 def row_entries(layer: ClusteredLinear) -> Tensor:
     """The LUTs as `compensated` takes them, (out, tiles, k), rounded as they are stored."""
     options, shape = layer.clustering, (layer.out_features, layer.in_features)
-    tile_rows, tile_columns = Granularity.parse(options.granularity).tile(*shape, layer=layer.name)
+    tile_rows, tile_columns = options.granularity.tile(*shape, layer=layer.name)
     lut = round_lut(layer.centroids.detach(), options.lut_dtype)
     tiled = lut.view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
     return tiled.repeat_interleave(tile_rows, 0)

@@ -12,14 +12,14 @@ from edkm_cli.granularity import Granularity
 
 @torch.no_grad()
 def shared_kmeans_start(
-    weight: Tensor, k: int, *, granularity: str, importance: Tensor | None, name: str, world: World
+    weight: Tensor, k: int, *, granularity: Granularity, importance: Tensor | None, name: str, world: World
 ) -> Tensor:
     """`kmeans_start(weight, k)`: the same centroids (groups, k) on all processes, at 1/N of the time.
 
     Groups are independent, and those of a band of tile rows are consecutive, so each process clusters a band of rows.
     All hold the whole weight (out, in). Where there are fewer bands than processes (`tensor`), the first clusters all.
     """
-    tile_rows, tile_columns = Granularity.parse(granularity).tile(*weight.shape, layer=name)
+    tile_rows, tile_columns = granularity.tile(*weight.shape, layer=name)
     bands = weight.shape[0] // tile_rows
     if world.size == 1 or bands < world.size:
         # Computed everywhere, taken from the first: processors may differ in the last bit.
@@ -35,5 +35,5 @@ def shared_kmeans_start(
     return world.gather_rows(band, bands * groups)
 
 
-def _start(weight: Tensor, k: int, granularity: str, importance: Tensor | None, name: str) -> Tensor:
+def _start(weight: Tensor, k: int, granularity: Granularity, importance: Tensor | None, name: str) -> Tensor:
     return kmeans_start(weight, k, granularity=granularity, importance=importance, name=name)

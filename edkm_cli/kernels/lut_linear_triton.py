@@ -26,7 +26,17 @@ def supports(x: Tensor, packed: Packed) -> bool:
 
 @triton.jit
 def _weights(
-    indices, table, row, column, inside, bytes_a_row, across, tile_rows, tile_columns, BITS: tl.constexpr, LEVELS: tl.constexpr
+    indices,
+    table,
+    row,
+    column,
+    inside,
+    bytes_a_row,
+    across,
+    tile_rows,
+    tile_columns,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """Weights of rows (R, 1) and columns (1, C) as float32; levels unscaled."""
     bit = column * BITS
@@ -53,7 +63,17 @@ def _linear_kernel(
         column = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         w = _weights(
-            indices, table, row[:, None], column[None, :], inside, bytes_a_row, across, tile_rows, tile_columns, BITS, LEVELS
+            indices,
+            table,
+            row[:, None],
+            column[None, :],
+            inside,
+            bytes_a_row,
+            across,
+            tile_rows,
+            tile_columns,
+            BITS,
+            LEVELS,
         )
         values = tl.load(x + token * columns + column, mask=column < columns, other=0.0).to(tl.float32)
         sums += tl.where(inside, w, 0.0) * values[None, :]

@@ -1,6 +1,6 @@
-"""The systems part of eDKM (arXiv 2309.00964): saved tensors leave the device once, uniquified and sharded.
+"""The memory techniques of eDKM (arXiv 2309.00964): saved tensors move to host memory once, uniquified and sharded.
 
-Knows tensors, autograd graphs and process groups, and nothing of clusters or models.
+Works on tensors, autograd graphs and process groups; knows nothing of clustering or models.
 """
 
 from edkm_cli.memory.accounting import Statistics

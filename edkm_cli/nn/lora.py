@@ -1,13 +1,13 @@
 """LoRA under clustering (arXiv 2106.09685): what is clustered is `w0 + s B A`, and only A, B and the LUTs train.
 
-w0 stays as it was loaded, 16 bits per weight and without gradient or optimizer state; the sum exists inside one layer's
-forward or backward at a time (`edkm_cli.clustering.linear`). So a model trains in little more than its own bytes, and
-the plain w0 is the uncompressed model: the teacher of distillation costs no second copy.
+w0 stays as it was loaded: 16 bits per weight, without gradient or optimizer state. The sum exists only inside the forward
+or backward of one layer at a time (`edkm_cli.clustering.linear`). So training takes little more memory than the model
+itself. The plain w0 is the uncompressed model, so the teacher of distillation needs no second copy.
 
-peft does what it is good at: configuration, injection, initialisation, scaling, the adapter's file format. Its usual
-layer wraps the one it adapts, which renames every parameter (`q_proj.base_layer.weight`) and hides the layer from
-whoever looks for it under its path. `ClusteredLora` takes the layer's place instead and *is* a `ClusteredLinear`:
-training, export and checkpoints see the names they know, and snap the trained sum, never a merge rounded to w0's dtype.
+peft provides configuration, injection, initialisation, scaling and the adapter's file format. Its usual layer wraps the one
+it adapts, which renames every parameter (`q_proj.base_layer.weight`). `ClusteredLora` takes the place of the layer
+instead and *is* a `ClusteredLinear`: training, export and checkpoints find the names they know. The float32 sum is what
+is snapped, never a merge rounded to w0's dtype.
 """
 
 from __future__ import annotations

@@ -7,28 +7,35 @@ a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import check, lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
-from edkm_cli.kernels.lut_linear_c import Prepared
+from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
 from edkm_cli.kernels.tiles import Packed
+from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
 
 _FILL_ROWS = 1024
-_SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products
 
 
 class _Packed(nn.Module):
     """Shared by the three modules: packed indices, and buffers whose dtype no cast changes."""
 
     indices: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as some models look at it, for its device, dtype or shape. It is decoded only when it is
+        computed with, and nothing is written back."""
+        return _DecodedWeight.of(self)
 
     def _register(self, tensors: dict[str, tuple[torch.dtype, tuple]]) -> None:
         for name, (dtype, shape) in tensors.items():
@@ -44,56 +51,26 @@ class _Packed(nn.Module):
         return self
 
 
-class _Ready:
-    """A module's matrices as the kernel reads them, made again when a tensor has moved."""
+class _DecodedWeight(Tensor):
+    """A tensor without memory that stands for a packed module's dense weight: any operation on it decodes it first."""
 
-    def __init__(self) -> None:
-        self._addresses: tuple[int, ...] = ()
-        self._prepared: Prepared | None = None
+    _module: Any
 
-    def __deepcopy__(self, memo: dict) -> _Ready:
-        return _Ready()
+    @staticmethod
+    def of(module: Any) -> _DecodedWeight:
+        shape, dtype, device = module.weight_like()
+        made = Tensor._make_wrapper_subclass(_DecodedWeight, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made._module = module
+        return made
 
-    def __reduce__(self) -> tuple:
-        return _Ready, ()
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def decoded(weight: _DecodedWeight) -> Tensor:
+            return weight._module.dequantize(weight.dtype)
 
-    def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:
-        """x times each matrix, or None where the kernel is not the way."""
-        addresses = tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)
-        if addresses != self._addresses:
-            for packed in matrices:
-                check(columns, packed)
-            self._addresses, self._prepared = addresses, paths.prepare(matrices, columns)
-        return None if self._prepared is None else paths.prepared_linears(x, self._prepared)
+        return func(*tree_map_only(cls, decoded, args), **tree_map_only(cls, decoded, kwargs or {}))
 
-
-class SharedInput:
-    """Linears that are called one after the other with one input (q, k, v; gate, up): the first call computes them all.
-
-    The others' results wait until they are asked for with the same tensor, unchanged; anything else is computed anew.
-    """
-
-    def __init__(self, members: tuple[PalettizedLinear, ...]):
-        self._members, self._ready = members, _Ready()
-        self._state: tuple[Tensor, int, dict[int, Tensor]] | None = None  # one attribute, so that threads cannot mix
-
-    def product(self, member: PalettizedLinear, x: Tensor) -> Tensor | None:
-        """What `member` gives for x, or None where nothing can be shared."""
-        if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
-            return None
-        state = self._state
-        if state is not None and state[0] is x and state[1] == x._version and id(member) in state[2]:
-            found = state[2].pop(id(member))
-            if not state[2]:
-                self._state = None
-            return found
-        outs = self._ready.product(x, tuple(m.packed() for m in self._members), member.in_features)
-        if outs is None:
-            return None
-        results = {id(m): out for m, out in zip(self._members, outs, strict=True)}
-        found = results.pop(id(member))
-        self._state = (x, x._version, results)
-        return found
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class PalettizedLinear(_Packed):
@@ -108,16 +85,39 @@ class PalettizedLinear(_Packed):
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
-        self._ready = _Ready()
+        self._ready = Ready()
+        self._table: Tensor | None = None
+        self._table_key: tuple[int, ...] = ()
         self.shared: SharedInput | None = None
 
     def packed(self) -> Packed:
         """The tensors as the kernels take them."""
-        return Packed(self.indices, self.lut, self.bias, self.bits, self.tile)
+        lut = self.lut if "lut_scale" not in self._buffers else self._scaled_table()
+        return Packed(self.indices, lut, self.bias, self.bits, self.tile)
+
+    def _scaled_table(self) -> Tensor:
+        """`table()` of a float8 LUT with a scale, computed once for as long as both stay what they are."""
+        scale: Any = self._buffers["lut_scale"]
+        key = (self.lut.data_ptr(), self.lut._version, scale.data_ptr(), scale._version)
+        if self._table_key != key or self._table is None:
+            self._table_key, self._table = key, self.table()
+        return self._table
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
         return paths.dense(self.packed(), self.in_features, dtype)
+
+    def table(self) -> Tensor:
+        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
+        if self.lut.dtype.itemsize >= 2:
+            return self.lut
+        scale = self._buffers.get("lut_scale")
+        return self.lut.float() if scale is None else self.lut.float() * scale
+
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        dtype = self.table().dtype if self.bias is None else self.bias.dtype
+        return (self.out_features, self.in_features), dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
         if unwatched(x, self.bias):
@@ -125,7 +125,8 @@ class PalettizedLinear(_Packed):
                 return found
             if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
                 return outs[0]
-        return lut_linear(x, self.indices, self.lut, self.bias, bits=self.bits, tile=self.tile)
+        indices, lut, bias, bits, _ = self.packed()
+        return lut_linear(x, indices, lut, bias, bits=bits, tile=self.tile)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
@@ -168,22 +169,93 @@ class _RowScaled(_Packed):
         return f"{self.rows}, {self.columns}, bits={self.bits}"
 
 
-class PalettizedEmbedding(_RowScaled):
-    """`embedding(ids)` that decodes only the rows it is asked for."""
+def embedding_scale(embedding: nn.Embedding) -> float | Tensor | None:
+    """What an embedding multiplies its rows with: 1.0 for a plain one; None for a subclass that does something else.
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, padding_idx: int | None, dtype: torch.dtype):
+    Gemma's and MiniCPM3's embeddings are scaled. Whether a subclass only scales is tried, with rows of its own. A scale
+    that the class keeps as a tensor is returned as one: it is rounded to the weight's dtype before it multiplies.
+    """
+    if type(embedding) is nn.Embedding:
+        plain = embedding.max_norm is None and not embedding.scale_grad_by_freq
+        return 1.0 if plain else None
+    kept = getattr(embedding, "embed_scale", None)
+    value = getattr(embedding, "scalar_embed_scale", kept)
+    if isinstance(value, Tensor) and not value.is_meta and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        return None
+    with torch.device("cpu"):  # a model may be in the making on the meta device
+        as_float32 = torch.tensor(float(value), dtype=torch.float32)
+        scale = as_float32 if isinstance(kept, Tensor) else float(value)
+        rows = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+        try:
+            same = torch.equal(_subclass_with(embedding, rows, scale)(torch.arange(3)), rows * scale)
+        except Exception:  # whatever it does, it is not scaling
+            return None
+    return scale if same else None
+
+
+def is_plain_linear(linear: nn.Linear) -> bool:
+    """Whether a linear computes `x @ weight.T + bias`: a subclass (Falcon's does) is tried with a weight of its own."""
+    if type(linear) is nn.Linear:
+        return True
+    other = copy.copy(linear)
+    with torch.device("cpu"):
+        weight = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+        bias = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float32)
+        x = torch.tensor([[0.5, -1.5, 2.0, 3.0], [1.0, 0.0, -1.0, 4.0]], dtype=torch.float32)
+        other._parameters = {"weight": nn.Parameter(weight), "bias": nn.Parameter(bias)}
+        other.out_features, other.in_features = weight.shape
+        try:
+            return torch.allclose(other(x), nn.functional.linear(x, weight, bias))
+        except Exception:  # whatever it does, it is not that
+            return False
+
+
+def _subclass_with(embedding: nn.Embedding, weight: Tensor, scale: float | Tensor) -> nn.Embedding:
+    """An embedding of the same class with another weight; the scale, which may be on the meta device, filled in."""
+    other = copy.copy(embedding)
+    other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    other._buffers = {name: torch.as_tensor(scale).to(weight.device) for name in embedding._buffers}
+    other.num_embeddings, other.embedding_dim = weight.shape
+    if other.padding_idx is not None and other.padding_idx >= weight.shape[0]:
+        other.padding_idx = None
+    return other
+
+
+class PalettizedEmbedding(_RowScaled):
+    """`embedding(ids)` that decodes only the rows it is asked for, of a dense embedding that is plain or scaled."""
+
+    def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
+        rows, columns = dense.weight.shape
         super().__init__(rows, columns, spec)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, padding_idx
-        self.dtype = dtype  # what the dense embedding had; it follows casts of the model
+        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, dense.padding_idx
+        self.dtype = dense.weight.dtype  # it follows casts of the model
+        self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
+        like = copy.copy(dense)
+        like._parameters = {}
+        self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         return super()._apply(fn, recurse)
 
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        return (self.rows, self.columns), self.dtype, self.indices.device
+
     def forward(self, ids: Tensor) -> Tensor:
-        return row_scaled_embedding(
+        values = row_scaled_embedding(
             ids, self.indices, self.scale, columns=self.columns, bits=self.bits, dtype=self.dtype
         )
+        if isinstance(self.embed_scale, Tensor):
+            return values * self.embed_scale.to(values.device, self.dtype)
+        return values if self.embed_scale in (1.0, None) else values * self.embed_scale
+
+    def to_dense(self, dtype: torch.dtype) -> nn.Embedding:
+        """The dense embedding, of the class it was, with the decoded weight."""
+        weight = self.dequantize(dtype)
+        return _subclass_with(self._like[0], weight, 1.0 if self.embed_scale is None else self.embed_scale)
 
 
 class PalettizedHead(_RowScaled):
@@ -204,12 +276,19 @@ class PalettizedHead(_RowScaled):
         super().__init__(rows, columns, spec, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
-        self._ready = _Ready()
+        self._ready = Ready()
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
     def tied_to(self) -> PalettizedEmbedding | None:
         return self._tied_to[0]
+
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        if self.tied_to is not None:
+            return self.tied_to.weight_like()
+        dtype = self.scale.dtype if self.bias is None else self.bias.dtype
+        return (self.rows, self.columns), dtype, self.indices.device
 
     def packed(self) -> Packed:
         """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
@@ -226,31 +305,17 @@ class PalettizedHead(_RowScaled):
         return row_scaled_linear(x, indices, scale, bias, bits=bits)
 
 
-def share_inputs(model: nn.Module) -> None:
-    """Let palettized q, k, v and gate, up of each block, which transformers calls with one tensor, share a call."""
-    for parent in model.modules():
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            found = [getattr(parent, name, None) for name in names]
-            members = tuple(m for m in found if isinstance(m, PalettizedLinear))
-            if len(members) == len(names) and len({(m.in_features, m.bits) for m in members}) == 1:
-                group = SharedInput(members)
-                for member in members:
-                    member.shared = group
-
-
 PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding, PalettizedHead)
 
 
 def to_dense(module: Any, dtype: torch.dtype) -> nn.Module:
-    """The ordinary `nn.Linear` or `nn.Embedding` with a palettized module's decoded weight."""
+    """The ordinary `nn.Linear` or embedding with a palettized module's decoded weight."""
+    if isinstance(module, PalettizedEmbedding):
+        return module.to_dense(dtype)
     weight = module.dequantize(dtype)
     rows, columns = weight.shape
-    dense: nn.Module
-    if isinstance(module, PalettizedEmbedding):
-        dense = nn.Embedding(rows, columns, padding_idx=module.padding_idx, device="meta")
-    else:
-        dense = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")
-        if module.bias is not None:
-            dense.bias = nn.Parameter(module.bias.detach().to(dtype))
+    dense = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")
+    if module.bias is not None:
+        dense.bias = nn.Parameter(module.bias.detach().to(dtype))
     dense.weight = nn.Parameter(weight)
     return dense

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,7 @@ def training_section(run: RunFiles) -> Markup | None:
     if hard:
         series.append(Series("hard loss", hard, "c2", "dots"))
         entries.append(("hard loss (weights as exported)", "c2"))
-    target = (
-        "the KL divergence from the original's predictions" if settings.get("distill", True) else "the next-token loss"
-    )
+    target = _objective(settings)
     side = [
         _small_chart(metrics, "learning_rate", "learning rate", "c3", log=False),
         _small_chart(metrics, "gradient_norm", "gradient norm", "muted"),
@@ -183,6 +181,18 @@ def training_section(run: RunFiles) -> Markup | None:
         tag("div", *side, class_="pair"),
         unfold("as a table", table(rows, header=columns, caption=f"Every {every} steps" if every > 1 else "Each step")),
     )  # fmt: skip
+
+
+def _objective(settings: Mapping[str, Any]) -> str:
+    """What a run was trained on, in words."""
+    labels, hidden = (float(settings.get(name) or 0) for name in ("label_weight", "hidden_weight"))
+    if not settings.get("distill", True):
+        return "the next-token loss"
+    terms = ["the KL divergence from the original's predictions"]
+    for weight, what in ((labels, "the next-token loss"), (hidden, "the error of the decoder layers' outputs")):
+        if weight:
+            terms.append(what if weight == 1 else f"{weight:g} times {what}")
+    return " plus ".join(terms)
 
 
 _COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.granularity import Granularity
-from edkm_cli.hf import check_checkpoint, skeleton
+from edkm_cli.hf import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.summaries import megabytes, table
 
 
-def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
+def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
-    from transformers import AutoConfig
-
-    spec = check_checkpoint(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model = skeleton(config, spec)
+    spec = check_checkpoint(directory, trust_remote_code=trust_remote_code)
+    config = read_config(Path(directory), trust_remote_code=trust_remote_code)
+    model = skeleton(config, spec, trust_remote_code=trust_remote_code)
     size = footprint(model)
     layers = []
     for name, module in model.named_modules():
@@ -34,7 +30,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
             layer |= {
                 "shape": list(shape),
                 "bits": spec.bits,
-                "luts": Granularity.parse(spec.granularity).groups(*shape),
+                "luts": spec.granularity.groups(*shape),
             }
         else:
             layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
@@ -42,7 +38,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
     tied = is_tied(model)
     return {
         "directory": str(directory),
-        "quantization_config": asdict(spec),
+        "quantization_config": {key: value for key, value in spec.to_mapping().items() if key != "quant_method"},
         "architecture": type(model).__name__,
         "tied_embeddings": tied,
         "weights_bytes": weight_files_bytes(directory),
@@ -53,7 +49,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
 
 
 def format_inspection(result: dict[str, Any]) -> str:
-    """The description as text: totals, then a line a layer."""
+    """The description as text: totals, then a line for each layer."""
     spec = result["quantization_config"]
     rows = [
         [layer["name"], "x".join(map(str, layer["shape"])), str(layer["bits"]), str(layer["luts"] or "-"),

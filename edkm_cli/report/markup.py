@@ -51,5 +51,5 @@ def table(rows: Sequence[Sequence[object]], *, header: Sequence[str], caption: s
 
 
 def unfold(summary: str, *content: object) -> Markup:
-    """Content that is folded away until it is asked for."""
+    """Content that is folded until the reader opens it."""
     return tag("details", tag("summary", summary), tag("div", *content, class_="scroll"))

@@ -1,6 +1,6 @@
-"""What a run left in its directory: `report.json` when it is finished, `metrics.jsonl` and the run's mark before.
+"""Reads what a run wrote into its directory: `report.json` when it is finished, before that `metrics.jsonl` and the mark.
 
-The files may come from anywhere, so every value is checked here once, and the rest of the page can rely on it.
+The files may come from anywhere. Every value is checked here once, so that the rest of the page can rely on it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_run(directory: str | Path) -> RunFiles:
     if found is None:
         raise UserError(
             f"edkm report needs a directory that edkm compress wrote, with report.json (or metrics.jsonl while it runs), "
-            f"but {wanted} {'holds neither' if wanted.is_dir() else 'is no directory'}; give the run's --output"
+            f"but {wanted} {'holds neither' if wanted.is_dir() else 'is not a directory'}; give the run's --output"
         )
     metrics = _read_metrics(found / "metrics.jsonl")
     if (found / "report.json").is_file():
@@ -139,7 +139,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
             if index == len(lines) - 1:
                 break
             raise UserError(
-                f"{path} must hold one JSON object with 'step' a line, but line {index + 1} does not ({error}); "
+                f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error}); "
                 "remove the line"
             ) from error
         numbers = {key: number(value) for key, value in values.items()}

@@ -1,12 +1,14 @@
-"""Losses: plain next-token prediction, or the KL divergence from the uncompressed model's logits (distillation)."""
+"""What training minimizes: plain next-token prediction, or the KL divergence from the uncompressed model's logits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.config import CompressConfig
 from edkm_cli.nn.lora import dense_weights
 
 _CHUNK_TOKENS = 256
@@ -94,19 +96,35 @@ def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
     return torch.stack(parts).mean()
 
 
-def training_loss(
-    student: Any, teacher: Any | None, ids: Tensor, *, label_weight: float = 0.0, hidden_weight: float = 0.0
-) -> Tensor:
-    """The loss of one micro-batch: KL from the teacher where there is one (plus `label_weight` times `next_token_loss` and
-    `hidden_weight` times `hidden_loss`), else next-token prediction."""
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if teacher is None:
-        return next_token_loss(student(**inputs).logits, ids)
-    if hidden_weight:
-        inputs["output_hidden_states"] = True
-    # The student first: its graph is the larger part of the memory, and the teacher's logits are needed only after.
-    ours = student(**inputs)
-    with torch.no_grad():
-        theirs = teacher(**inputs)
-    loss = kl_divergence(ours.logits, theirs.logits, ids=ids, label_weight=label_weight)
-    return loss + hidden_weight * hidden_loss(ours.hidden_states, theirs.hidden_states) if hidden_weight else loss
+@dataclass(frozen=True)
+class Objective:
+    """What training minimizes, in one piece, so that no part of it is left out on the way.
+
+    With a teacher: the KL divergence from its logits, plus `label_weight` times `next_token_loss` and `hidden_weight`
+    times `hidden_loss`. Without one (`teacher` is None): `next_token_loss` alone, and the two weights count for nothing.
+    """
+
+    teacher: Any | None = None
+    label_weight: float = 0.0
+    hidden_weight: float = 0.0
+
+    @classmethod
+    def of(cls, config: CompressConfig, teacher: Any | None) -> Objective:
+        """What a configuration asks for."""
+        return cls(teacher, label_weight=config.label_weight, hidden_weight=config.hidden_weight)
+
+    def loss(self, student: Any, ids: Tensor) -> Tensor:
+        """Of one micro-batch, ids (batch, sequence) int64: a scalar whose gradient goes to the student."""
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if self.teacher is None:
+            return next_token_loss(student(**inputs).logits, ids)
+        if self.hidden_weight:
+            inputs["output_hidden_states"] = True
+        # The student first: its graph is the larger part of the memory, and the teacher's logits are needed only after.
+        ours = student(**inputs)
+        with torch.no_grad():
+            theirs = self.teacher(**inputs)
+        loss = kl_divergence(ours.logits, theirs.logits, ids=ids, label_weight=self.label_weight)
+        if not self.hidden_weight:
+            return loss
+        return loss + self.hidden_weight * hidden_loss(ours.hidden_states, theirs.hidden_states)

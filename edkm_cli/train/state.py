@@ -31,7 +31,7 @@ from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sy
 CHECKPOINTS = "checkpoints"
 
 # What may differ between a run and its resumption without changing the result.
-_FREE = ("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes")
+_FREE = ("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory")
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")
 _RANDOM = "random.cpu"

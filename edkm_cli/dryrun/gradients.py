@@ -1,0 +1,75 @@
+"""The gradients of a rehearsed training step, as one process of several holds them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.dryrun.ledger import Ledger
+from edkm_cli.dryrun.meta import GRADIENTS, SHARDING
+from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.preflight import Setting
+
+# FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
+_REDUCED_LAYERS = 2
+
+
+def size_bytes(tensors: Any) -> int:
+    """Bytes of some tensors, each counted."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Gradients:
+    """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
+
+    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, setting: Setting):
+        self._trained, self._ledger, self._setting = trained, ledger, setting
+        self._buckets = setting.processes > 1 and not setting.sharded
+        self._layers = self._by_layer(model) if setting.sharded else {}
+        self._exits = ExitStack()
+
+    def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
+        """Parameter id -> the trained parameters of its decoder layer."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for block in decoder_blocks(model).values():
+            own = [parameter for parameter in block.parameters() if parameter.requires_grad]
+            found.update((id(parameter), own) for parameter in own)
+        return found
+
+    def __enter__(self) -> Gradients:
+        if self._buckets:  # they are there from the beginning to the end, and gradients are views of them
+            self._exits.enter_context(self._ledger.more(size_bytes(self._trained), GRADIENTS))
+        for parameter in self._trained:
+            handle = parameter.register_post_accumulate_grad_hook(self._arrived)
+            self._exits.callback(handle.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def make(self) -> None:
+        """Gradients as an earlier micro-batch leaves them."""
+        for parameter in self._trained:
+            parameter.grad = torch.empty_like(parameter)
+            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._setting.share)
+
+    def restore(self) -> None:
+        """Before the optimizer: what went into buckets is seen again as gradients."""
+        if self._buckets:
+            self.make()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if self._buckets:
+            parameter.grad = None
+            return
+        self._ledger.move([parameter.grad], GRADIENTS)
+        layer = self._layers.get(id(parameter), [])
+        if layer and all(other.grad is not None for other in layer):
+            gradients = [other.grad for other in layer if other.grad is not None]
+            with self._ledger.more(_REDUCED_LAYERS * size_bytes(gradients), SHARDING):
+                pass
+            self._ledger.move(gradients, GRADIENTS, share=self._setting.share)

@@ -1,0 +1,73 @@
+"""The machine that a run is planned for: its devices, their memory, and what beside tensors takes some of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.distributed import launched
+from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.preflight import Setting, choose_device
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is: so many bytes of each device, and of host memory for all processes (None: not known)."""
+
+    setting: Setting
+    memory_bytes: int
+    host_bytes: int | None
+
+
+def parse_bytes(text: str) -> int:
+    """`24GiB`, `80 GB`, `25769803776`. Raises UserError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
+    if found is None or (found[2] or "B") not in _UNITS:
+        raise UserError(f"--gpu-memory must be a size like 24GiB or 80GB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or "B"])
+
+
+def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | None) -> Machine:
+    """The GPUs that are named, else what this machine has. Raises UserError where these contradict each other."""
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {gpus}")
+    present = torch.cuda.is_available()
+    if gpus is not None and gpu_memory is None and not present:
+        raise UserError("--gpus needs --gpu-memory on a machine without a GPU, got none; add for example 24GiB")
+    named = gpu_memory is not None or gpus is not None
+    if named and config.device == "cpu":
+        raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
+    device = "cuda" if named else choose_device(config.device).split(":")[0]
+    processes = gpus or launched()
+    asked = config.sharding == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    sharded = processes > 1 and (config.sharding == "full" or asked)
+    setting = Setting(device, processes, sharded, torch.get_num_threads())
+    if gpu_memory is not None:
+        return Machine(setting, parse_bytes(gpu_memory), None)
+    if device == "cuda":
+        number = torch.device(config.device).index if config.device.startswith("cuda:") else 0
+        return Machine(setting, torch.cuda.get_device_properties(number or 0).total_memory, physical_bytes())
+    return Machine(setting, physical_bytes(), None)
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; at its peak, where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_memory_bytes("cpu")
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def physical_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows does not tell
+        return 2**63

@@ -1,0 +1,113 @@
+"""What a process of a planned run needs: tensors, by a rehearsal, and the process itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from edkm_cli import models
+from edkm_cli.config import CompressConfig
+from edkm_cli.dryrun.ledger import DEVICE, HOST
+from edkm_cli.dryrun.machine import Machine, resident_bytes
+from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
+from edkm_cli.preflight import RunPlan
+
+RUNTIME, HEAP = "runtime", "heap"
+_TOKENIZER_BYTES = 650  # an entry of the vocabulary: SmolLM2's 49,152 take 31 MB
+# The first matrix products (MKL, threads), the compiled kernels, and what tokenizing leaves behind.
+_FIRST_USE_BYTES = 50_000_000
+# CUDA's context, kernels and workspaces on the GPU, its libraries in host memory: usual figures, not measured here.
+_CUDA_DEVICE_BYTES, _CUDA_HOST_BYTES = 600_000_000, 2_000_000_000
+_USABLE = 0.95  # of a GPU: the caching allocator cannot use all that lies between its blocks
+# Freed blocks that the C library keeps for reuse, as a share of what tensors need (`edkm_cli.allocator`): measured.
+_HEAP_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a process needs of its device and, beside a GPU, of host memory; `not_counted` says what is missing there."""
+
+    device: Peak
+    host: Peak | None
+    not_counted: str = ""
+
+    def fits(self, machine: Machine) -> bool:
+        processes = machine.setting.processes
+        if self.host is None:
+            return _needed_bytes(self.device) * processes <= machine.memory_bytes
+        host_fits = machine.host_bytes is None or _needed_bytes(self.host) * processes <= machine.host_bytes
+        return self.device.total <= _USABLE * machine.memory_bytes and host_fits
+
+
+def _needed_bytes(peak: Peak) -> int:
+    """The peak without a file's pages, which the system takes back where memory is short. Only loading has them."""
+    phases = {**peak.phases, "load": peak.phases.get("load", 0) - peak.files}
+    return max(phases.values()) + peak.parts.get(RUNTIME, 0) + peak.parts.get(HEAP, 0)
+
+
+def process_bytes(plan: RunPlan) -> int:
+    """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
+    vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
+    return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES
+
+
+def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
+    """Rehearse a plan. `runtime_bytes` is what its process takes of host memory beside tensors.
+
+    Freed blocks that are kept for reuse are not in it: see `with_heap`.
+    """
+    source, setting, not_counted = plan.source, plan.setting, ""
+    stored = models.stored_bytes(source) if source.is_local and not source.gguf_file else None
+    try:
+        peaks = Rehearsal(plan, stored_bytes=2 * plan.parameters if stored is None else stored).run()
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        # Remote code, or layers that look at values: then only what no forward pass is needed for.
+        not_counted = f"activations: this model does not run on the meta device ({_first_line(error)})"
+        peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
+    if not setting.gpu:
+        return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
+    host = _with(peaks[HOST], RUNTIME, runtime_bytes + _CUDA_HOST_BYTES)
+    return Need(_with(peaks[DEVICE], RUNTIME, _CUDA_DEVICE_BYTES), host, not_counted)
+
+
+def least(plan: RunPlan) -> Need:
+    """What parameters alone need in training: no more than a run does, and known at once."""
+    return Need(_static(plan), Peak("", {}, {}) if plan.setting.gpu else None)
+
+
+def with_heap(need: Need) -> Need:
+    """The need of a run on a CPU that keeps freed blocks for reuse."""
+    tensors = sum(size for part, size in need.device.parts.items() if part != RUNTIME)
+    return need if need.host else replace(need, device=_with(need.device, HEAP, int(_HEAP_SHARE * tensors)))
+
+
+def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
+    """What `--memory` means: `auto` is `speed`, or `small` where freed blocks that are kept would not fit."""
+    if config.memory == "auto":
+        return "speed" if machine.setting.gpu or with_heap(need).fits(machine) else "small"
+    return config.memory
+
+
+def _static(plan: RunPlan) -> Peak:
+    config, setting = plan.config, plan.setting
+    full = config.steps > 0 and not config.lora_rank
+    dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.dtype)
+    weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
+    clustered = int(weights * trained.itemsize * setting.share)
+    whole = int(plan.parameters * dense.itemsize * setting.share)
+    moments = {"adamw": 2.0, "sgd": 1.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
+    parts = {"weights": whole}
+    if full:
+        parts = {"weights": clustered, "gradients": clustered, "optimizer": int(moments * clustered)}
+        parts["teacher"] = whole if plan.copies_teacher else 0
+    return Peak("training", parts, {"training": sum(parts.values())})
+
+
+def _with(peak: Peak, part: str, size: int) -> Peak:
+    """The phases stay those of tensors."""
+    return replace(peak, parts={**peak.parts, part: size})
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,78 @@
+"""What a training step leaves behind: a line in `metrics.jsonl`, and the same for the trackers of `--log-with`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
+
+
+def require_trackers(config: CompressConfig) -> None:
+    """Raises UserError for a tracker of `--log-with` whose package is missing."""
+    if not config.log_with:
+        return
+    from accelerate.tracking import get_available_trackers
+
+    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    missing = [tracker for tracker in config.log_with if tracker not in available]
+    if missing:
+        raise UserError(
+            f"--log-with {missing[0]} needs a package that is not installed; pip install {missing[0]}", everywhere=True
+        )
+
+
+class Metrics:
+    """`metrics.jsonl`, a line a step, and the trackers of `--log-with`; on the first process only."""
+
+    def __init__(self, path: Path, accelerator: Any, config: CompressConfig, first: int, world: World):
+        self._file = None
+        self._accelerator = accelerator if config.log_with else None
+        if world.main:
+            keep_metrics(path, first)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        if self._accelerator is not None:
+            settings = {name: value if _is_plain(value) else str(value) for name, value in asdict(config).items()}
+            accelerator.init_trackers("edkm", config=settings, init_kwargs=_tracker_options(path.parent, first))
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._accelerator is not None:
+            self._accelerator.log({name: value for name, value in record.items() if name != "step"}, record["step"])
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+
+
+def _tracker_options(staging: Path, first: int) -> dict[str, dict[str, Any]]:
+    """What trackers write goes with the run; steps that a resumed run repeats replace the former ones."""
+    return {
+        "tensorboard": {"purge_step": first + 1},
+        "wandb": {} if "WANDB_DIR" in os.environ else {"dir": str(staging)},
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def keep_metrics(path: Path, steps: int) -> None:
+    """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()[:steps]
+        kept = path.with_name(path.name + ".tmp")
+        kept.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        os.replace(kept, path)  # a kill in between loses no line
