@@ -10,7 +10,7 @@ from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.reading import wikitext_rows
 from edkm_cli.data.sources import ALPACA, BUILTIN, WIKITEXT2, Source, parse_source, parse_sources
 from edkm_cli.data.splits import Reading
-from edkm_cli.data.text import Documents, load_documents, measured_split, tokenize
+from edkm_cli.data.text import Documents, documents_of, load_documents, measured_split, require_apart, tokenize
 from edkm_cli.data.training import DataOptions, TrainingData, open_training_data, training_tokens
 
 __all__ = [
@@ -24,11 +24,13 @@ __all__ = [
     "Reading",
     "Source",
     "TrainingData",
+    "documents_of",
     "load_documents",
     "measured_split",
     "open_training_data",
     "parse_source",
     "parse_sources",
+    "require_apart",
     "tokenize",
     "training_tokens",
     "wikitext_rows",
