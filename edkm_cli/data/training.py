@@ -115,6 +115,14 @@ class TrainingData:
         return int(seen.sum()), len(wanted)
 
 
+def overlap_warning(found: int, of: int) -> str:
+    """What is said where a measured text is trained on, too."""
+    return (
+        f"WARNING: {found} of {of} documents and lines that perplexity is measured on are in the training data, too: the "
+        "perplexity will look better than it is; take them out of one of the two"
+    )
+
+
 def open_training_data(
     names: Sequence[str],
     tokenizer: Any,
