@@ -1,10 +1,10 @@
-"""The C library's allocator, told to give memory back: a run's peak is then what its tensors need.
+"""The C library's allocator: with `--memory small` it gives freed memory back, so a run peaks at what its tensors need.
 
-glibc takes a large block from the system and returns it when it is freed, but what counts as large grows to 32 MB with
-the blocks it sees: then most tensors of a training step come from one heap, which freed neighbours leave full of holes.
-With the limit fixed, SmolLM2-135M's full fine-tuning peaks at 4.8 GB instead of 6.0 GB. What it costs depends on how dear a
-fresh page is: nothing to speak of on one day; on another, on the same virtual machine, 17 s a step instead of 12 s.
-`MALLOC_MMAP_THRESHOLD_=33554432` in the environment trades it back.
+glibc returns a large block to the system when it is freed. What counts as large grows to 32 MB with the blocks it sees, so
+most tensors of a training step come from one heap, where freed blocks leave gaps. With the limit fixed at 256 KB, full
+fine-tuning of SmolLM2-135M peaks at 4.8 GB instead of 6.0 GB, but every new block then takes fresh pages from the system:
+17 s for a step instead of 12 s on a Xeon virtual machine (docs/log.md). A limit set by `MALLOC_MMAP_THRESHOLD_` in the
+environment is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def return_large_blocks() -> None:
 
 
 def return_small_blocks() -> None:
-    """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes a token)."""
+    """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes per token)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # TypeError: Windows
