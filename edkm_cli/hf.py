@@ -27,13 +27,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
 from edkm_cli.config import UserError
-<<<<<<< HEAD
-from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec, verify_checksums
-from edkm_cli.nn.palettized import PALETTIZED
-=======
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
 from edkm_cli.nn.palettized import PALETTIZED
->>>>>>> main
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 
 _AGAIN = "copy or export the checkpoint again"
@@ -78,12 +73,9 @@ class EdkmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PALETTIZED):
                 _check_loaded(name, module)
-<<<<<<< HEAD
         share_inputs(model)
-=======
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
->>>>>>> main
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -27,6 +27,7 @@ from edkm_cli.nn.palettized import (
     is_plain_linear,
     to_dense,
 )
+from edkm_cli.nn.ready import SharedInput
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
 
