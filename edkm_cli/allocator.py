@@ -43,7 +43,7 @@ def _set(limits: dict[int, int]) -> None:
 
 
 def return_small_blocks() -> None:
-    """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes a token)."""
+    """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes per token)."""
     trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -52,5 +52,5 @@ def return_small_blocks() -> None:
 def _of_libc(name: str) -> ctypes._NamedFuncPointer | None:
     try:
         return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows
         return None

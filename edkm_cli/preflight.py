@@ -19,7 +19,7 @@ from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
 
@@ -155,7 +155,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             granularity=granularity,
             lut_dtype=config.lut_dtype,
             embedding_bits=embedding_bits(config),
-            skipped=[swap.name for swap in swaps if swap.reason],
+            skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         ),
         dense_dtype=dense_dtype,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""The machine that a run is planned for: its devices, their memory, and what beside tensors takes some of it."""
+"""The machine that a run is planned for: its devices, their memory, and what takes memory besides tensors."""
 
 from __future__ import annotations
 
@@ -67,4 +67,7 @@ def resident_bytes() -> int:
 
 
 def physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows does not tell
+        return 2**63

@@ -2,7 +2,7 @@
 
 From the configuration alone: the run's own plan (`edkm_cli.preflight`) is rehearsed on the meta device, for this machine
 or for GPUs that are named. Where it does not fit, other settings are rehearsed in the same way; those that fit are
-proposed. A run asks the same whether the machine has memory to spare for speed.
+proposed. A run uses the same rehearsal to decide whether it can keep freed memory for speed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _by_part(peak: Peak) -> dict[str, int]:
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     """The swapped modules, counted by role and shape."""
     config = plan.config
-    counts: dict[tuple[str, tuple[int, int]], int] = {}
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
