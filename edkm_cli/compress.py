@@ -31,6 +31,7 @@ from edkm_cli.preflight import (
     evaluation_tokens,
     needed_bytes,
     plan_run,
+    start_batches,
 )
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.train.loop import train
@@ -174,7 +175,7 @@ class Run:
                 dense,
                 Recipe.of(plan),
                 calibration=calibration_batches(tokens, config) if config.importance != "none" else [],
-                compensation=calibration_batches(tokens, config, config.start_tokens) if plan.compensates else None,
+                fitting=start_batches(tokens, plan),
                 keep_dense=plan.copies_teacher,
                 build=rebuild if world.sharded else None,
                 world=world,
