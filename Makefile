@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := edkm_cli examples tests scripts
-# One worker a core, four at most, each with one thread; a file's tests stay together (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# One worker a core, four at most, each with one thread; a worker takes a file at a time, so its fixtures are made once.
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo test lint check fix bench clean model
 

@@ -23,7 +23,7 @@ def return_large_blocks() -> None:
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows
         return
     mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
@@ -33,5 +33,5 @@ def return_small_blocks() -> None:
     """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes a token)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows
         return

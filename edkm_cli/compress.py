@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.perplexity import perplexity
@@ -76,7 +76,14 @@ class Run:
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        output = self._open_output(overwrite)
+        output = self._open_output(overwrite=overwrite, resume=resume)
+        try:
+            return self._run(output, resume=resume)
+        finally:
+            if output is not None:
+                output.release()
+
+    def _run(self, output: OutputDirectory | None, *, resume: bool) -> dict[str, Any]:
         torch.manual_seed(self.config.seed)
         tokenizer, tokens, dense = self._load()
         identity = self._identity(dense, tokens)
@@ -96,13 +103,18 @@ class Run:
 
     # The steps.
 
-    def _open_output(self, overwrite: bool) -> OutputDirectory | None:
-        """The output directory, checked, with room on its disk; on the first process."""
+    def _open_output(self, *, overwrite: bool, resume: bool) -> OutputDirectory | None:
+        """The output directory, checked, held against other runs, with room on its disk; on the first process."""
         opened: list[OutputDirectory] = []
 
         def check() -> None:
-            output = OutputDirectory(self.config.output, overwrite=overwrite)
-            output.rehearse(needed_bytes(self.plan))
+            output = OutputDirectory(self.config.output, overwrite=overwrite, resume=resume)
+            output.hold()
+            try:
+                output.rehearse(needed_bytes(self.plan))
+            except BaseException:
+                output.release()
+                raise
             opened.append(output)
 
         self.world.on_main(check)
@@ -221,8 +233,14 @@ class Run:
         """On the first process: load what was written, measure it, report, and put it in its place."""
         assert output is not None
         with self.clock.phase("export"):
-            exported = load(staging, dtype=getattr(torch, self.plan.dtype), device=self.world.device)
+            exported = load(
+                staging,
+                dtype=getattr(torch, self.plan.dtype),
+                device=self.world.device,
+                trust_remote_code=self.config.trust_remote_code,
+            )
         self._measure("exported", exported, World(device=self.world.device))
+        require_same_perplexity(self.perplexity, self.plan.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
         write_json(staging / "report.json", result)
         source = self.plan.source
@@ -262,6 +280,24 @@ class Run:
             "versions": versions(),
             "hardware": hardware(self.world.device),
         }
+
+
+# How far the exported model's perplexity may be from that of the model it was made of: both multiply the same weights,
+# but kernels for packed weights may add in another order.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
+
+
+def require_same_perplexity(perplexity: dict[str, float | None], dtype: str) -> None:
+    """Raises UserError where the exported model is another than the one that was trained (or started from)."""
+    before = "start" if perplexity["trained"] is None else "trained"
+    expected, found = perplexity[before], perplexity["exported"]
+    if expected is None or found is None:
+        return
+    if abs(found - expected) > _TOLERANCE[dtype] * expected:
+        raise UserError(
+            f"the exported model must have the perplexity of the {before} one, but {before} is {expected:.4f} and exported "
+            f"{found:.4f}: the files do not hold the model; nothing was put in place, please report it with the model's name"
+        )
 
 
 def _where(world: World) -> str:

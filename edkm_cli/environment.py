@@ -36,7 +36,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """Peak memory of the process: allocated on a CUDA device, resident on a CPU."""
+    """Peak memory of the process: allocated on a CUDA device, resident on a CPU. 0 where the system does not tell."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
     try:
@@ -45,8 +45,11 @@ def peak_memory_bytes(device: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         pass  # not Linux
-    import resource
     import sys
 
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

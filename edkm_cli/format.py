@@ -1,14 +1,15 @@
 """The checkpoint's schema: what `quantization_config` holds, which tensors a module stores, and how files are written.
 
 A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
-(groups, 2**bits); an embedding and the output embedding store `indices` and one float32 `scale` a row. docs/format.md
-specifies both to the byte.
+(groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and one
+float32 `scale` a row. docs/format.md specifies both to the byte.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,9 @@ from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
+SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
 CHECKSUMS = "checksums.json"
+_MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 LUT_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -54,7 +57,7 @@ _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 class QuantizationSpec:
     """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
 
-    `granularity` may be given as the file has it, a text.
+    `granularity` may be given as the file has it, a text. `format_version` 0 stands for the one that is written today.
     """
 
     bits: int
@@ -62,9 +65,12 @@ class QuantizationSpec:
     lut_dtype: str
     embedding_bits: int | None
     skipped: list[str] = field(default_factory=list)
-    format_version: int = FORMAT_VERSION
+    format_version: int = 0
 
     def __post_init__(self) -> None:
+        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
+        if self.format_version == 0 and _is_int(self.format_version):
+            object.__setattr__(self, "format_version", versions[-1])
         faults = []
         if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
             faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
@@ -72,13 +78,14 @@ class QuantizationSpec:
             not _is_int(self.embedding_bits) or not 2 <= self.embedding_bits <= MAX_BITS
         ):
             faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
-        if self.lut_dtype not in LUT_DTYPES:
+        if not isinstance(self.lut_dtype, str) or self.lut_dtype not in LUT_DTYPES:
             faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
         if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
             faults.append("skipped must be a list of module names")
-        if self.format_version != FORMAT_VERSION:
+        if not _is_int(self.format_version) or self.format_version not in versions:
             faults.append(
-                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}: a newer edkm-cli may read it"
+                f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: a newer edkm-cli "
+                "may read it"
             )
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
@@ -90,7 +97,7 @@ class QuantizationSpec:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> QuantizationSpec:
         """Read the `quantization_config` of a config.json. Raises UserError listing every fault."""
-        values = {key: value for key, value in mapping.items() if key != "quant_method"}
+        values: dict[str, Any] = {key: value for key, value in mapping.items() if key != "quant_method"}
         known = set(cls.__dataclass_fields__)
         unknown, missing = sorted(set(values) - known), sorted(known - {"skipped"} - set(values))
         if mapping.get("quant_method") != QUANT_METHOD or unknown or missing:
@@ -98,6 +105,8 @@ class QuantizationSpec:
                 f"quantization_config must have quant_method {QUANT_METHOD!r} and the keys {', '.join(sorted(known))}; "
                 f"got quant_method {mapping.get('quant_method')!r}, unknown keys {unknown}, missing keys {missing}"
             )
+        if values["format_version"] == 0:
+            values["format_version"] = None  # 0 means today's only inside the program
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -108,10 +117,13 @@ class QuantizationSpec:
     ) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized linear stores."""
         groups = self.granularity.groups(out_features, in_features, layer=layer)
-        return {
+        tensors: dict[str, tuple[torch.dtype, tuple]] = {
             "indices": (torch.uint8, (out_features, packed_width(in_features, self.bits))),
             "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**self.bits)),
         }
+        if self.format_version == SCALED_VERSION:
+            tensors["lut_scale"] = (torch.float32, (1,))
+        return tensors
 
     def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized embedding or output embedding stores."""
@@ -126,16 +138,28 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
+    """A file that must hold a JSON object. Raises UserError, ending in `remedy`, for one that does not, or is larger or
+    nested deeper than any of ours."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ValueError(f"{size} bytes are more than the {_MAX_JSON_BYTES} that are read")
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
+    except (ValueError, OSError, RecursionError) as error:
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"{path} must be a JSON file with an object, but cannot be read ({told}); {remedy}") from error
+    return value
+
+
 def read_spec(directory: str | Path) -> QuantizationSpec | None:
     """The spec of a checkpoint directory, or None where it is no edkm checkpoint. Raises UserError if it is broken."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} must be a JSON file, but cannot be read ({error}); export the model again") from error
-    mapping = config.get("quantization_config") if isinstance(config, dict) else None
+    mapping = read_json(path, remedy="export the model again").get("quantization_config")
     if not isinstance(mapping, dict) or mapping.get("quant_method") != QUANT_METHOD:
         return None
     return QuantizationSpec.from_mapping(mapping)
@@ -217,6 +241,12 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives is that of a file in the same directory, not a path out of it."""
+    simple = bool(name) and not set(name) & set("\0/\\") and name not in (".", "..")
+    return simple and len(name.encode(errors="replace")) <= 255
+
+
 def write_checksums(directory: Path, names: Iterable[str]) -> None:
     """Record size and sha256 of the named files in checksums.json."""
     entries = {
@@ -235,17 +265,19 @@ def verify_checksums(directory: str | Path) -> None:
     listing = directory / CHECKSUMS
     if not listing.is_file():
         return
-    try:
-        entries = json.loads(listing.read_text(encoding="utf-8"))
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{listing} must map file names to bytes and sha256, but cannot be read ({error})") from error
     remedy = "copy or export the checkpoint again"
+    entries = read_json(listing, remedy=remedy)
+    try:
+        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{listing} must map file names to bytes and sha256, but does not ({type(error).__name__}: {error}); {remedy}"
+        ) from error
     for name, (size, digest) in expected.items():
         path = directory / name
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise UserError(f"{listing} must name files of its own directory, got {name!r}; {remedy}")
-        if not path.is_file():
+        if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
         if path.stat().st_size != size:
             raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")
@@ -253,19 +285,39 @@ def verify_checksums(directory: str | Path) -> None:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
 
 
+def json_text(value: Any) -> str:
+    """A value as JSON text. NaN and Inf, which JSON has no word for, become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a temporary file, fsync, rename."""
+    """Write JSON atomically: a temporary file, fsync, rename. NaN and Inf become null. Where it cannot be written, no
+    temporary file stays."""
     partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(json_text(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
-    """fsync a file or directory, so that a rename that follows cannot outrun its content."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """fsync a file or directory, so that a rename that follows cannot outrun its content. Windows opens no directory."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -24,14 +24,15 @@ def generate_text(
     dtype: str,
     device: str,
     seed: int,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """The result of `edkm generate`: greedy where `temperature` is None, sampled else. Raises UserError."""
     models.check_dtype(dtype)
     if not prompt:
         raise UserError("the prompt must not be empty; give a text to continue")
     source = models.resolve(name)
-    model = load_any(name, dtype=dtype, device=device)
-    tokenizer = models.load_tokenizer(source)
+    model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
     if chat and not tokenizer.chat_template:
         raise UserError(f"--chat needs a chat template, but the tokenizer of {name} has none; leave --chat out")
     if dequantize:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def _require_local(source: ModelSource) -> None:
 
 def _loading_error(source: ModelSource, error: Exception) -> UserError:
     lines = " ".join(str(error).split())
+    if "trust_remote_code" in lines:
+        return UserError(
+            f"--model {source.name} brings Python files of its own, which would be run; read them, and if you trust them "
+            "give --trust-remote-code"
+        )
     text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
         return UserError(
@@ -101,8 +107,12 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
     )
 
 
-def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
-    """The transformers configuration. An alias brings its architecture, so that planning needs neither hub nor files."""
+def load_config(source: ModelSource, *, trust_remote_code: bool = False, may_be_quantized: bool = False) -> Any:
+    """The transformers configuration. An alias brings its architecture, so that planning needs neither hub nor files.
+
+    Its `tie_word_embeddings` is what the weight files on this machine say. Raises UserError for a model that cannot be
+    had, or one that is quantized already unless it `may_be_quantized`.
+    """
     import transformers
 
     if source.architecture:
@@ -110,33 +120,106 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
     _require_local(source)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
         )
     except Exception as error:
         raise _loading_error(source, error) from error
+    if not may_be_quantized:
+        require_unquantized(source, config)
+    if source.is_local and not source.gguf_file:
+        settle_ties(config, Path(source.location))
+    return config
+
+
+def require_unquantized(source: ModelSource, config: Any) -> None:
+    """Raises UserError for a checkpoint whose weights are quantized: clustering needs the numbers themselves."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = getattr(method, "value", method)
+    if method == "gguf":
+        return
+    raise UserError(
+        f"--model must not be quantized yet, but {source.name} is ({method or 'unknown method'}); give the model it was "
+        "made from, or decode it first: AutoModelForCausalLM.from_pretrained(...).dequantize() and save_pretrained(...)"
+    )
+
+
+def settle_ties(config: Any, directory: Path) -> None:
+    """Let `config.tie_word_embeddings` say what the weights say, in place: where the files hold an output embedding of
+    its own, which differs from the input embedding, the two are not tied, whatever the flag. transformers decides so,
+    too, while it loads; here it is known before, and for every way to read the files.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "tie_word_embeddings", False) or differing_head(directory) is None:
+        return
+    text.tie_word_embeddings = config.tie_word_embeddings = False
+
+
+def differing_head(directory: Path) -> str | None:
+    """The name of an output embedding in a directory's safetensors files that is not equal to the input embedding."""
+    from safetensors import SafetensorError, safe_open
+
+    places: dict[str, Path] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                places |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError):
+            return None  # whoever reads the weights says what is wrong with them
+    heads = [name for name in places if name.split(".")[-2:] in _HEADS]
+    inputs = [name for name in places if name.split(".")[-2:] in _INPUTS]
+    if len(heads) != 1 or len(inputs) != 1:
+        return None
+    with safe_open(places[heads[0]], framework="pt") as one, safe_open(places[inputs[0]], framework="pt") as other:
+        head, rows = one.get_slice(heads[0]), other.get_slice(inputs[0])
+        if head.get_shape() != rows.get_shape() or head.get_dtype() != rows.get_dtype():
+            return heads[0]
+        for first in range(0, head.get_shape()[0], _COMPARED_ROWS):
+            part = slice(first, first + _COMPARED_ROWS)
+            if not bool((head[part] == rows[part]).all()):
+                return heads[0]
+    return None
+
+
+# What families call their output and their token embedding.
+_HEADS = (["lm_head", "weight"], ["embed_out", "weight"])
+_INPUTS = tuple([name, "weight"] for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "embedding"))
+_COMPARED_ROWS = 4096
 
 
 def load_dense(
-    source: ModelSource, *, dtype: str, device: str = "cpu", trust_remote_code: bool = False, progress: bool = True
+    source: ModelSource,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    may_be_quantized: bool = False,
 ) -> Any:
     """A dense causal LM in `dtype`, in evaluation mode.
 
     A GGUF file is decoded to bfloat16 first: that is the precision of the checkpoints such files are made from, and
-    what the perplexities of docs/results refer to. Raises UserError if the model cannot be had.
+    what the perplexities of docs/results refer to. `config.tie_word_embeddings` says of the model what its weights say.
+    Raises UserError if the model cannot be had, if its files lack a tensor, hold one too many or one of another shape,
+    or if it is quantized already (unless it `may_be_quantized`).
     """
     import torch
 
     _require_local(source)
+    if not may_be_quantized and not source.gguf_file:
+        load_config(source, trust_remote_code=trust_remote_code)
     target = getattr(torch, dtype)
     with quiet_bars(not progress):
         if source.gguf_file:
             model = _load_gguf(source)
+            for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
+                parameter.data = parameter.data.to(target)
         else:
             model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target)
     model.config._name_or_path = source.name
-    for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
-        parameter.data = parameter.data.to(target)
     model.config.dtype = target
     return model.to(device).eval()
 
@@ -145,14 +228,43 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
     import transformers
 
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
             source.location,
             local_files_only=source.is_local,
             use_safetensors=None if "gguf_file" in options else True,  # never a pickle
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
             **options,
         )
     except Exception as error:
         raise _loading_error(source, error) from error
+    _require_whole(source, model, found)
+    head, rows = model.get_output_embeddings(), model.get_input_embeddings()
+    if getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False) and head is not None:
+        tied = getattr(head, "weight", None) is getattr(rows, "weight", ())
+        model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = tied
+    return model
+
+
+def _require_whole(source: ModelSource, model: Any, found: dict[str, Any]) -> None:
+    """Raises UserError unless the files hold the model's tensors, all of them and no others: transformers fills what
+    lacks with random numbers."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    mismatched = sorted(
+        f"{name} is {tuple(stored)} for {tuple(wanted)}" for name, stored, wanted in found["mismatched_keys"]
+    )
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if names
+    ]
+    if found.get("error_msgs"):
+        problems.append(" ".join(str(found["error_msgs"]).split())[:200])
+    if problems:
+        raise UserError(
+            f"--model {source.name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}; "
+            "fetch the files again, or check that config.json belongs to them"
+        )
 
 
 def _load_gguf(source: ModelSource) -> Any:
@@ -229,6 +341,21 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
             )
         except Exception as error:
             raise _loading_error(source, error) from error
+
+
+class LateTokenizer:
+    """A model's tokenizer, loaded when something of it is first asked for."""
+
+    def __init__(self, source: ModelSource, *, trust_remote_code: bool = False):
+        self._source, self._trust = source, trust_remote_code
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Raises UserError if it cannot be had."""
+        return load_tokenizer(self._source, trust_remote_code=self._trust)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
 
 
 class quiet_bars:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
 _RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
@@ -157,7 +156,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             granularity=granularity,
             lut_dtype=config.lut_dtype,
             embedding_bits=embedding_bits(config),
-            skipped=[swap.name for swap in swaps if swap.reason],
+            skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         ),
         dense_dtype=dense_dtype,
         dtype=dtype,
@@ -209,8 +208,8 @@ def embedding_bits(config: CompressConfig) -> int | None:
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
     name = config.eval_data or config.data[0]
-    split = "all" if config.eval_data and Path(name).suffix else "test"
-    return data.tokenize(data.load_documents(name, split), tokenizer)
+    split = data.measured_split(data.parse_source(name)) if config.eval_data else "test"
+    return data.tokenize(data.load_documents(name, split, tokenizer=tokenizer), tokenizer)
 
 
 def start_batches(tokens: Tensor, plan: RunPlan) -> list[Tensor] | None:

@@ -62,7 +62,7 @@ training=("$PYTHON" scripts/bench_training.py --shape "$SHAPE" --device "$DEVICE
 part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_gpu.py
 if [ "$DEVICE" != cpu ]; then
     part kernels "$PYTHON" tests/test_kernels_triton.py "$DEVICE"
-    part offload "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_memory_marshal.py -k on_a_gpu
+    part offload "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_memory_marshaling.py -k on_a_gpu
 fi
 part lora "${training[@]}" --mode lora "${lora[@]}" --json "$target/training_${SHAPE}-lora16_${machine}_$day.json"
 part full "${training[@]}" --mode full --json "$target/training_${SHAPE}-full_${machine}_$day.json"

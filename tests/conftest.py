@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing.forkserver
 import os
 import sys
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from t
 import pytest
 import torch
 
+import preloaded
 from helpers import byte_tokenizer, tiny_llama
 from processes import SERVER
 
@@ -26,14 +29,20 @@ if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gp
 
 
 def pytest_collection_modifyitems(items):
-    """With pytest-xdist, a worker takes a whole file, so that a file's fixtures are made once. Tests that start several
-    processes have the group "processes", and so one worker. Long tests and what shares a worker with them come first."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    group = {item: item.get_closest_marker("xdist_group").args[0] for item in items}
-    long = {group[item] for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (group[item] != "processes", group[item] not in long, group[item]))
+    """Files with long tests first: workers take files in this order, and the last ones should be short."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in long, item.path))
+
+
+@pytest.fixture
+def alone(tmp_path_factory):
+    """Of the tests that start several processes, one runs at a time, whatever the workers of pytest-xdist are at."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture
@@ -59,10 +68,18 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """Runs, and has imported what children need, before any of them or of the product's own is started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+        SERVER.set_forkserver_preload(["kill_worker", "forked"])
+        multiprocessing.forkserver.ensure_running()
+
+
 @pytest.fixture
-def start(monkeypatch):
-    """Starts a function of kill_worker in a child of the fork server; ends what is left of it after the test."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
+def start(fork_server):
+    """Starts a function in a child of the fork server; ends what is left of it after the test."""
     children = []
 
     def begin(function, *arguments, **options):
@@ -74,3 +91,20 @@ def start(monkeypatch):
     for child in children:
         child.kill()
         child.join()
+
+
+@pytest.fixture(scope="session")
+def python(fork_server, tmp_path_factory):
+    """The path of a Python for scripts, whose start costs no imports (preloaded.py); elsewhere than on Linux a plain one."""
+    if not sys.platform.startswith("linux"):
+        yield Path(sys.executable)
+        return
+    directory = tmp_path_factory.mktemp("python")
+    server = SERVER.Process(target=preloaded.serve, args=(str(directory / "socket"),))
+    server.start()
+    client = directory / "python"
+    client.write_text(preloaded.CLIENT.format(python=sys.executable, path=str(directory / "socket")))
+    client.chmod(0o755)
+    yield client
+    server.kill()
+    server.join()

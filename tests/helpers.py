@@ -19,6 +19,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
@@ -181,3 +182,13 @@ def assert_same_to_rounding(found, wanted, columns=24):
     perplexities = [json.loads((path / "report.json").read_text())["perplexity"] for path in (found, wanted)]
     for stage, value in perplexities[1].items():
         assert perplexities[0][stage] == pytest.approx(value, rel=1e-3), stage
+
+
+def forced(**options):
+    """Marshaling that also moves small tensors, and those that are on the target device already."""
+    return MarshalSavedTensors(**{"force": True, "min_bytes": 0} | options)
+
+
+def same(found, expected):
+    """Whether two sequences of tensors are equal to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

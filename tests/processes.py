@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
+import socket
 import sys
-from dataclasses import asdict
+import time
 from pathlib import Path
 
 from edkm_cli.progress import Observer
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-WORKER = Path(__file__).with_name("distributed_worker.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["kill_worker"])
+PATIENCE_SECONDS = 600.0  # on a busy machine
 
 
 def argv(config):
@@ -35,16 +33,34 @@ def command(config, *, sharding):
     return [*TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
 
 
-def launch(configs, directory, *, processes=2):
-    file = directory / "settings.json"
-    file.write_text(json.dumps([asdict(config) for config in configs]))
-    return subprocess.run(
-        [*TORCHRUN, str(processes), str(WORKER), str(file)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def together(start, configs, log, *, size=2, resume=False):
+    """Starts the processes of a run as torchrun would, but from the fork server; they run each of the settings in turn.
+
+    `start` is the fixture; what process N says on stderr goes to `log.N`.
+    """
+    import forked  # only here: it imports what a sharded run needs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = (size, port, str(log), configs, resume)
+    return [start(forked.compress_together, rank, *arguments) for rank in range(size)]
+
+
+def wait_for_steps(directory, steps, alive):
+    """Returns when so many training steps are in a run's metrics, and fails when `alive()` says that it has ended."""
+    metrics, deadline = directory / "metrics.jsonl", time.monotonic() + PATIENCE_SECONDS
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= steps):
+        assert alive(), "the run ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_finished(children, log):
+    """They end by themselves and without an error."""
+    for rank, child in enumerate(children):
+        child.join(PATIENCE_SECONDS)
+        assert child.exitcode == 0, Path(f"{log}.{rank}").read_text()[-3000:]
 
 
 def stop_after(step):
@@ -59,7 +75,7 @@ def stop_after(step):
     return Observer(show=show)
 
 
-def was_killed(child, seconds=300.0):
+def was_killed(child, seconds=PATIENCE_SECONDS):
     """Whether a child ends by SIGKILL, which it gets after so many seconds, and not by itself."""
     child.join(seconds)
     if child.is_alive():

@@ -34,8 +34,12 @@ def measured(method, *, samples=0, shuffled=True, **options):
     model, tokenizer = models.load_dense(source, dtype="float32", progress=False), models.load_tokenizer(source)
     batches = []
     if samples:
-        blocks = data.Blocks(data.tokenize(calibration, tokenizer), 512, seed=0)
-        batches = [blocks.batch(index, 1) if shuffled else blocks.blocks[index][None] for index in range(samples)]
+        tokens = data.tokenize(calibration, tokenizer)
+        blocks = data.Blocks(tokens, 512, seed=0)
+        batches = [
+            blocks.batch(index, 1) if shuffled else tokens[None, index * 512 : (index + 1) * 512]
+            for index in range(samples)
+        ]
     load(method).quantize(model, batches, bits=3, **options)
     return perplexity(model, data.tokenize(documents, tokenizer), context=1024, max_windows=8).perplexity
 

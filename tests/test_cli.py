@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
+from processes import PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["compress", "--help"], ["eval", "--help"], ["--version"]])
@@ -17,7 +18,9 @@ def test_help_imports_no_torch(arguments):
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
 
 

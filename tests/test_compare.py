@@ -23,6 +23,7 @@ from edkm_cli.compare.plot import plot
 from edkm_cli.config import UserError, configs_directory
 from edkm_cli.evaluate.perplexity import perplexity
 from helpers import refused, run
+from processes import PATIENCE_SECONDS
 
 KEYS = {"method", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "seconds",
         "peak_memory_bytes", "label", "options", "windows", "calibration_tokens", "training_tokens",
@@ -150,7 +151,9 @@ def test_changed_settings_are_measured_again_and_others_are_not(one_process, mod
     assert second["rows"][1]["perplexity"] != first["rows"][1]["perplexity"]
     third = compare(settings(model_directory, text_file, tmp_path / "out", steps=0, methods=("rtn",), bits=5))
     assert third["rows"][0]["bits"] == 5
-    assert third["rows"][0]["perplexity"] < first["rows"][0]["perplexity"]
+    assert (
+        third["rows"][0]["perplexity"] != first["rows"][0]["perplexity"]
+    )  # of random weights: neither is the better one
     text_file_2 = tmp_path / "other.txt"
     text_file_2.write_text(text_file.read_text().replace("fox", "owl"))
     other = compare(settings(model_directory, text_file_2, tmp_path / "out", methods=("rtn",), bits=5))
@@ -166,7 +169,7 @@ def test_overwrite_measures_again_and_foreign_files_are_kept(one_process, model_
     assert compare(config)["rows"][0]["perplexity"] == 1.0
     assert compare(config, overwrite=True)["rows"][0]["perplexity"] > 1.0
     (tmp_path / "out" / "rtn.json").write_text("my notes")
-    with pytest.raises(UserError, match="is not one; move it away"):
+    with pytest.raises(UserError, match="move it away"):
         compare(settings(model_directory, text_file, tmp_path / "out", methods=("rtn",)))
     assert (tmp_path / "out" / "rtn.json").read_text() == "my notes"
 
@@ -179,23 +182,26 @@ def test_a_worker_that_is_killed_is_a_failed_row(model_directory, text_file, tmp
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_worker_and_the_same_command_goes_on(model_directory, text_file, tmp_path):
+def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
+    python, one_process, model_directory, text_file, tmp_path
+):
     out = tmp_path / "out"
     arguments = ["compare", "--model", model_directory, "--methods", "fp16,edkm:save_every=1", "--data", text_file,
                  "--context", 64, "--eval-windows", 2, "--sequence-length", 48, "--device", "cpu", "-o", out]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "edkm_cli", *map(str, arguments), "--steps", "100000"],
+        [python, "-m", "edkm_cli", *map(str, arguments), "--steps", "100000"],
+        env={**os.environ, "PYTHON_EXEC": str(python)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (out / "edkm_save_every=1.partial" / "checkpoints" / "step-000001").is_dir():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 143
     assert "finished methods are kept" in error
     assert set(json.loads((out / "edkm_save_every=1.json").read_text())) == {"settings"}
@@ -205,7 +211,7 @@ def test_sigterm_ends_the_worker_and_the_same_command_goes_on(model_directory, t
     assert "edkm save_every=1" in text
 
 
-def test_the_command_prints_the_table_and_writes_json_and_figures(model_directory, text_file, tmp_path):
+def test_the_command_prints_the_table_and_writes_json_and_figures(one_process, model_directory, text_file, tmp_path):
     pytest.importorskip("matplotlib")
     status, text, error = run("compare", "--model", model_directory, "--methods", "fp16,rtn:group-size=0", "--data",
                               text_file, "--eval-data", text_file, "--context", 32, "--eval-windows", 3, "--device",
@@ -358,7 +364,7 @@ def test_autoround_without_its_package_says_so(one_process, model_directory, tex
 
 def test_importing_the_settings_imports_no_torch():
     code = "import sys, edkm_cli.compare.config; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=PATIENCE_SECONDS).returncode == 0
 
 
 def test_seeds_choose_the_calibration_text(one_process, model_directory, text_file, tmp_path):

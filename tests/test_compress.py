@@ -96,7 +96,7 @@ def test_methods_edkm_and_dkm_give_the_same_model(model_directory, text_file, tm
         models.append(edkm_cli.load(tmp_path / method))
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(models[0](tokens).logits, models[1](tokens).logits, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(models[0](tokens).logits, models[1](tokens).logits, rtol=1e-2, atol=2e-3)
 
 
 def test_accumulation_and_checkpointing_do_not_change_the_result(model_directory, text_file, tmp_path):

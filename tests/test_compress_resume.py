@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 import time
 
 import pytest
@@ -17,7 +16,7 @@ from edkm_cli.errors import Preempted
 from edkm_cli.export.directory import MARKER, OutputDirectory, settle
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
-from processes import ENVIRONMENT, command, stop_after, was_killed
+from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
 
 @pytest.mark.parametrize(
@@ -62,24 +61,22 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(model_directory, text_file, tmp_path, sharding):
-
+def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(
+    start, model_directory, text_file, tmp_path, sharding
+):
     def configured(name, **changes):
         return settings(model_directory, text_file, tmp_path / name, steps=40, sharding=sharding, **changes)
 
-    running = subprocess.Popen(
-        command(configured("parts"), sharding=sharding),
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    metrics = tmp_path / "parts.partial" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
-        time.sleep(0.01)
-    running.terminate()
-    assert b"SIGTERM: saved after step" in running.communicate(timeout=120)[1]
+    children = together(start, [configured("parts")], tmp_path / "log")
+    wait_for_steps(tmp_path / "parts.partial", 3, lambda: all(child.is_alive() for child in children))
+    for child in children:
+        child.terminate()  # as torchrun does
+    for child in children:
+        child.join(PATIENCE_SECONDS)
+        assert child.exitcode == 1
+    assert "SIGTERM: saved after step" in (tmp_path / "log.0").read_text()
     before = metrics_of(tmp_path / "parts.partial")
     assert 3 <= len(before) < 40
     compress(configured("parts", gradient_accumulation=2), resume=True)

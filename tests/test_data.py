@@ -1,4 +1,4 @@
-"""Text -> tokens: the WikiText rows of the perplexity protocol, records, held-out splits, and bad files."""
+"""From a `--data` name to tokens: held-out parts, records of every kind, and bad files in one clear line."""
 
 import json
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from edkm_cli.config import UserError
-from edkm_cli.data import Blocks, load_documents, tokenize, training_tokens, wikitext_rows
+from edkm_cli.data import load_documents, open_training_data, tokenize, training_tokens, wikitext_rows
 from helpers import byte_tokenizer
+
+
+def text_of(path, split="all"):
+    return load_documents(str(path), split).text()
 
 
 def test_rows_are_those_of_the_hub_data_set():
@@ -15,42 +19,72 @@ def test_rows_are_those_of_the_hub_data_set():
     assert wikitext_rows(raw) == ["", " = Title = \n", "", " Text with \u2028 a line separator . \n"]
 
 
-def test_a_raw_file_is_joined_by_two_newlines(tmp_path):
-    path = tmp_path / "w.raw"
+@pytest.mark.parametrize("name", ["w.raw", "w.tokens.txt", "wiki.test.tokens"])
+def test_a_wikitext_file_is_its_rows_joined_by_two_newlines(tmp_path, name):
+    path = tmp_path / name
     path.write_text("a\n\nb\n", encoding="utf-8")
-    assert load_documents(str(path), "all").text() == "a\n\n\n\n\nb\n"
+    assert text_of(path) == "a\n\n\n\n\nb\n"
 
 
-def test_records_may_be_texts_or_alpaca(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x\n",
+        "no newline at the end",
+        "\n\n\nblank lines\n\n\nand more\n\n",
+        "odd \u2028 and \x85 ends \x0b.\r\n",
+    ],
+)
+def test_a_text_file_is_text_as_the_file_holds_it(tmp_path, text):
+    path = tmp_path / "t.txt"
+    path.write_bytes(text.encode())
+    assert text_of(path) == text
+    tokenizer = byte_tokenizer()
+    lines = len(text.splitlines())
+    if lines > 1:
+        parts = training_tokens([str(path)], tokenizer), tokenize(load_documents(str(path), "test"), tokenizer)
+        assert tokenizer.decode(torch.cat(parts)) == text
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbfHello\n")
+    (tmp_path / "l.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "Hello"}\n')
+    (tmp_path / "j.json").write_bytes(b'\xef\xbb\xbf[{"text": "Hello"}]')
+    assert text_of(tmp_path / "t.txt") == "Hello\n"
+    assert text_of(tmp_path / "l.jsonl") == text_of(tmp_path / "j.json") == "Hello"
+
+
+def test_only_a_newline_ends_a_record(tmp_path):
+    path = tmp_path / "r.jsonl"
+    texts = ["one \u2028 line", "two \x85 lines", "three \u2029 \x0c lines"]
+    path.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
+    assert load_documents(str(path), "all").documents == texts
+
+
+def test_a_json_file_may_hold_lines(tmp_path):
     path = tmp_path / "r.json"
-    path.write_text(json.dumps([{"text": "one"}, {"instruction": "Add", "input": "1 2", "output": "3"}, "two"]))
-    documents = load_documents(str(path), "all").documents
-    assert documents[0] == "one"
-    assert documents[2] == "two"
-    assert documents[1].endswith("### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n3")
-    lines = tmp_path / "r.jsonl"
-    lines.write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    assert load_documents(str(lines), "all").documents == ["one", "two"]
-
-
-def test_parquet_files_are_read(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "r.parquet"
-    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert load_documents(str(path), "all").documents == ["one", "two"]
 
 
+def test_a_null_answer_is_no_answer(tmp_path):
+    path = tmp_path / "r.json"
+    records = [{"instruction": "Say", "output": answer} for answer in ("Yes.", None, "No.", "", "So.")]
+    path.write_text(json.dumps(records))
+    assert "None" not in text_of(path)
+    data = open_training_data([str(path)], byte_tokenizer())
+    assert data.stores[0].counts.empty == 2
+    assert "None" not in byte_tokenizer().decode(data.all_tokens())
+
+
 def test_train_and_test_part_a_text_and_nothing_is_in_both(text_file):
-    whole = load_documents(str(text_file), "all").documents
-    train, test = load_documents(str(text_file), "train").documents, load_documents(str(text_file), "test").documents
-    assert train + test == whole
-    held_out = sum(map(len, test)) / sum(map(len, whole))
-    assert 0.09 < held_out < 0.12
+    whole, train, test = (text_of(text_file, split) for split in ("all", "train", "test"))
+    assert train + test == whole == text_file.read_text()
+    assert 0.09 < len(test) / len(whole) < 0.12
 
 
 def test_builtin_text_is_everywhere_and_split():
-    train, test = load_documents("builtin", "train").text(), load_documents("builtin", "test").text()
+    train, test = text_of("builtin", "train"), text_of("builtin", "test")
     assert len(train) > 300_000
     assert 0.05 < len(test) / len(train) < 0.25
 
@@ -60,12 +94,26 @@ def test_builtin_text_is_everywhere_and_split():
     [
         ("none.txt", None, "does not exist"),
         ("empty.txt", b"  \n", "is empty"),
+        ("empty.jsonl", b"", "is empty"),
         ("latin.txt", b"caf\xe9", "must be UTF-8"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}', "must be UTF-8"),
+        ("latin.json", b'["caf\xe9"]', "must be UTF-8"),
         ("text.csv", b"a,b", "must end in"),
         ("bad.json", b"{", "must be valid json"),
-        ("empty.json", b"[]", "not empty"),
+        ("cut.json", b'[{"text": "a"}, {"te', "must be valid json"),
+        ("two.json", b'["a"] ["b"]', "follows the list"),
+        ("comma.json", b'["a" "b"]', "no comma"),
+        ("one.json", b'{"text":\n"a"}', "must be a list of records"),
+        ("empty.json", b"[]", "is empty"),
         ("odd.jsonl", b'{"a": 1}', "a record must be"),
+        ("number.jsonl", b'{"text": 1}', "'text' of a record must be a text"),
+        ("list.jsonl", b"[1]", "a record must be a string or an object"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "must be valid jsonl"),
+        ("deep.jsonl", b"[" * 100_000, "must be valid jsonl"),
         ("bad.parquet", b"nonsense", "must be a parquet file"),
+        ("bad.arrow", b"nonsense", "must be a arrow file"),
+        ("bad.jsonl.gz", b"nonsense", "damaged or incomplete"),
+        ("bad.jsonl.zst", b"nonsense", "damaged or incomplete"),
     ],
 )
 def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
@@ -73,37 +121,21 @@ def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
-        load_documents(str(path), "train")
+        load_documents(str(path), "all", tokenizer=byte_tokenizer())
     assert "\n" not in str(caught.value)
+    assert "\x00" not in str(caught.value)
 
 
-def test_an_unknown_data_set_is_refused():
-    with pytest.raises(UserError, match="wikitext2, alpaca, builtin or a file"):
-        load_documents("c4", "train")
+def test_one_document_cannot_be_divided(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"text": "alone"}\n')
+    with pytest.raises(UserError, match="at least two documents"):
+        training_tokens([str(path)], byte_tokenizer())
 
 
-def test_blocks_cover_each_pass_once_in_an_order_of_the_seed(text_file):
-    tokens = torch.arange(100)
-    blocks = Blocks(tokens, 7, seed=3)
-    first = torch.cat([blocks.batch(i, 2) for i in range(7)])
-    assert sorted(first[:, 0].tolist()) == [7 * i for i in range(14)]
-    again = Blocks(tokens, 7, seed=3)
-    assert torch.equal(again.batch(5, 2), blocks.batch(5, 2))
-    assert not torch.equal(Blocks(tokens, 7, seed=4).batch(0, 14), blocks.batch(0, 14))
-    second = blocks.batch(1, 14)
-    assert sorted(second[:, 0].tolist()) == [7 * i for i in range(14)]
-    assert not torch.equal(second, blocks.batch(0, 14))
-
-
-def test_too_little_text_for_a_sequence_is_refused():
-    with pytest.raises(UserError, match="at least 64 tokens"):
-        Blocks(torch.arange(63), 64, seed=0)
-
-
-def test_training_tokens_part_records_by_end_of_sequence(tmp_path):
+def test_records_end_with_end_of_sequence(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps([{"text": "aa"}, {"text": "bb"}, {"text": "c"}]))
     tokenizer = byte_tokenizer()
-    tokens = training_tokens([str(path)], tokenizer)
-    assert tokenizer.decode(tokens) == "aa<eos>bb"
+    assert tokenizer.decode(training_tokens([str(path)], tokenizer)) == "aa<eos>bb<eos>"
     assert tokenize(load_documents(str(path), "all"), tokenizer).numel() == len("aa\n\nbb\n\nc")

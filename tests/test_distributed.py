@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import edkm_cli
 from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
 from helpers import assert_same_to_rounding, settings
-from processes import ENVIRONMENT, command, launch
+from processes import ENVIRONMENT, PATIENCE_SECONDS, assert_finished, command, together, wait_for_steps
 
 CASES = {
     "data-parallel": {},
@@ -28,18 +27,20 @@ CASES = {
 }
 
 
-def test_two_processes_give_what_one_gives(model_directory, text_file, tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_two_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     runs, references = [], {}
     for name, changes in CASES.items():
-        common = {"steps": 20, "calibration_tokens": 512, **changes}
+        common = {"steps": 10, "calibration_tokens": 512, **changes}
         runs.append(settings(model_directory, text_file, tmp_path / name, **common))
         references[name] = settings(
             model_directory, text_file, tmp_path / f"one-{name}", gradient_accumulation=2, **common
         )
-    done = launch(runs, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, config in references.items():
+    children = together(start, runs, tmp_path / "log")
+    for config in references.values():
         compress(config)
+    assert_finished(children, tmp_path / "log")
+    for name in references:
         assert_same_to_rounding(tmp_path / name, tmp_path / f"one-{name}")
     report = json.loads((tmp_path / "sharded" / "report.json").read_text())
     assert report["processes"] == 2
@@ -48,23 +49,25 @@ def test_two_processes_give_what_one_gives(model_directory, text_file, tmp_path)
 
 
 @pytest.mark.slow
-def test_four_processes_give_what_one_gives(model_directory, text_file, tmp_path):
-    common = {"steps": 20, "calibration_tokens": 512}
+@pytest.mark.usefixtures("alone")
+def test_four_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
+    common = {"steps": 10, "calibration_tokens": 512}
     runs = [
         settings(model_directory, text_file, tmp_path / sharding, sharding=sharding, **common)
         for sharding in ("none", "full")
     ]
-    done = launch(runs, tmp_path, processes=4)
-    assert done.returncode == 0, done.stderr[-3000:]
+    children = together(start, runs, tmp_path / "log", size=4)
     compress(settings(model_directory, text_file, tmp_path / "one", gradient_accumulation=4, **common))
+    assert_finished(children, tmp_path / "log")
     for sharding in ("none", "full"):
         assert_same_to_rounding(tmp_path / sharding, tmp_path / "one")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
-    model_directory, text_file, tmp_path, sharding
+    start, model_directory, text_file, tmp_path, sharding
 ):
     changes = {"steps": 40, "save_every": 2, "sharding": sharding}
     whole = settings(model_directory, text_file, tmp_path / "whole", **changes)
@@ -72,24 +75,14 @@ def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     running = subprocess.Popen(
         command(config, sharding=sharding), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    metrics = tmp_path / "killed.partial" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 5):
-        time.sleep(0.05)
+    wait_for_steps(tmp_path / "killed.partial", 5, lambda: running.poll() is None)
     children = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output = running.communicate(timeout=120)[0]
+    output = running.communicate(timeout=PATIENCE_SECONDS)[0]
     assert running.returncode != 0
     assert "lost another one" in output, output[-3000:]
     assert not (tmp_path / "killed").exists()
-    done = subprocess.run(
-        command(config, sharding=sharding), env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    uninterrupted = subprocess.run(
-        command(whole, sharding=sharding), env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert uninterrupted.returncode == 0, uninterrupted.stderr[-3000:]
+    assert_finished(together(start, [config, whole], tmp_path / "log", resume=True), tmp_path / "log")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole")]
     assert files[0] == files[1]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+import forked
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
@@ -23,6 +22,7 @@ from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
 from edkm_cli.preflight import Setting, plan_run
 from edkm_cli.summaries import plan_summary
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
+from processes import PATIENCE_SECONDS
 
 SHORT = {
     "sequence_length": 96,
@@ -33,6 +33,7 @@ SHORT = {
     "steps": 3,
     "save_every": 0,
 }
+FEW_TOKENS = {"calibration_tokens": 64, "start_tokens": 64}  # each sequence is rehearsed
 GPU = Setting("cuda")
 RUNTIME = 600_000_000  # of CUDA
 WIDE_CLUSTERED = 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1408 * 512)
@@ -121,44 +122,38 @@ def test_another_family_is_rehearsed_as_well(models, text_file, tmp_path):
     check_against_a_run(models["qwen"], {"sequence_length": 256, "lora_rank": 2}, text_file, tmp_path)
 
 
+@pytest.fixture
+def peak_of(start, tmp_path):
+    """The peak of resident memory of a command in a process of its own."""
+
+    def measure(*arguments):
+        child = start(forked.edkm, arguments, tmp_path / "peak.json")
+        child.join(PATIENCE_SECONDS)
+        assert child.exitcode == 0
+        return json.loads((tmp_path / "peak.json").read_text())
+
+    return measure
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--lora-rank 8 --gradient-checkpointing", "--dtype bfloat16 --batch-size 2"])
-def test_the_estimate_is_within_a_tenth_of_a_process(flags, text_file, tmp_path):
+def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, tmp_path):
     config = mid_sized(num_hidden_layers=8, vocab_size=8192)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
     common += shlex.split("--steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1")
+    common += ["--json", tmp_path / "result.json"]
+    peak_of("compress", *common, "--dry-run")
+    planned = json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]["total"]
+    peak = peak_of("compress", *common, "-o", tmp_path / "out", "--save-every", 0)
+    assert planned == pytest.approx(peak, rel=0.1)
+    assert json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"] == pytest.approx(peak, rel=0.01)
 
-    def edkm(*more):
-        command = [sys.executable, "-m", "edkm_cli", "compress", *map(str, (*common, *more))]
-        subprocess.run([*command, "--json", str(tmp_path / "result.json")], check=True, capture_output=True)
-        return json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]
 
-    assert edkm("--dry-run")["total"] == pytest.approx(edkm("-o", tmp_path / "out", "--save-every", 0), rel=0.1)
-
-
-def test_llama_7b_needs_no_hub_and_little_memory(tmp_path):
-    flags = [
-        "--model",
-        "llama-7b",
-        "--gpu-memory",
-        "141GB",
-        "--sequence-length",
-        "2048",
-        "--json",
-        tmp_path / "plan.json",
-    ]
-    # The process tells its own peak: what wait4 gives survives exec, so it may be that of the one that runs the tests.
-    program = (
-        "import sys; from edkm_cli.cli import main; from edkm_cli.environment import peak_memory_bytes\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print(peak_memory_bytes('cpu'))"
-    )
-    command = [sys.executable, "-c", program, "compress", "--dry-run", *map(str, flags)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(printed.split()[-1]) < 2e9
+def test_llama_7b_needs_no_hub_and_little_memory(peak_of, tmp_path):
+    flags = ["--model", "llama-7b", "--gpu-memory", "141GB", "--sequence-length", 2048]
+    assert peak_of("compress", "--dry-run", *flags, "--json", tmp_path / "plan.json") < 2e9
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["fits"]
     assert found["proposals"] == []
@@ -177,12 +172,18 @@ def test_llama_7b_trains_on_24_gib_with_lora():
     assert dry_run(replace(config, gradient_checkpointing=True), gpu_memory="24GiB")["fits"]
 
 
-def test_what_is_proposed_fits(models):
+@pytest.fixture(scope="module")
+def too_small(models):
+    """(configuration, memory, plan) where two GPUs have less than half of what the run needs."""
     shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256, "start_tokens": 256}
     config = CompressConfig(model=str(models["wide"]), **shape)
     needed = dry_run(config, gpu_memory="80GB")["peak_memory_bytes"]["total"] - RUNTIME
     memory = f"{(RUNTIME + 0.45 * needed) / 0.95:.0f}"
-    found = dry_run(config, gpu_memory=memory, gpus=2)
+    return config, memory, dry_run(config, gpu_memory=memory, gpus=2)
+
+
+def test_what_is_proposed_fits(too_small):
+    config, memory, found = too_small
     assert not found["fits"]
     assert len(found["proposals"]) >= 2
     for proposal in found["proposals"]:
@@ -284,7 +285,13 @@ class TestMachine:
 
     def test_tokens_are_those_of_all_processes(self, model_directory):
         config = CompressConfig(
-            model=str(model_directory), steps=10, batch_size=2, gradient_accumulation=3, sequence_length=16, context=16
+            model=str(model_directory),
+            steps=10,
+            batch_size=2,
+            gradient_accumulation=3,
+            sequence_length=16,
+            context=16,
+            **FEW_TOKENS,
         )
         found = dry_run(config, gpu_memory="24GiB", gpus=4)
         assert found["sequences_per_step"] == 24
@@ -329,7 +336,7 @@ class TestMachine:
             assert choose_memory(config) == memory
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
-        config = CompressConfig(model=str(model_directory), sequence_length=16, context=16)
+        config = CompressConfig(model=str(model_directory), sequence_length=16, context=16, **FEW_TOKENS)
         total = dry_run(config, gpu_memory="24GiB")["peak_memory_bytes"]["total"]
         assert not dry_run(config, gpu_memory=f"{total}")["fits"]
         assert dry_run(config, gpu_memory=f"{total / 0.94}")["fits"]
@@ -354,9 +361,8 @@ def test_a_model_that_looks_at_values_is_planned_without_activations(tmp_path):
     assert "not counted" in plan_summary(found)
 
 
-def test_the_summary_shows_device_and_host_and_what_would_fit(models):
-    shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256, "start_tokens": 256}
-    found = dry_run(CompressConfig(model=str(models["wide"]), **shape), gpu_memory="0.8GB", gpus=2)
+def test_the_summary_shows_device_and_host_and_what_would_fit(too_small):
+    _, _, found = too_small
     text = plan_summary(found)
     assert "each of 2 processes on cuda" in text
     assert "device" in text

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import edkm_cli
 from edkm_cli.config import UserError
 from edkm_cli.evaluate.size import footprint
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import check_checkpoint, load
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
@@ -242,3 +243,40 @@ class TestDamage:
         shutil.copytree(model_directory, tmp_path / "dense")
         with pytest.raises(UserError, match="must be a checkpoint written by edkm"):
             check_checkpoint(tmp_path / "dense")
+
+
+def test_another_head_stays_dense_where_the_checkpoint_knows_none(ids, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model, spec = cluster(tiny_llama())
+    directory = export(model, spec, tmp_path / "one")
+    classifier = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3)
+    assert type(classifier.score) is torch.nn.Linear
+    assert isinstance(classifier.model.layers[0].mlp.up_proj, PalettizedLinear)
+    with torch.no_grad():
+        wanted = model.model(ids).last_hidden_state
+        assert torch.equal(classifier.model(ids).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.up_proj.lut", "model.layers.0.self_attn.q_proj.indices", "model.embed_tokens.scale",
+     "model.norm.weight", "lm_head.indices"],
+)  # fmt: skip
+def test_from_pretrained_refuses_a_directory_that_lacks_a_tensor(name, tmp_path):
+    """transformers alone uses uninitialised memory: logits of -1.7e22 and no word."""
+    from safetensors.torch import load_file, save_file
+
+    model, spec = cluster(tiny_llama(tied=False))
+    directory = export(model, spec, tmp_path / "one")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_float8_tables_of_the_first_version_still_load(tmp_path):
+    spec = QuantizationSpec(3, "row:1", "float8_e4m3fn", 8, format_version=1)
+    assert "lut_scale" not in spec.linear_tensors(4, 8, layer="a")
+    assert "lut_scale" in QuantizationSpec(3, "row:1", "float8_e4m3fn", 8).linear_tensors(4, 8, layer="a")

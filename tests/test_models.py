@@ -1,11 +1,16 @@
 """Where models come from, and what is said when they cannot be had."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
 from edkm_cli import models
 from edkm_cli.config import UserError
-from helpers import tiny_llama
+from edkm_cli.hf import load
+from edkm_cli.nn.swap import is_tied
+from helpers import cluster, export, tiny_llama
 
 
 def test_aliases_resolve_to_the_hub_or_the_cache(monkeypatch, tmp_path):
@@ -58,3 +63,83 @@ def test_without_weights_an_alias_still_has_a_configuration(monkeypatch, tmp_pat
     assert models.load_config(models.resolve("llama-7b")).num_hidden_layers == 32
     with pytest.raises(UserError, match=r"get_smollm2\.sh"):
         models.load_dense(models.resolve("smollm2-135m"), dtype="float32")
+
+
+def altered(directory, tmp_path, change):
+    """A copy of a model directory whose tensors `change(tensors)` has altered."""
+    from safetensors.torch import load_file, save_file
+
+    copied = tmp_path / "altered"
+    shutil.copytree(directory, copied)
+    tensors = load_file(copied / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    return str(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.down_proj.weight"), r"missing \(model\.layers\.1\.mlp\.down_proj\.weight"),
+        (lambda t: t.pop("model.embed_tokens.weight"), r"missing .*model\.embed_tokens\.weight"),
+        (lambda t: t.update({"model.layers.9.extra": torch.zeros(2)}), r"unexpected \(model\.layers\.9\.extra"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight is \(3,\) for \(24,\)"),
+    ],
+)
+def test_what_the_files_lack_or_have_too_many_is_named(model_directory, tmp_path, change, message):
+    source = models.resolve(altered(model_directory, tmp_path, change))
+    with pytest.raises(UserError, match=message):
+        models.load_dense(source, dtype="float32")
+
+
+def test_a_head_that_lacks_in_an_untied_model_is_named(tmp_path):
+    tiny_llama(tied=False).save_pretrained(tmp_path / "untied")
+    source = models.resolve(altered(tmp_path / "untied", tmp_path, lambda t: t.pop("lm_head.weight")))
+    with pytest.raises(UserError, match=r"missing \(lm_head\.weight"):
+        models.load_dense(source, dtype="float32")
+
+
+def untied_but_said_to_be_tied(directory):
+    """A directory with a head of its own whose config.json says that it is tied."""
+    dense = tiny_llama(tied=False)
+    dense.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    return dense
+
+
+def test_the_weights_decide_what_is_tied_not_the_flag(tmp_path, ids):
+    dense = untied_but_said_to_be_tied(tmp_path / "dense")
+    source = models.resolve(str(tmp_path / "dense"))
+    assert models.load_config(source).tie_word_embeddings is False
+    loaded = models.load_dense(source, dtype="float32")
+    assert loaded.config.tie_word_embeddings is False
+    assert torch.equal(loaded(ids).logits, dense(ids).logits)
+    clustered, spec = cluster(loaded)
+    exported = load(export(clustered, spec, tmp_path / "out"))
+    assert torch.equal(exported(ids).logits, clustered(ids).logits)
+
+
+def test_an_equal_head_in_the_files_is_tied_as_the_flag_says(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama(tied=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = models.resolve(str(tmp_path))
+    assert models.load_config(source).tie_word_embeddings is True
+    assert is_tied(models.load_dense(source, dtype="float32"))
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "bitsandbytes", "compressed-tensors", "edkm", None])
+def test_a_model_that_is_quantized_already_is_refused_with_the_remedy(tmp_path, method):
+    tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"must not be quantized yet.*give the model it was made from"):
+        models.load_config(models.resolve(str(tmp_path)))
+    with pytest.raises(UserError):
+        models.load_dense(models.resolve(str(tmp_path)), dtype="float32")

@@ -2,11 +2,11 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 import edkm_cli
 from edkm_cli.compare.config import build_compare_config
 from edkm_cli.config import build_config, configs_directory
+from processes import PATIENCE_SECONDS, wait_for_steps
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -22,22 +23,28 @@ CONFIGS = sorted(path for path in configs_directory().glob("*.yaml") if path.nam
 TINY = ["--sequence-length", "48", "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256"]
 
 
-def environment(**more):
-    thread = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **thread, "PYTHON": sys.executable, "DEVICE": "cpu", **{k: str(v) for k, v in more.items()}}
+def environment(python, **more):
+    """Variables of a script; torchrun starts PYTHON_EXEC."""
+    always = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHON": python, "PYTHON_EXEC": python, "DEVICE": "cpu"}
+    return {**os.environ, **{name: str(value) for name, value in {**always, **more}.items()}}
 
 
-def run(script, *arguments, expected=0, **variables):
-    """The finished process of a script."""
-    done = subprocess.run(
-        [str(ROOT / "scripts" / script), *map(str, arguments)],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+@pytest.fixture
+def run(python):
+    """Runs a script with its arguments and variables; gives its finished process."""
+
+    def run_script(script, *arguments, expected=0, **variables):
+        done = subprocess.run(
+            [str(ROOT / "scripts" / script), *map(str, arguments)],
+            env=environment(python, **variables),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+    return run_script
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -65,7 +72,8 @@ def test_every_script_is_sound(path):
 
 
 @pytest.mark.slow
-def test_one_gpu_plans_compresses_and_evaluates(model_directory, text_file, tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_one_gpu_plans_compresses_and_evaluates(run, model_directory, text_file, tmp_path):
     output = tmp_path / "out"
     variables = {"MODEL": model_directory, "OUTPUT": output, "EVAL_DATA": text_file, "CONTEXT": 64}
     arguments = ["--data", text_file, "--steps", 2, "--lora-rank", 2, "--gradient-accumulation", 2, *TINY]
@@ -80,13 +88,13 @@ def test_one_gpu_plans_compresses_and_evaluates(model_directory, text_file, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_7b_full_8gpu", "paper_llama7b_3bit"])
-def test_one_node_trains_sharded_over_its_processes(model_directory, text_file, tmp_path, name):
+@pytest.mark.usefixtures("alone")
+def test_one_node_trains_the_papers_recipe_sharded_over_its_processes(run, model_directory, text_file, tmp_path):
     output = tmp_path / "out"
     run(
         "llama_7b_node.sh",
         *("--data", text_file, "--steps", 2, "--batch-size", 1, *TINY),
-        CONFIG=f"configs/{name}.yaml",
+        CONFIG="configs/paper_llama7b_3bit.yaml",
         MODEL=model_directory,
         OUTPUT=output,
         PROCESSES=2,
@@ -94,8 +102,7 @@ def test_one_node_trains_sharded_over_its_processes(model_directory, text_file, 
         CONTEXT=64,
     )
     report = json.loads((output / "report.json").read_text())
-    assert (report["processes"], report["sharded"]) == (2, True)
-    assert report["config"]["mode"] == ("soft" if name.startswith("paper") else "straight-through")
+    assert (report["processes"], report["sharded"], report["config"]["mode"]) == (2, True, "soft")
     assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
 
 
@@ -113,10 +120,12 @@ def fake_slurm(directory):
 
 
 @pytest.mark.slow
-def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(model_directory, text_file, tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(python, model_directory, text_file, tmp_path):
     output, requeued = tmp_path / "out", tmp_path / "requeued"
     job = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "localhost", "REQUEUED": requeued}
     variables = environment(
+        python,
         **job,
         SLURM_SUBMIT_DIR=ROOT,
         PATH=f"{fake_slurm(tmp_path / 'bin')}:{os.environ['PATH']}",
@@ -131,14 +140,10 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(model_direct
     command = [str(ROOT / "scripts" / "llama_7b_slurm.sh"), *arguments]
     log = (tmp_path / "log").open("w")
     job = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    metrics = tmp_path / "out.partial" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
     try:
-        while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
-            assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.05)
+        wait_for_steps(tmp_path / "out.partial", 3, lambda: job.poll() is None)
         job.send_signal(signal.SIGTERM)  # to the script alone, as SLURM does
-        assert job.wait(timeout=60) != 0
+        assert job.wait(timeout=PATIENCE_SECONDS) != 0
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
@@ -146,24 +151,22 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(model_direct
     saved = [path.name for path in (tmp_path / "out.partial" / "checkpoints").iterdir()]
     assert len(saved) == 1
     assert not output.exists()
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
     assert requeued.read_text() == "requeue 4711\n"
+    report = json.loads((output / "report.json").read_text())  # of configs/llama_7b_full_8gpu.yaml
+    assert (report["processes"], report["sharded"], report["config"]["mode"]) == (2, True, "straight-through")
     assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
 
 
-def test_a_memory_limit_needs_a_gpu():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_training.py"), "--device", "cpu", "--memory-limit", "24GiB"],
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert done.stderr.strip() == "bench_training.py: --memory-limit needs a GPU, but the device is cpu; leave it out"
+def test_a_memory_limit_needs_a_gpu(monkeypatch, capsys):
+    script = str(ROOT / "scripts" / "bench_training.py")
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--memory-limit", "24GiB"])
+    assert runpy.run_path(script)["main"]() == 2
+    line = capsys.readouterr().err.strip()
+    assert line == "bench_training.py: --memory-limit needs a GPU, but the device is cpu; leave it out"
 
 
 def assert_training_was_measured(result, *, rank):
@@ -180,7 +183,8 @@ def assert_training_was_measured(result, *, rank):
 
 
 @pytest.mark.slow
-def test_the_gpu_check_runs_from_top_to_bottom(tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
     """Without its part `kernels`, which is tests/test_gpu.py."""
     parts = "lora full compress processes clustering ablation offload"
     run("gpu_check.sh", tmp_path, PARTS=parts)
@@ -199,7 +203,8 @@ def test_the_gpu_check_runs_from_top_to_bottom(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_stops_nothing_and_is_named(tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_a_part_that_fails_stops_nothing_and_is_named(run, tmp_path):
     done = run("gpu_check.sh", tmp_path, PARTS="clustering ablation", LIMIT="0.2", expected=1)
     (summary,) = tmp_path.glob("gpu_check_cpu_*.json")
     assert [part["status"] for part in json.loads(summary.read_text())["parts"]] == [124, 124]

@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from processes import PATIENCE_SECONDS
+
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_export.py"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_process_holds_its_shards_and_one_layer_and_writes_what_one_process_writes(tmp_path):
+def test_a_process_holds_its_shards_and_one_layer_and_writes_what_one_process_writes(python, tmp_path):
     shape = ["--layers", "6", "--hidden", "768", "--inner", "2048", "--vocabulary", "2048"]
     subprocess.run(
-        [sys.executable, str(SCRIPT), *shape, "--json", str(tmp_path / "figures.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [python, str(SCRIPT), *shape, "--json", str(tmp_path / "figures.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(python)},
         check=True,
         capture_output=True,
-        timeout=600,
+        timeout=PATIENCE_SECONDS,
     )
     result = json.loads((tmp_path / "figures.json").read_text())
     assert result["same_files"] is True

@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
 
 
@@ -18,9 +16,9 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.glob("*.py")), ids=lambda path: path.name)
-def test_no_file_imports_a_test_module(path):
+def test_no_file_imports_a_test_module():
     """What two test modules share lies in helpers.py, processes.py or a fixture of conftest.py."""
-    modules = {name for whole in imported(path) for name in whole.split(".")}
     tests = {file.stem for file in TESTS.glob("test_*.py")} | {"conftest"}
-    assert not modules & tests
+    for path in TESTS.glob("*.py"):
+        modules = {name for whole in imported(path) for name in whole.split(".")}
+        assert not modules & tests, path.name

@@ -73,6 +73,9 @@ def count_uniform(
 
     Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
     symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
+
+    >>> count_uniform([(64, 128)], bits=3, group_size=64, zero_bits=3)  # 3 + (16 + 3) / 64
+    (3.296875, 3376)
     """
     total_bits = weights = stored_bytes = 0
     for rows, columns in shapes:

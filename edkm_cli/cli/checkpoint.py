@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import Device, Dtype, JsonFile, check_json_target, finish
+from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish
 from edkm_cli.errors import UserError
 
 
@@ -46,9 +46,7 @@ def eval_command(
         int | None, typer.Option(min=0, help="Number of examples in the prompt of a task; default: the task's own.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a forward pass, for tasks.")] = 1,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a hub model.")
-    ] = False,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
@@ -82,13 +80,15 @@ def eval_command(
 
 
 def inspect_command(
-    directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")], json_file: JsonFile = None
+    directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
+    trust_remote_code: RemoteCode = False,
+    json_file: JsonFile = None,
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
     check_json_target(json_file)
     from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
-    result = inspect_checkpoint(directory)
+    result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
     finish(format_inspection(result), result, json_file)
 
 
@@ -105,6 +105,7 @@ def report_command(
         typer.Option("--weights/--no-weights", help="Compare the weights with those of the original model (slower)."),
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
@@ -112,7 +113,9 @@ def report_command(
     from edkm_cli.progress import Progress
     from edkm_cli.report.build import build_report
 
-    result = build_report(directory, output=output, weights=weights, track=Progress().track)
+    result = build_report(
+        directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
+    )
     finish(result["page"], result, json_file)
     if open_page:
         import webbrowser
@@ -140,6 +143,7 @@ def generate_command(
     dtype: Dtype = "float32",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
+    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Continue a text with a compressed or uncompressed model."""
@@ -157,5 +161,6 @@ def generate_command(
         dtype=dtype,
         device=choose_device(device),
         seed=seed,
+        trust_remote_code=trust_remote_code,
     )
     finish(result["text"], result, json_file)

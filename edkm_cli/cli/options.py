@@ -23,6 +23,7 @@ JsonFile = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that come with a model.")]
 Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
 _CONFIG_FILE = Annotated[
     Path | None,
@@ -132,16 +133,39 @@ def require_model(model: str) -> None:
 
 def check_json_target(json_file: Path | None) -> None:
     """Fail before the work, not after it."""
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+    if json_file is None or _is_stream(json_file):
+        return
+    target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
+    if target.is_dir() or not target.parent.is_dir():
         raise UserError(
             f"--json must name a file in a directory that exists, got {json_file}; make the directory first"
         )
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UserError(f"--json must name a file that can be written, but {json_file} cannot; choose another")
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path leads to a device, a pipe or a terminal (/dev/stdout), which nothing may replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
-    """Write the result as JSON where asked, and print it."""
-    if json_file is not None:
-        from edkm_cli.format import write_json
+    """Print the result, and write it as JSON where asked.
 
-        write_json(json_file, result)
+    Raises UserError, after printing, where the file cannot be written.
+    """
     print(text, flush=True)
+    if json_file is None:
+        return
+    from edkm_cli.format import json_text, write_json
+
+    try:
+        if _is_stream(json_file):
+            with open(json_file, "w", encoding="utf-8") as stream:
+                stream.write(json_text(result))
+        else:
+            write_json(Path(os.path.realpath(json_file)), result)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"--json {json_file} could not be written ({error}); the result is printed above") from error

@@ -24,17 +24,36 @@ def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor | None:
+    """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
+
+    float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie.
+    The scale puts the largest entry of the matrix between 224 and 448, so that all entries down to 2**-14 of it keep
+    their three bits. Being a power of two, it rounds nothing itself.
+    """
+    dtype = parse_lut_dtype(lut_dtype)
+    if dtype is None or dtype.itemsize > 1:
+        return None
+    largest = centroids.detach().float().abs().amax() / torch.finfo(dtype).max
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+
+
 def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor:
     """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
 
-    Rounds to nearest; what is beyond the dtype's range (448 for float8_e4m3fn) becomes its largest finite value.
+    Rounds to nearest; what is beyond the dtype's range becomes its largest finite value. float8 tables are scaled (see
+    `lut_scale`).
 
     >>> round_lut(torch.tensor([[0.3, 1000.0]]), "float8_e4m3fn").tolist()
-    [[0.3125, 448.0]]
+    [[0.3125, 1024.0]]
     """
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None:
         return centroids if centroids.dtype == torch.float64 else centroids.float()
+    scale = lut_scale(centroids, dtype)
+    if scale is not None:
+        return (centroids.float() / scale).to(dtype).float() * scale
     limit = torch.finfo(dtype).max
     return centroids.float().clamp(-limit, limit).to(dtype).float()
 

@@ -96,7 +96,10 @@ class Entry:
     def parse(cls, text: str) -> Entry:
         """`name:option=value:...`; a colon begins an option where a name and `=` follow, so that `row:1` is a value.
 
-        Raises UserError for an unknown method, or an option that is none or comes twice.
+        >>> Entry.parse("kmeans:bits=4:granularity=row:1")
+        Entry(method='kmeans', options=(('bits', 4), ('granularity', 'row:1')))
+
+        Raises UserError for an unknown method, or an option without a value or given twice.
         """
         method, *parts = re.split(r":(?=[a-zA-Z_-]+=)", text.strip())
         if method not in METHODS:

@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 class Stage:
     """Use as a context manager around a rehearsal."""
 
-    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, ...]]) -> None:
         """`shapes` are those of the clustered weights."""
         self.setting = setting
         self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if setting.gpu else 1)

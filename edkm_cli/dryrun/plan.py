@@ -116,7 +116,7 @@ def _by_part(peak: Peak) -> dict[str, int]:
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     """The swapped modules, counted by role and shape."""
     config = plan.config
-    counts: dict[tuple[str, tuple[int, int]], int] = {}
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1

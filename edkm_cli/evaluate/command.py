@@ -56,14 +56,19 @@ def evaluate_model(
         raise UserError("--reference must come with a text on which models are compared; give --data")
     if reference is not None:
         models.resolve(reference)
-    documents = texts.load_documents(data, "all" if Path(data).suffix else "test") if data else None
+    # Most texts are read without it, and a damaged model is better told of by its weights.
+    late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
+    documents = None
+    if data is not None:
+        split = texts.measured_split(texts.parse_source(data))
+        documents = texts.load_documents(data, split, tokenizer=late)
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(
             benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
         )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokenizer = late.tokenizer
     start = time.perf_counter()
     size = footprint(model)
     result: dict[str, Any] = {"model": name, "data": data}

@@ -70,7 +70,8 @@ def perplexity(
         reference: what the model's predictions are compared with, such as `logits_of(uncompressed model)`.
         seen: called with each window's ids (1, context) and logits (context, vocabulary).
 
-    Raises UserError if the text has fewer than two tokens, or the reference has another vocabulary.
+    Raises UserError if the text has fewer than two tokens, the model's loss on it is NaN or Inf, or the reference has
+    another vocabulary.
     """
     if tokens.numel() < 2:
         raise UserError(f"perplexity needs at least 2 tokens of text, got {tokens.numel()}; give more --data")
@@ -78,7 +79,7 @@ def perplexity(
     windows = tokens[: tokens.numel() // width * width].view(-1, width)[:max_windows]
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    device = model.device
     start = time.perf_counter()
     total = torch.zeros(3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
     turns = world.turns(list(windows))
@@ -94,7 +95,14 @@ def perplexity(
     model.train(was_training)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
-    value = math.exp(min(float(total[0]) / count, 700.0))
+    loss_per_token = float(total[0]) / count
+    if not math.isfinite(loss_per_token):
+        raise UserError(
+            f"{description} must be a number, but the model's mean loss is {loss_per_token}: its weights are broken, or "
+            "its activations do not fit its dtype; use --dtype float32 or bfloat16",
+            everywhere=True,
+        )
+    value = math.exp(min(loss_per_token, 700.0))
     compared = (None, None) if reference is None else (float(total[1]) / count, float(total[2]) / count)
     return Perplexity(value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start, *compared)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 @torch.no_grad()
 def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
     """Tokens per second of greedy generation after a prompt (tokens,) int64."""
-    ids = prompt.to(next(model.parameters()).device)[None]
+    ids = prompt.to(model.device)[None]
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     model.generate(ids, attention_mask=torch.ones_like(ids), **{**options, "max_new_tokens": 1, "min_new_tokens": 1})
     start = time.perf_counter()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
@@ -19,6 +22,7 @@ from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
+_PACKED = ("indices", "lut", "lut_scale")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -36,7 +40,7 @@ class _Source:
         """The tensor; on other processes than the first it may be None."""
         path, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if not isinstance(module, ClusteredLinear) or leaf not in ("indices", "lut"):
+        if not isinstance(module, ClusteredLinear) or leaf not in _PACKED:
             return full(getattr(module, leaf).detach())
         if self._current[0] != path:
             self._current = ("", {})  # let go before the next is made
@@ -47,7 +51,21 @@ class _Source:
 
 def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
     indices, lut = module.snapped()
-    return {"indices": pack(indices, module.clustering.bits), "lut": lut}
+    scale = module.stored_scale()
+    packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
+    return packed if scale is None else {**packed, "lut_scale": scale}
+
+
+def _dtype(model: nn.Module, name: str) -> torch.dtype | None:
+    """The dtype that a dense tensor has in the model; None for what is packed on writing."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return None if isinstance(module, ClusteredLinear) and leaf in _PACKED else getattr(module, leaf).dtype
+
+
+def is_remote(model: nn.Module) -> bool:
+    """Whether the model's class came with its files (`--trust-remote-code`)."""
+    return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
 
 
 def write_weights(
@@ -65,8 +83,12 @@ def write_weights(
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
-    target = skeleton(copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype)
+    target = skeleton(
+        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
+    )
     tensors = skeleton_tensors(target)
+    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
+        tensors[name] = like.to(_dtype(model, name) or like.dtype)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -78,10 +100,27 @@ def write_weights(
                 tensor = source.read(name)
                 if writer is not None and tensor is not None:
                     writer.write(name, tensor)
+    code = []
     if world.main:
         _write_index_and_config(target, spec, split, directory)
+        code = copy_code(model, directory)
     files = list(split.filename_to_tensors)
-    return [*files, *([_INDEX] if split.is_sharded else []), "config.json"]
+    return [*files, *([_INDEX] if split.is_sharded else []), "config.json", *code]
+
+
+def copy_code(model: nn.Module, directory: Path) -> list[str]:
+    """The Python files of a model that is none of transformers' own, copied beside its weights; returns their names.
+
+    Without them nothing could load what was written.
+    """
+    if not is_remote(model):
+        return []
+    kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules"))
+    folder = Path(inspect.getfile(kind)).parent
+    names = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+    for name in names:
+        shutil.copyfile(folder / name, directory / name)
+    return names
 
 
 def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, directory: Path) -> None:
@@ -95,6 +134,8 @@ def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, dir
     config.quantization_config = EdkmConfig(**spec.to_mapping())
     config.architectures = [type(target).__name__]
     config.dtype = str(target.dtype).removeprefix("torch.")
+    if getattr(config, "auto_map", None):  # "owner/name--file.Class" of a hub model: the files are here now
+        config.auto_map = {key: str(value).rpartition("--")[2] for key, value in config.auto_map.items()}
     config.save_pretrained(directory)
 
 

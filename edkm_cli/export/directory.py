@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.config import UserError
+from edkm_cli.export.lock import Lock
 from edkm_cli.format import sync, write_json
 from edkm_cli.train.state import CHECKPOINTS
 
@@ -21,13 +22,19 @@ _UNMARKED = f"{MARKER}.tmp"
 class OutputDirectory:
     """`DIR` receives a complete result or nothing: all is written to `DIR.partial`, then renamed.
 
+    Training checkpoints of an unfinished run are removed by `overwrite` or by the success of the run, and by nothing
+    else.
+
     Raises UserError on construction where the place cannot take a result: it exists and is not empty (without
-    `overwrite`), is a file, or cannot be written to.
+    `overwrite`), is a file, cannot be written to, or an unfinished run has checkpoints there (without `overwrite`, and
+    not to `resume` it).
     """
 
-    def __init__(self, path: str | Path, *, overwrite: bool = False):
+    def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False):
         self.path = Path(path).expanduser().absolute()
         self.partial = self.path.with_name(self.path.name + ".partial")
+        self._overwrite = overwrite
+        self._lock = Lock(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()) and not overwrite:
@@ -39,6 +46,25 @@ class OutputDirectory:
             raise UserError(
                 f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
             )
+        if not resume:
+            self._require_no_checkpoints()
+
+    def _require_no_checkpoints(self) -> None:
+        kept = sorted(path.name for path in (self.partial / CHECKPOINTS).glob("step-*") if path.suffix != ".tmp")
+        if kept and not self._overwrite:
+            raise UserError(
+                f"{self.partial} holds the checkpoints of an unfinished run (the last one is {kept[-1]}); go on with "
+                "--resume, give --overwrite to throw it away, or choose another --output"
+            )
+
+    def hold(self) -> None:
+        """Keep other runs out until `release`. Raises UserError naming the run that holds the directory already."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Let other runs in."""
+        self._lock.release()
 
     def rehearse(self, needed_bytes: int) -> None:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
@@ -66,8 +92,12 @@ class OutputDirectory:
             )
 
     def begin(self, *, keep: bool = False) -> Path:
-        """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with."""
+        """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with.
+
+        Raises UserError where checkpoints would be removed that nobody has given up.
+        """
         if self.partial.exists() and not keep:
+            self._require_no_checkpoints()
             _remove(self.partial)
         self.partial.mkdir(parents=True, exist_ok=True)
         return self.partial
@@ -142,6 +172,6 @@ def _exchange(first: Path, second: Path) -> bool:
     """Swap two directories atomically (Linux); False where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows
         return False
     return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0

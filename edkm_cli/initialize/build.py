@@ -20,16 +20,15 @@ from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
 
-# Builds the model that is to be clustered: calls `prepare(path, part)` on each part while its weights are whole (path ""
-# is the model itself), then `finish(model)`, and returns the model.
-Build = Callable[[Callable[[str, nn.Module], None], Callable[[Any], None]], Any]
+# Makes the model that is to be clustered, given `prepare` and `finish` by name: calls `prepare(path, part)` on each part
+# while its weights are whole (path "" is the model itself), then `finish(model)`, and returns the model.
+Build = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,10 @@ def initialize(
     importance = collect(dense, names, list(calibration), kind=recipe.importance, world=world, track=track)
     kept = (dense if build else duplicate(dense)).requires_grad_(False) if keep_dense else None
 
+    parts: list[str] = []
+
     def prepare(path: str, part: nn.Module) -> None:
+        parts.append(path)
         prefix = f"{path}." if path else ""
         cluster_linears(
             part, recipe, importance, prefix=prefix, world=world, start=start, track=no_progress if path else track
@@ -123,11 +125,11 @@ def initialize(
     def finish(model: Any) -> None:
         palettize_embeddings(model, recipe.swaps, recipe.spec)
         if build is not None:
-            _freeze_rest(model, recipe)
+            _freeze_rest(model, recipe, parts)
         elif recipe.lora_rank:
             _add_lora(model, recipe)
 
-    model = (build or _in_place(dense))(prepare, finish)
+    model = (build or _in_place(dense))(prepare=prepare, finish=finish)
     if fitting is not None and recipe.passes is None:
         compensating(model, list(fitting), world=world, track=track)
     elif fitting is not None:
@@ -149,13 +151,13 @@ def _add_lora(model: nn.Module, recipe: Recipe) -> None:
     add_lora(model, rank=rank, alpha=recipe.lora_alpha or 2.0 * rank, seed=recipe.seed)
 
 
-def _freeze_rest(model: Any, recipe: Recipe) -> None:
-    """Outside the decoder layers of a model that is made part by part: with LoRA nothing trains, else no embedding."""
+def _freeze_rest(model: Any, recipe: Recipe, parts: list[str]) -> None:
+    """Of a model that was made part by part, what is outside of the parts: with LoRA nothing trains, else no embedding."""
     freeze_dense_embeddings(model)
     if recipe.lora_rank:
-        inside = {id(parameter) for block in decoder_blocks(model).values() for parameter in block.parameters()}
-        for parameter in model.parameters():
-            if id(parameter) not in inside:
+        inside = tuple(f"{path}." for path in parts)
+        for name, parameter in model.named_parameters():
+            if not name.startswith(inside):
                 parameter.requires_grad_(False)
 
 

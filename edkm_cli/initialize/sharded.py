@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class SafetensorsReader:
                 f"{self._directory / file} is not a whole safetensors file; fetch the model again"
             ) from error
 
+    def names(self) -> set[str]:
+        return set(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
@@ -99,6 +103,8 @@ def build_sharded(
 
     directory = models.safetensors_directory(source, trust_remote_code=trust_remote_code)
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    models.require_unquantized(source, architecture)
+    models.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -112,7 +118,8 @@ def build_sharded(
         prepare(path, block)
         shard(block, world)
     tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
-    _read(model, "", reader, dtype, world.device, leave=tied)
+    _read(model, "", reader, dtype, world.device, leave={name for name in tied if name not in reader})
+    _refuse_unexpected(model, reader)
     model.tie_weights()
     _move_buffers(model, world.device)
     finish(model)
@@ -123,7 +130,7 @@ def build_sharded(
 def _read(
     module: nn.Module, prefix: str, reader: SafetensorsReader, dtype: torch.dtype, device: str, leave: Any = ()
 ) -> None:
-    """Fill the parameters that are still empty, all but those in `leave`."""
+    """Fill the parameters that are still empty, all but those in `leave`, and the buffers that files hold."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or prefix + name in leave:
             continue
@@ -136,6 +143,23 @@ def _read(
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype), requires_grad=parameter.requires_grad))
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner._buffers.items():
+            name = f"{prefix}{path}.{leaf}" if path else prefix + leaf
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set and name in reader:
+                owner._buffers[leaf] = reader.get(name).to(buffer.device, buffer.dtype)  # a router's correction, say
+
+
+def _refuse_unexpected(model: Any, reader: SafetensorsReader) -> None:
+    """Raises UserError for a tensor that the model has no place for, but those that its family is known to carry."""
+    known = set(model.state_dict())
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
+    strangers = sorted(name for name in reader.names() if name not in known and not ignored.search(name))
+    if strangers:
+        raise UserError(
+            f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too; check that "
+            "config.json belongs to them"
+        )
 
 
 def _move_buffers(model: nn.Module, device: str) -> None:

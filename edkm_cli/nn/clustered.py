@@ -21,6 +21,7 @@ from edkm_cli.clustering import (
     iterate_centroids,
     kmeans_start,
     lookup,
+    lut_scale,
     nearest_indices,
     parse_lut_dtype,
     round_lut,
@@ -218,7 +219,8 @@ class ClusteredLinear(nn.Module):
 
     @torch.no_grad()
     def snapped(self) -> tuple[Tensor, Tensor]:
-        """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes.
+        """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes. A
+        float8 LUT is divided by its `stored_scale`.
 
         Entries are sorted after the assignment, so ties fall as in `hard_weight`.
         """
@@ -229,9 +231,15 @@ class ClusteredLinear(nn.Module):
             1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
         )
         renamed = lookup(indices, rank.float(), granularity=self.clustering.granularity).to(torch.uint8)
-        dtype = parse_lut_dtype(self.clustering.lut_dtype)
+        dtype, scale = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
         assert dtype is not None
-        return renamed, ascending.to(dtype)
+        return renamed, (ascending if scale is None else ascending / scale).to(dtype)
+
+    @torch.no_grad()
+    def stored_scale(self) -> Tensor | None:
+        """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
+        scale = lut_scale(self.centroids, self.clustering.lut_dtype)
+        return None if scale is None else scale.reshape(1)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"

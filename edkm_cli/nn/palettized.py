@@ -7,11 +7,13 @@ a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
@@ -25,6 +27,12 @@ class _Packed(nn.Module):
 
     indices: Tensor
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as some models look at it, for its device, dtype or shape. It is decoded only when it is
+        computed with, and nothing is written back."""
+        return _DecodedWeight.of(self)
+
     def _register(self, tensors: dict[str, tuple[torch.dtype, tuple]]) -> None:
         for name, (dtype, shape) in tensors.items():
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
@@ -37,6 +45,28 @@ class _Packed(nn.Module):
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         return self
+
+
+class _DecodedWeight(Tensor):
+    """A tensor without memory that stands for a packed module's dense weight: any operation on it decodes it first."""
+
+    _module: Any
+
+    @staticmethod
+    def of(module: Any) -> _DecodedWeight:
+        shape, dtype, device = module.weight_like()
+        made = Tensor._make_wrapper_subclass(_DecodedWeight, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made._module = module
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def decoded(weight: _DecodedWeight) -> Tensor:
+            return weight._module.dequantize(weight.dtype)
+
+        return func(*tree_map_only(cls, decoded, args), **tree_map_only(cls, decoded, kwargs or {}))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class PalettizedLinear(_Packed):
@@ -53,8 +83,20 @@ class PalettizedLinear(_Packed):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        lut = self.lut if self.lut.dtype.itemsize >= 2 else self.lut.float()
-        return lookup(unpack(self.indices, self.bits, self.in_features), lut, granularity=self.granularity).to(dtype)
+        indices = unpack(self.indices, self.bits, self.in_features)
+        return lookup(indices, self.table(), granularity=self.granularity).to(dtype)
+
+    def table(self) -> Tensor:
+        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
+        if self.lut.dtype.itemsize >= 2:
+            return self.lut
+        scale = self._buffers.get("lut_scale")
+        return self.lut.float() if scale is None else self.lut.float() * scale
+
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        dtype = self.table().dtype if self.bias is None else self.bias.dtype
+        return (self.out_features, self.in_features), dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize(x.dtype), self.bias)
@@ -100,21 +142,92 @@ class _RowScaled(_Packed):
         return f"{self.rows}, {self.columns}, bits={self.bits}"
 
 
-class PalettizedEmbedding(_RowScaled):
-    """`embedding(ids)` that decodes only the rows it is asked for."""
+def embedding_scale(embedding: nn.Embedding) -> float | Tensor | None:
+    """What an embedding multiplies its rows with: 1.0 for a plain one; None for a subclass that does something else.
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, padding_idx: int | None, dtype: torch.dtype):
+    Gemma's and MiniCPM3's embeddings are scaled. Whether a subclass only scales is tried, with rows of its own. A scale
+    that the class keeps as a tensor is returned as one: it is rounded to the weight's dtype before it multiplies.
+    """
+    if type(embedding) is nn.Embedding:
+        plain = embedding.max_norm is None and not embedding.scale_grad_by_freq
+        return 1.0 if plain else None
+    kept = getattr(embedding, "embed_scale", None)
+    value = getattr(embedding, "scalar_embed_scale", kept)
+    if isinstance(value, Tensor) and not value.is_meta and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        return None
+    with torch.device("cpu"):  # a model may be in the making on the meta device
+        as_float32 = torch.tensor(float(value), dtype=torch.float32)
+        scale = as_float32 if isinstance(kept, Tensor) else float(value)
+        rows = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+        try:
+            same = torch.equal(_subclass_with(embedding, rows, scale)(torch.arange(3)), rows * scale)
+        except Exception:  # whatever it does, it is not scaling
+            return None
+    return scale if same else None
+
+
+def is_plain_linear(linear: nn.Linear) -> bool:
+    """Whether a linear computes `x @ weight.T + bias`: a subclass (Falcon's does) is tried with a weight of its own."""
+    if type(linear) is nn.Linear:
+        return True
+    other = copy.copy(linear)
+    with torch.device("cpu"):
+        weight = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+        bias = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float32)
+        x = torch.tensor([[0.5, -1.5, 2.0, 3.0], [1.0, 0.0, -1.0, 4.0]], dtype=torch.float32)
+        other._parameters = {"weight": nn.Parameter(weight), "bias": nn.Parameter(bias)}
+        other.out_features, other.in_features = weight.shape
+        try:
+            return torch.allclose(other(x), nn.functional.linear(x, weight, bias))
+        except Exception:  # whatever it does, it is not that
+            return False
+
+
+def _subclass_with(embedding: nn.Embedding, weight: Tensor, scale: float | Tensor) -> nn.Embedding:
+    """An embedding of the same class with another weight; the scale, which may be on the meta device, filled in."""
+    other = copy.copy(embedding)
+    other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    other._buffers = {name: torch.as_tensor(scale).to(weight.device) for name in embedding._buffers}
+    other.num_embeddings, other.embedding_dim = weight.shape
+    if other.padding_idx is not None and other.padding_idx >= weight.shape[0]:
+        other.padding_idx = None
+    return other
+
+
+class PalettizedEmbedding(_RowScaled):
+    """`embedding(ids)` that decodes only the rows it is asked for, of a dense embedding that is plain or scaled."""
+
+    def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
+        rows, columns = dense.weight.shape
         super().__init__(rows, columns, spec)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, padding_idx
-        self.dtype = dtype  # what the dense embedding had; it follows casts of the model
+        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, dense.padding_idx
+        self.dtype = dense.weight.dtype  # it follows casts of the model
+        self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
+        like = copy.copy(dense)
+        like._parameters = {}
+        self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         return super()._apply(fn, recurse)
 
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        return (self.rows, self.columns), self.dtype, self.indices.device
+
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)
-        return self._decode(self.indices[rows], self.scale[rows], self.dtype).view(*ids.shape, self.columns)
+        values = self._decode(self.indices[rows], self.scale[rows], self.dtype).view(*ids.shape, self.columns)
+        if isinstance(self.embed_scale, Tensor):
+            return values * self.embed_scale.to(values.device, self.dtype)
+        return values if self.embed_scale in (1.0, None) else values * self.embed_scale
+
+    def to_dense(self, dtype: torch.dtype) -> nn.Embedding:
+        """The dense embedding, of the class it was, with the decoded weight."""
+        weight = self.dequantize(dtype)
+        return _subclass_with(self._like[0], weight, 1.0 if self.embed_scale is None else self.embed_scale)
 
 
 class PalettizedHead(_RowScaled):
@@ -141,6 +254,13 @@ class PalettizedHead(_RowScaled):
     def tied_to(self) -> PalettizedEmbedding | None:
         return self._tied_to[0]
 
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        if self.tied_to is not None:
+            return self.tied_to.weight_like()
+        dtype = self.scale.dtype if self.bias is None else self.bias.dtype
+        return (self.rows, self.columns), dtype, self.indices.device
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (rows, columns)."""
         return super().dequantize(dtype) if self.tied_to is None else self.tied_to.dequantize(dtype)
@@ -153,15 +273,13 @@ PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding
 
 
 def to_dense(module: Any, dtype: torch.dtype) -> nn.Module:
-    """The ordinary `nn.Linear` or `nn.Embedding` with a palettized module's decoded weight."""
+    """The ordinary `nn.Linear` or embedding with a palettized module's decoded weight."""
+    if isinstance(module, PalettizedEmbedding):
+        return module.to_dense(dtype)
     weight = module.dequantize(dtype)
     rows, columns = weight.shape
-    dense: nn.Module
-    if isinstance(module, PalettizedEmbedding):
-        dense = nn.Embedding(rows, columns, padding_idx=module.padding_idx, device="meta")
-    else:
-        dense = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")
-        if module.bias is not None:
-            dense.bias = nn.Parameter(module.bias.detach().to(dtype))
+    dense = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")
+    if module.bias is not None:
+        dense.bias = nn.Parameter(module.bias.detach().to(dtype))
     dense.weight = nn.Parameter(weight)
     return dense

@@ -7,8 +7,8 @@ into, and for a dry run on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -18,18 +18,30 @@ from torch import nn
 from edkm_cli.config import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.palettized import PALETTIZED, PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
+from edkm_cli.nn.palettized import (
+    PALETTIZED,
+    PalettizedEmbedding,
+    PalettizedHead,
+    PalettizedLinear,
+    embedding_scale,
+    is_plain_linear,
+    to_dense,
+)
 
-LINEAR, EMBEDDING, HEAD = "linear", "embedding", "head"
+LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
 
 
 @dataclass(frozen=True)
 class Swap:
-    """One module of the plan: what it becomes, or why it stays (`reason` not empty)."""
+    """One module of the plan: what it becomes, or why it stays (`reason` not empty).
+
+    A weight that belongs to neither a linear nor an embedding (role `other`: fused experts, convolutions) always stays;
+    its `name` is that of the parameter.
+    """
 
     name: str
     role: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     reason: str = ""
 
     @property
@@ -50,7 +62,7 @@ def is_tied(model: Any) -> bool:
 
 
 def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] = ()) -> list[Swap]:
-    """All linears and embeddings of a dense causal LM with their roles, in model order.
+    """All linears and embeddings of a dense causal LM with their roles, and its other matrices, in model order.
 
     `skip` holds module paths or shell patterns. Raises UserError for a pattern that matches nothing, or if nothing is
     left to compress.
@@ -59,6 +71,7 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
     swaps, unused = [], set(skip)
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
+            swaps += _other_matrices(name, module)
             continue
         hits = {pattern for pattern in skip if fnmatch(name, pattern)}
         unused -= hits
@@ -68,7 +81,7 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
             reason = "embedding_bits is 16: embeddings stay dense"
         if not reason and role == EMBEDDING and module is not embedding:
             reason = "an embedding that is not the token embedding"
-        if not reason and type(module) not in (nn.Linear, nn.Embedding):
+        if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
         swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
     if unused:
@@ -80,19 +93,41 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
     return swaps
 
 
+def _is_known(module: nn.Module) -> bool:
+    """Whether the palettized module computes what this one does: a subclass may do something else."""
+    if isinstance(module, nn.Embedding):
+        return embedding_scale(module) is not None
+    return isinstance(module, nn.Linear) and is_plain_linear(module)
+
+
+def _other_matrices(path: str, module: nn.Module) -> list[Swap]:
+    """The weights of two and more dimensions that a module holds itself, all of which stay dense."""
+    return [
+        Swap(
+            f"{path}.{name}" if path else name,
+            OTHER,
+            tuple(parameter.shape),
+            f"a weight of {type(module).__name__}, which is no Linear",
+        )
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() >= 2
+    ]
+
+
 def _keep_ties(swaps: list[Swap]) -> list[Swap]:
-    """A tied head shares the embedding's fate: skipping one skips both."""
-    reasons = [swap.reason for swap in swaps if swap.role != LINEAR and swap.reason.startswith("matches")]
+    """A tied head shares the embedding's fate: where one stays dense, both do."""
+    ends = [swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and "not the token embedding" not in swap.reason]
+    reasons = [swap.reason for swap in ends if swap.reason]
     if not reasons:
         return swaps
-    return [swap if swap.role == LINEAR else Swap(swap.name, swap.role, swap.shape, reasons[0]) for swap in swaps]
+    return [replace(swap, reason=swap.reason or reasons[0]) if swap in ends else swap for swap in swaps]
 
 
 def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
     """Raises UserError naming the first linear that the geometry does not divide."""
     for swap in swaps:
         if swap.clustered:
-            granularity.tile(*swap.shape, layer=swap.name)
+            granularity.tile(swap.shape[0], swap.shape[1], layer=swap.name)
 
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
@@ -102,7 +137,8 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
     for swap in swaps:
         if swap.clustered:
             n = swap.shape[0] * swap.shape[1]
-            total += n * spec.granularity.bits_per_weight(*swap.shape, bits=spec.bits, lut_bits=lut_bits)
+            rows, columns = swap.shape
+            total += n * spec.granularity.bits_per_weight(rows, columns, bits=spec.bits, lut_bits=lut_bits)
             weights += n
     return total / weights
 
@@ -111,7 +147,7 @@ def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSp
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's."""
     tied = is_tied(model)
     for swap in swaps:
-        if swap.role == LINEAR or swap.reason:
+        if swap.role not in (EMBEDDING, HEAD) or swap.reason:
             continue
         dense: Any = model.get_submodule(swap.name)
         palettized = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
@@ -120,6 +156,7 @@ def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSp
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
+    _keep_dtype_and_device(model)
 
 
 def freeze_dense_embeddings(model: Any) -> None:
@@ -131,11 +168,11 @@ def freeze_dense_embeddings(model: Any) -> None:
 
 def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:
     """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
-    rows, columns = swap.shape
+    rows, columns = swap.shape[:2]
     if swap.role == LINEAR:
         return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name)
     if swap.role == EMBEDDING:
-        return PalettizedEmbedding(rows, columns, spec, padding_idx=dense.padding_idx, dtype=dense.weight.dtype)
+        return PalettizedEmbedding(dense, spec)
     if not tied:
         return PalettizedHead(rows, columns, spec, bias=dense.bias)
     # transformers ties parameters by name; here there is nothing left for it to tie.
@@ -143,22 +180,44 @@ def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: 
     return PalettizedHead(rows, columns, spec, bias=dense.bias, tied_to=model.get_input_embeddings())
 
 
-def palettize_skeleton(model: Any, spec: QuantizationSpec) -> None:
-    """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills."""
+def palettize_skeleton(
+    model: Any, spec: QuantizationSpec, *, stays: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills.
+
+    `stays(path)` says of a linear or embedding that the checkpoint does not know it, so that it stays as it is.
+    """
     tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     skipped = set(spec.skipped)
     for name, module in list(model.named_modules()):
-        if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped:
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped or stays(name):
             continue
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
-        if role == EMBEDDING and module is not embedding:
-            raise UserError(f"{name} is an embedding the format does not know; quantization_config must skip it")
+        if (role == EMBEDDING and module is not embedding) or not _is_known(module):
+            raise UserError(
+                f"{name} is a {type(module).__name__}, which the format does not know; quantization_config must skip it, "
+                "or the file was altered"
+            )
         if role != LINEAR and spec.embedding_bits is None:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))
         with torch.device(module.weight.device):
             model.set_submodule(name, _empty(model, module, swap, spec, tied=tied))
+    _keep_dtype_and_device(model)
+
+
+def _keep_dtype_and_device(model: Any) -> None:
+    """Let a model say its dtype and device that has no parameter left to ask: norms of some families have none."""
+    for part in {id(part): part for part in (model, model.base_model)}.values():
+        if any(parameter.is_floating_point() for parameter in part.parameters()):
+            continue
+        kind = type(part)
+        asked = {
+            "dtype": property(lambda self: self.get_input_embeddings().weight.dtype),
+            "device": property(lambda self: self.get_input_embeddings().weight.device),
+        }
+        part.__class__ = type(kind.__name__, (kind,), {**asked, "__module__": kind.__module__})
 
 
 def dequantize_model(model: Any, dtype: torch.dtype) -> None:

@@ -14,7 +14,12 @@ from edkm_cli.report.read import RunFiles, read_run
 
 
 def build_report(
-    directory: str | Path, *, output: str | Path | None = None, weights: bool = True, track: Track = no_progress
+    directory: str | Path,
+    *,
+    output: str | Path | None = None,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
 ) -> dict[str, Any]:
     """Write the page about a run and return what it shows, for --json.
 
@@ -30,7 +35,11 @@ def build_report(
     measured = None
     if weights and run.finished:
         measured = measure_weights(
-            run.directory, run.report["model"], original_bytes=run.report["original_weights_bytes"], track=track
+            run.directory,
+            run.report["model"],
+            original_bytes=run.report["original_weights_bytes"],
+            trust_remote_code=trust_remote_code,
+            track=track,
         )
     _write(target, page(run, measured))
     return {

@@ -45,7 +45,11 @@ class Axis:
 
 
 def figure(value: float) -> str:
-    """A number for people: four significant digits, thousands separated, powers of ten below 0.001."""
+    """A number for people: four significant digits, thousands separated, powers of ten below 0.001.
+
+    >>> [figure(value) for value in (1234567, 3.14159, 0.000217)]
+    ['1,234,567', '3.142', '2.17e-4']
+    """
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     size = abs(value)

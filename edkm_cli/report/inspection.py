@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.hf import check_checkpoint, skeleton
+from edkm_cli.hf import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.summaries import megabytes, table
 
 
-def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
+def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
-    from transformers import AutoConfig
-
-    spec = check_checkpoint(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model = skeleton(config, spec)
+    spec = check_checkpoint(directory, trust_remote_code=trust_remote_code)
+    config = read_config(Path(directory), trust_remote_code=trust_remote_code)
+    model = skeleton(config, spec, trust_remote_code=trust_remote_code)
     size = footprint(model)
     layers = []
     for name, module in model.named_modules():

@@ -64,17 +64,25 @@ class Weights:
     missing: str = ""
 
 
-def measure_weights(directory: Path, original: str, *, original_bytes: int, track: Track = no_progress) -> Weights:
+def measure_weights(
+    directory: Path,
+    original: str,
+    *,
+    original_bytes: int,
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
+) -> Weights:
     """Measure a finished checkpoint against the model it was made from.
 
     Args:
         directory: the checkpoint; verified first.
         original: what `--model` was.
         original_bytes: the whole original model in 16 bits.
+        trust_remote_code: run the Python files of a checkpoint that has some.
 
     Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
     """
-    inspected = inspect_checkpoint(directory)
+    inspected = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
     stored, dense = _parts(inspected, original_bytes)
     linears = [layer["name"] for layer in inspected["layers"] if layer["kind"] == "PalettizedLinear"]
     spec = read_spec(directory)
@@ -85,12 +93,14 @@ def measure_weights(directory: Path, original: str, *, original_bytes: int, trac
         errors, histograms = [], []
         compressed = SafetensorsReader(directory)
         for name in track(linears, "comparing layers", len(linears)):
-            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut")
+            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut").float()
+            if f"{name}.lut_scale" in compressed:
+                lut *= compressed.get(f"{name}.lut_scale")
             restored = _restored(compressed.get(f"{name}.indices"), lut, spec, name, weight)
             kind, layer = place(name)
             errors.append(LayerError(name, kind, layer, relative_squared_error(weight, restored)))
             if name in sample:
-                histograms.append(_histogram(name, weight, lut.float()))
+                histograms.append(_histogram(name, weight, lut))
     except UserError as error:
         return Weights(stored, dense, missing=str(error))
     return Weights(stored, dense, errors, histograms)
@@ -103,7 +113,11 @@ def relative_squared_error(weight: Tensor, restored: Tensor) -> float:
 
 
 def place(name: str) -> tuple[str, int | None]:
-    """(kind, number of the decoder layer) of a module path: `model.layers.3.mlp.up_proj` is (`up_proj`, 3)."""
+    """(kind, number of the decoder layer or None) of a module path.
+
+    >>> place("model.layers.3.mlp.up_proj")
+    ('up_proj', 3)
+    """
     found = re.search(r"\.(\d+)\.", name)
     return name.rpartition(".")[2], int(found[1]) if found else None
 
@@ -113,7 +127,7 @@ def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, w
     if indices.shape[0] != weight.shape[0]:
         raise UserError(f"{name} has {indices.shape[0]} rows, but {weight.shape[0]} in the original: another model?")
     unpacked = unpack(indices, spec.bits, weight.shape[1])
-    return lookup(unpacked, lut.float(), granularity=spec.granularity)
+    return lookup(unpacked, lut, granularity=spec.granularity)
 
 
 def _original_directory(name: str) -> Path:
@@ -165,7 +179,7 @@ def _parts(inspected: dict[str, Any], original_bytes: int) -> tuple[dict[str, in
         rows, columns = layer["shape"]
         if layer["kind"] == "PalettizedLinear":
             stored["indices"] += layer["bytes"]["indices"]
-            stored["LUTs"] += layer["bytes"]["lut"]
+            stored["LUTs"] += layer["bytes"]["lut"] + layer["bytes"].get("lut_scale", 0)
             dense["decoder linears"] += 2 * rows * columns
         elif layer["bytes"]:  # a tied head stores nothing
             stored["embeddings"] += sum(layer["bytes"].values())

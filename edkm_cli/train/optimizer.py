@@ -12,8 +12,10 @@ from torch import nn
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World
 from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.train.masters import MasterOptimizer
 
 _BETAS = (0.9, 0.95)
+_MOMENTUM = 0.9
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
@@ -51,12 +53,20 @@ def require_optimizer(config: CompressConfig, world: World) -> None:
         )
 
 
+def needs_masters(groups: list[dict[str, Any]]) -> bool:
+    """Whether a parameter that trains has 16 bits, so that plain steps would round their updates away."""
+    return any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"])
+
+
 def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names. Raises UserError where its package or device is missing."""
     require_optimizer(config, world)
     groups = parameter_groups(model, config)
+    if needs_masters(groups) and config.optimizer != "adamw-8bit":
+        betas = _BETAS if config.optimizer == "adamw" else (_MOMENTUM, 0.0)
+        return MasterOptimizer(groups, kind=config.optimizer, betas=betas)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=0.9)
+        return torch.optim.SGD(groups, momentum=_MOMENTUM)
     if config.optimizer == "adamw":
         # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
         fused = True if world.device.startswith("cuda") else None

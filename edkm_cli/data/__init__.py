@@ -1,0 +1,35 @@
+"""Texts and data sets -> batches of tokens.
+
+`sources` says what a name stands for, `splits` what of it is trained on and what is measured, `reading` and `hub` read
+records, `records` and `chat` make text of them and find the answers in it, `encode` makes tokens, `store` and `cache` keep
+them, `layout` and `blocks` make sequences and batches, `training` puts it together; `text` has the texts that are
+measured.
+"""
+
+from edkm_cli.data.blocks import Batch, Blocks
+from edkm_cli.data.reading import wikitext_rows
+from edkm_cli.data.sources import ALPACA, BUILTIN, WIKITEXT2, Source, parse_source, parse_sources
+from edkm_cli.data.splits import Reading
+from edkm_cli.data.text import Documents, load_documents, measured_split, tokenize
+from edkm_cli.data.training import DataOptions, TrainingData, open_training_data, training_tokens
+
+__all__ = [
+    "ALPACA",
+    "BUILTIN",
+    "WIKITEXT2",
+    "Batch",
+    "Blocks",
+    "DataOptions",
+    "Documents",
+    "Reading",
+    "Source",
+    "TrainingData",
+    "load_documents",
+    "measured_split",
+    "open_training_data",
+    "parse_source",
+    "parse_sources",
+    "tokenize",
+    "training_tokens",
+    "wikitext_rows",
+]

@@ -1,0 +1,197 @@
+"""Tokens of large sources, made once by several processes and kept in the user's cache directory.
+
+A store is built in a directory of its own and renamed when it is whole, under a lock that the operating system takes
+back from a process that dies; every byte is checked when it is opened. So a killed run, two runs at once or a full disk
+leave either a whole store or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.allocator import return_small_blocks
+from edkm_cli.config import UserError
+from edkm_cli.data.encode import Encoded, Encoder
+from edkm_cli.data.reading import Part
+from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
+from edkm_cli.format import sync
+
+Say = Callable[[str], None]
+
+
+def cache_root() -> Path:
+    """`tokens/` in $EDKM_CACHE, or in edkm/ of the user's cache directory."""
+    if "EDKM_CACHE" in os.environ:
+        return Path(os.environ["EDKM_CACHE"]) / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm" / "tokens"
+
+
+def cached_store(
+    settings: dict[str, Any],
+    parts: Callable[[], Iterator[Part]],
+    encoder: Encoder,
+    *,
+    workers: int,
+    token_limit: int | None = None,
+    rebuild: bool = False,
+    say: Say = lambda text: None,
+) -> TokenStore:
+    """The store of these settings from the cache, or made now.
+
+    Args:
+        settings: all that decides the tokens; JSON.
+        parts: reads the source from its beginning.
+        workers: processes that tokenize.
+        token_limit: stop once there are so many tokens.
+        rebuild: make it again even where there is one.
+
+    Raises UserError where the source cannot be read or the cache cannot be written; the cache then is as it was.
+    """
+    root = cache_root()
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+    directory = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, root) from error
+    with locked(root / f"{key}.lock", say):
+        store = None if rebuild else open_store(directory, settings)
+        if store is not None:
+            return store
+        if directory.exists():
+            say(f"the tokens in {directory} {'are made again' if rebuild else 'are damaged, and are made again'}")
+            shutil.rmtree(directory, ignore_errors=True)
+        _build(directory, settings, parts(), encoder, workers=workers, token_limit=token_limit)
+        store = open_store(directory, settings)
+    if store is None:
+        raise UserError(f"tokens written to {directory} do not read back as written; check the disk")
+    return store
+
+
+def _build(
+    directory: Path,
+    settings: dict[str, Any],
+    parts: Iterator[Part],
+    encoder: Encoder,
+    *,
+    workers: int,
+    token_limit: int | None,
+) -> None:
+    for left in directory.parent.glob(f"{directory.name}.*.tmp"):  # of runs that died: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    staging = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    writer = None
+    try:
+        staging.mkdir()
+        writer = StoreWriter(staging, encoder.dtype)
+        for encoded in encoded_parts(parts, encoder, workers=workers):
+            writer.append(encoded)
+            if token_limit is not None and writer.counts.tokens >= token_limit:
+                break
+        writer.close(settings)
+        _put_in_place(staging, directory)
+    except OSError as error:
+        raise disk_error(error, directory.parent) from error
+    finally:
+        if writer is not None:
+            with suppress(OSError):  # what could not be flushed is thrown away next
+                writer.abandon()
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(staging: Path, directory: Path) -> None:
+    try:
+        os.rename(staging, directory)
+    except OSError:
+        if not directory.exists():  # where it does, another run was first, on a file system without locks
+            raise
+    sync(directory.parent)
+
+
+def memory_store(parts: Iterable[Part], encoder: Encoder, *, token_limit: int | None = None) -> TokenStore:
+    """A store of a small source, made in this process."""
+    encoded = []
+    for part in parts:
+        encoded.append(encoder.encode(part))
+        if token_limit is not None and sum(one.counts.tokens for one in encoded) >= token_limit:
+            break
+    return_small_blocks()
+    return in_memory(encoded, encoder.dtype)
+
+
+def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> Iterator[Encoded]:
+    """The parts encoded, in order, by `workers` processes; a bounded number is under way at any time."""
+    if workers <= 1:
+        for part in parts:
+            yield encoder.encode(part)
+        return
+    # A fork shares the tokenizer and the libraries; it touches neither torch nor a GPU. Windows and macOS start anew.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoder,)) as pool:
+        waiting: deque[Any] = deque()
+        try:
+            for part in parts:
+                waiting.append(pool.submit(_encode, part))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that tokenizes was killed, often for lack of memory; use fewer, with --data-workers 1"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder: Encoder | None = None
+
+
+def _begin(encoder: Encoder) -> None:
+    """In a worker: its encoder, and no threads beside the other workers'."""
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = encoder
+
+
+def _encode(part: Part) -> Encoded:
+    assert _encoder is not None
+    return _encoder.encode(part)
+
+
+@contextmanager
+def locked(path: Path, say: Say = lambda text: None) -> Iterator[None]:
+    """Hold a lock that ends with this process, however it ends. Where the system has none, two runs may do the work
+    twice; the rename then lets the first one win."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    try:
+        file = open(path, "a")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise disk_error(error, path.parent) from error
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another run is tokenizing the same data; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        file.close()

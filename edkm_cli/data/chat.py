@@ -1,0 +1,89 @@
+"""Conversations as a model's chat template writes them, and where in that text the model's own turns are.
+
+A template with a generation block (`{% generation %}`) says so itself. Of any other, an answer is what the text of the
+conversation up to it has more than the same conversation that ends with the template's call for an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Span = tuple[int, int]
+
+
+class TemplateError(Exception):
+    """A conversation that the template does not take, or whose answers cannot be found in its text."""
+
+
+def render_chat(
+    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None, first_answer: int | None = None
+) -> list[tuple[str, tuple[Span, ...]]]:
+    """(text, the answers' spans in it) of a conversation: one, or one for each answer where the template writes an
+    answer in another way once the conversation has gone on (as reasoning models' do: they leave out old thoughts).
+
+    An answer ends with what ends its turn. Turns before `first_answer` are prompt. Raises TemplateError.
+    """
+    whole = _render(tokenizer, messages, tools)
+    low = first_answer or 0
+    marked = _generation_spans(tokenizer, messages, tools, whole)
+    if marked is not None:
+        prompt = len(_render(tokenizer, messages[:low], tools, ask=True)) if low else 0
+        return [(whole, tuple(span for span in marked if span[0] >= prompt))]
+    turns = [index for index, turn in enumerate(messages) if turn["role"] == "assistant" and index >= low]
+    spans, texts = [], []
+    for index in turns:
+        before = _render(tokenizer, messages[:index], tools, ask=True)
+        after = _render(tokenizer, messages[: index + 1], tools)
+        if not after.startswith(before):
+            raise TemplateError(
+                f"the text before message {index + 1} is not the beginning of the text with it, so that the answer "
+                "cannot be told from the prompt; use --train-on all"
+            )
+        spans.append((len(before), len(after)))
+        texts.append(after)
+    if all(whole.startswith(text) for text in texts):
+        return [(whole, tuple(spans))]
+    return [(text, (span,)) for text, span in zip(texts, spans, strict=True)]
+
+
+def render_whole(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None) -> str:
+    """The text of a conversation. Raises TemplateError."""
+    return _render(tokenizer, messages, tools)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
+    if not messages and not ask:
+        return ""
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+    except Exception as error:  # whatever a template raises
+        raise TemplateError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, whole: str) -> list[Span] | None:
+    """What the template's own generation blocks cover; None where it has none."""
+    if "generation" not in _template_text(tokenizer):
+        return None
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(None, tools)
+    texts, spans = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        continue_final_message=False,
+        add_generation_prompt=False,
+        **tokenizer.special_tokens_map,
+    )
+    if texts[0] != whole or not spans or not spans[0]:
+        return None
+    return [(int(start), int(end)) for start, end in spans[0]]
+
+
+def _template_text(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return " ".join(map(str, template.values()))
+    text = str(template)
+    return text if "{% generation" in text or "{%- generation" in text else ""

@@ -1,0 +1,84 @@
+"""Data sets of the Hugging Face hub, and local copies of them, by `datasets`: streamed, or as its memory-mapped tables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from edkm_cli.config import UserError
+from edkm_cli.data.sources import Source
+
+# What a set's own text for measuring is called, the best first.
+_HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
+
+
+def import_datasets(name: str) -> Any:
+    """The package `datasets`. Raises UserError where it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"--data {name} needs the package datasets, which is not installed; pip install datasets, or give a local "
+            ".jsonl or .txt file"
+        ) from error
+    return datasets
+
+
+def held_out_split(source: Source) -> str | None:
+    """The split of a set that is for measuring; None where it has none, or where the source names a split itself.
+
+    Raises UserError where the set cannot be had.
+    """
+    if source.split is not None:
+        return None
+    datasets = import_datasets(source.name)
+    try:
+        names = datasets.get_dataset_split_names(source.repository, source.config)
+    except Exception as error:
+        raise _explained(source, error) from error
+    return next((name for name in _HELD_OUT_SPLITS if name in names), None)
+
+
+def rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, Any]]:
+    """The records of a split. Raises UserError that says what there is instead, or why it is out of reach."""
+    datasets = import_datasets(source.name)
+    try:
+        loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
+        yield from loaded
+    except UserError:
+        raise
+    except Exception as error:
+        raise _explained(source, error) from error
+
+
+def _explained(source: Source, error: Exception) -> UserError:
+    """The one line for what `datasets` raised."""
+    text = " ".join(str(error).split())
+    where = "from the Hugging Face hub" if not os.path.isdir(source.repository) else f"from {source.repository}"
+    choices = re.search(r"\[('.*?')\]", text)
+    there = choices[1].replace("'", "") if choices else ""
+    if "Config" in text and there:
+        return UserError(
+            f"--data {source.name} needs one of its configurations, which are {there}, but "
+            f"{source.config or 'none'} is given; write it as {_without_parts(source)}:{there.split(',')[0]}"
+        )
+    if "split" in text.lower() and there:
+        return UserError(
+            f"--data {source.name} has the splits {there}, but not {source.split or 'train'}; write one as "
+            f"{_without_parts(source)}@{there.split(',')[0]}"
+        )
+    if "gated" in text.lower():
+        return UserError(f"--data {source.name} is a gated data set; ask for access on its page, then `hf auth login`")
+    if type(error).__name__ == "DatasetNotFoundError":
+        return UserError(f"--data {source.name} is not on the hub, or is private; check the name, or `hf auth login`")
+    short = text[:160] + ("..." if len(text) > 160 else "")
+    return UserError(
+        f"--data {source.name} could not be loaded {where} ({type(error).__name__}: {short}); check the network, "
+        "or give a local file or 'builtin'"
+    )
+
+
+def _without_parts(source: Source) -> str:
+    return re.split("[:@]", source.name)[0]

@@ -1,0 +1,177 @@
+"""What `--data` and `--eval-data` name: a built-in text, a data set of the hub, or local files. Nothing is read here."""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edkm_cli.config import UserError
+
+BUILTIN, WIKITEXT2, ALPACA, SELF = "builtin", "wikitext2", "alpaca", "self"
+# Short names: (repository, configuration) on the hub.
+NAMED = {
+    WIKITEXT2: ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+    ALPACA: ("tatsu-lab/alpaca", None),
+    "c4": ("allenai/c4", "en"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".raw", ".tokens")
+_COMPRESSED = (".gz", ".zst")
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # what `datasets` writes
+_HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[^@:=]+))?(@(?P<split>[^@=]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One text or data set. `files` are sorted; `repository`, `config` and `split` are the hub's; `weight` is the share
+    of training sequences it was asked for, None where none was."""
+
+    name: str
+    kind: str  # "builtin", "files", "hub" or "self"
+    files: tuple[Path, ...] = ()
+    repository: str = ""
+    config: str | None = None
+    split: str | None = None
+    weight: float | None = None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the text has to be written by the model that is compressed, before it can be read."""
+        return self.kind == SELF
+
+    @property
+    def is_wikitext(self) -> bool:
+        """Whether rows are those of WikiText, which the perplexity protocol joins by two newlines."""
+        return self.name == WIKITEXT2 or (bool(self.files) and all(map(is_wikitext, self.files)))
+
+
+def suffix_of(path: Path) -> str:
+    """`.jsonl` for `a.jsonl` and `a.jsonl.gz`; lower case."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        return suffixes[-2] if len(suffixes) > 1 else ""
+    return suffixes[-1] if suffixes else ""
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in _COMPRESSED
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file holds text, not records."""
+    return suffix_of(path) in (".txt", ".raw", ".tokens")
+
+
+def is_wikitext(path: Path) -> bool:
+    """`.raw`, `.tokens` and `.tokens.txt`: the names of WikiText's files. Any other text is what the file holds."""
+    return suffix_of(path) in (".raw", ".tokens") or path.name.lower().endswith(".tokens.txt")
+
+
+def parse_sources(names: tuple[str, ...] | list[str]) -> list[Source]:
+    """All of a repeated `--data`, each perhaps with `=WEIGHT`. Raises UserError where one names nothing, and where some
+    have weights and some have none."""
+    sources = [parse_source(name) for name in names]
+    unweighted = [source.name for source in sources if source.weight is None]
+    if unweighted and len(unweighted) < len(sources):
+        raise UserError(
+            f"--data needs a weight for each source or for none, but {unweighted[0]} has none; write it as "
+            f"{unweighted[0]}=0.5"
+        )
+    return sources
+
+
+def parse_source(name: str, option: str = "--data") -> Source:
+    """The source that a name stands for, `=WEIGHT` included. Raises UserError where it can be nothing."""
+    text, weight = _weight(name, option)
+    if text == BUILTIN:
+        source = Source(text, "builtin")
+    elif text == SELF:
+        source = Source(text, SELF)
+    elif text.partition("@")[0] in NAMED:
+        short, _, split = text.partition("@")
+        repository, config = NAMED[short]
+        source = Source(text, "hub", repository=repository, config=config, split=split or None)
+    else:
+        source = _files(text, option) or _hub(text) or _nothing(text, option)
+    return replace(source, weight=weight)
+
+
+def _weight(name: str, option: str) -> tuple[str, float | None]:
+    text, equals, number = name.rpartition("=")
+    if not equals or Path(name).expanduser().exists():
+        return name, None
+    try:
+        weight = float(number)
+    except ValueError:
+        return name, None
+    if not 0 < weight < float("inf"):
+        raise UserError(f"{option} weights must be positive numbers, got {name}")
+    return text, weight
+
+
+def _files(text: str, option: str) -> Source | None:
+    """Local files; None where the text does not look like any."""
+    path = Path(text).expanduser()
+    if path.is_dir() and text:
+        if (path / "README.md").is_file() and _has_front_matter(path / "README.md"):
+            return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
+        found = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        if not found:
+            raise UserError(f"{option} names a directory without files that end in {', '.join(SUFFIXES)}: {path}")
+        return Source(text, "files", files=tuple(found))
+    if path.is_file():
+        if suffix_of(path) not in SUFFIXES:
+            raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
+        return Source(text, "files", files=(path,))
+    hub = _HUB.fullmatch(text)
+    if any(sign in text for sign in "*?[") and not (hub and hub["split"]):
+        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+        found = [file for file in found if file.is_file() and suffix_of(file) in SUFFIXES]
+        if not found:
+            raise UserError(f"{option} pattern matches no file that ends in {', '.join(SUFFIXES)}: {text}")
+        return Source(text, "files", files=tuple(found))
+    if (hub and (hub["split"] or hub["config"])) or _split_directory(text)[0] is not None:
+        return None
+    if suffix_of(path) in SUFFIXES or text.startswith((".", "/", "~")):
+        raise UserError(f"{option} names a file that does not exist: {path}; check the path")
+    if path.suffix and "/" not in text:
+        raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
+    return None
+
+
+def _hub(text: str) -> Source | None:
+    match = _HUB.fullmatch(text)
+    if match:
+        return Source(text, "hub", repository=match["repository"], config=match["config"], split=match["split"])
+    directory, config, split = _split_directory(text)
+    if directory is None:
+        return None
+    return Source(text, "hub", repository=str(directory), config=config, split=split)
+
+
+def _split_directory(text: str) -> tuple[Path | None, str | None, str | None]:
+    """`DIRECTORY[:config][@split]` of a local copy of a data set, in the hub's layout."""
+    rest, _, split = text.partition("@")
+    name, _, config = rest.partition(":")
+    directory = Path(name).expanduser()
+    found = bool(name) and directory.is_dir()
+    return (directory, config or None, split or None) if found else (None, None, None)
+
+
+def _nothing(text: str, option: str) -> Source:
+    raise UserError(
+        f"{option} must be {', '.join((*NAMED, BUILTIN))} or a file, glob or directory ({', '.join(SUFFIXES)}), or a "
+        f"data set of the hub as owner/name[:config][@split], got {text!r}"
+    )
+
+
+def _is_data(file: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return file.is_file() and not hidden and suffix_of(file) in SUFFIXES and file.name not in _METADATA
+
+
+def _has_front_matter(readme: Path) -> bool:
+    with open(readme, "rb") as file:
+        return file.readline().strip() == b"---"

@@ -1,0 +1,199 @@
+"""What of a source is trained on and what is held out to be measured.
+
+A set of the hub with a split for it is measured on that. Of a source that is read as a whole (local files of up to
+WHOLE_BYTES, `builtin`) the last tenth is held out; of anything larger the first megabyte, which is found without
+reading the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.config import UserError
+from edkm_cli.data import hub
+from edkm_cli.data.reading import (
+    Part,
+    batched,
+    characters,
+    end_of_lines,
+    line_ranges,
+    read_files,
+    read_text,
+    wikitext_rows,
+)
+from edkm_cli.data.sources import ALPACA, WIKITEXT2, Source, is_compressed, is_text, is_wikitext, suffix_of
+
+WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
+HELD_OUT_FRACTION = 0.1
+HELD_OUT_CHARACTERS = 1_000_000
+TRAIN, TEST, ALL = "train", "test", "all"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How sources are read: the field with the text, and whether hub sets are streamed (None: all but the small named
+    ones)."""
+
+    column: str | None = None
+    streaming: bool | None = None
+
+
+def is_whole(source: Source) -> bool:
+    """Whether a source is read into memory as a whole."""
+    if source.kind == "files":
+        return not any(map(is_compressed, source.files)) and sum(map(_size, source.files)) <= WHOLE_BYTES
+    return source.kind == "builtin"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise UserError(f"--data file cannot be read: {path} ({error.strerror or error})") from error
+
+
+def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iterator[Part]:
+    """The parts of `train`, `test` (what is held out) or `all` of a source, in order.
+
+    Raises UserError where it is missing, damaged, empty, or too small to be divided.
+    """
+    if source.kind == "hub":
+        return _hub_split(source, split, reading)
+    if is_whole(source):
+        return iter(_whole_split(source, split))
+    if split == ALL:
+        return read_files(source, reading.column)
+    lines = [path for path in source.files[:1] if suffix_of(path) == ".jsonl" and not is_compressed(path)]
+    if lines:
+        return _lines_split(source, split, reading)
+    return _stream_split(read_files(source, reading.column), split)
+
+
+def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
+    streaming = reading.streaming
+    if streaming is None:
+        streaming = source.name.partition("@")[0] not in (WIKITEXT2, ALPACA)
+    own = hub.held_out_split(source) if split != ALL or source.name == WIKITEXT2 else None
+    chosen = (own if split != TRAIN else None) or source.split or "train"
+    rows = hub.rows(source, chosen, streaming=streaming)
+    if source.is_wikitext:
+        text = "\n\n".join(row["text"] for row in rows)
+        return iter([Part(source.name, 0, [text], stream=True)])
+    parts = batched(rows, source.name, 0)
+    return parts if own or split == ALL else _stream_split(parts, split)
+
+
+def _whole_split(source: Source, split: str) -> list[Part]:
+    """Of lines (texts) and records, by characters; at least one stays on each side where there are two."""
+    units: list[tuple[int, Any]] = []  # (its file, a line of text or a record)
+    for index, path in enumerate(source.files):
+        if is_wikitext(path):
+            units += [(index, row) for row in wikitext_rows(read_text(path))]
+        elif is_text(path):
+            units += [(index, line) for line in read_text(path).splitlines(keepends=True)]
+        else:
+            units += [(index, record) for part in read_files(replace(source, files=(path,))) for record in part.load()]
+    if source.kind == "builtin":
+        units = [(0, text) for text in builtin_texts()]
+    if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
+        raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
+    if split != ALL:
+        cut = held_out_start([characters(unit) for _, unit in units])
+        kept = units[:cut] if split == TRAIN else units[cut:]
+        if not kept or len(kept) == len(units):
+            raise UserError(f"--data {source.name} must have at least two documents or lines, got {len(units)}")
+        units = kept
+    return _regrouped(source, units)
+
+
+def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
+    """Parts in the order of the files: a text is whole again, records come one after the other."""
+    if source.kind == "builtin":
+        return [Part(source.name, 0, ["\n\n".join(text for _, text in units)], stream=True)]
+    parts: list[Part] = []
+    first = 0
+    for index in dict.fromkeys(index for index, _ in units):
+        path = source.files[index]
+        mine = [unit for at, unit in units if at == index]
+        if is_text(path):
+            text = ("\n\n" if is_wikitext(path) else "").join(mine)
+            parts.append(Part(str(path), first, [text], stream=len(source.files) == 1 or is_wikitext(path)))
+        else:
+            parts.append(Part(str(path), first, mine))
+        first += len(mine)
+    return parts
+
+
+def builtin_texts() -> list[str]:
+    """The topics of Python's own documentation: English text that is on every machine."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def held_out_start(sizes: list[int]) -> int:
+    """The first unit of the last tenth, by characters; at least one stays on each side where there are two."""
+    left = (1 - HELD_OUT_FRACTION) * sum(sizes)
+    for index, size in enumerate(sizes):
+        left -= size
+        if left < 0:
+            return max(index, 1) if len(sizes) > 1 else index
+    return len(sizes)
+
+
+def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
+    """Of a large JSON Lines file: its first megabyte of lines, and where they end."""
+    path = source.files[0]
+    cut = end_of_lines(path, min(HELD_OUT_CHARACTERS, _size(path) // 10))
+    if split == TEST:
+        for part in line_ranges(path):
+            yield replace(part, stop=min(part.stop, cut))
+            if part.stop >= cut:
+                return
+    else:
+        yield from line_ranges(path, start=cut)
+        yield from read_files(replace(source, files=source.files[1:]), reading.column)
+
+
+def _stream_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
+    """Of what is read once, from front to back: the last tenth where it proves short, else the first megabyte."""
+    short: list[Part] = []
+    size = 0
+    for part in parts:
+        short.append(replace(part, records=part.load(), path=None))
+        size += characters(short[-1].records)
+        if size > WHOLE_BYTES:
+            yield from _head_split(chain(short, parts), split)
+            return
+    sizes = [characters(record) for part in short for record in part.records]
+    cut = held_out_start(sizes)
+    if not 0 < cut < len(sizes):
+        raise UserError(f"--data must have at least two documents to hold one out, got {len(sizes)}")
+    for part in short:
+        at = min(max(cut - part.first + short[0].first, 0), len(part.records))
+        kept = part.records[:at] if split == TRAIN else part.records[at:]
+        if kept:
+            yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at))
+
+
+def _head_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
+    """The first megabyte of records, or all that follow them."""
+    left = HELD_OUT_CHARACTERS
+    for part in parts:
+        if left <= 0:
+            if split == TEST:
+                return
+            yield part
+            continue
+        records, cut = part.load(), 0
+        while cut < len(records) and left > 0:
+            left -= characters(records[cut])
+            cut += 1
+        kept = records[:cut] if split == TEST else records[cut:]
+        if kept:
+            first = part.first if split == TEST else part.first + cut
+            yield replace(part, records=kept, first=first, path=None)

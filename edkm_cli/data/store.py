@@ -1,0 +1,192 @@
+"""Tokens of a source, written once: flat files that every process maps into memory.
+
+A store is a directory of
+
+- `tokens.bin`: ids, uint16 where the vocabulary has at most 65,536 entries, else uint32, little-endian;
+- `trained.bin`: a bit a token, set where it is learnt; missing where all are;
+- `ends.bin`: where each document ends, int64;
+- `marks.bin`: digests by which the same text is found in a text that is measured, uint64, sorted;
+- `manifest.json`: the settings, the counts, and the size and digest of each file. It is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edkm_cli.config import UserError
+from edkm_cli.data.encode import Counts, Encoded
+from edkm_cli.format import sync, write_json
+
+FORMAT = 1
+TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin", "marks.bin", "manifest.json"
+_DIGEST_CHUNK = 32 << 20
+
+
+class TokenStore:
+    """Token ids (tokens,), which of them are learnt, and where documents end; in memory or mapped from files."""
+
+    def __init__(
+        self, tokens: np.ndarray, trained: np.ndarray | None, ends: np.ndarray, marks: np.ndarray, counts: Counts
+    ):
+        self._tokens, self._trained = tokens, trained
+        self.ends, self.marks, self.counts = ends, marks, counts
+        self._sha256 = ""
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens are seen and not learnt."""
+        return self._trained is not None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """Ids start to stop, int64."""
+        return self._tokens[start:stop].astype(np.int64)
+
+    def trained(self, start: int, stop: int) -> np.ndarray:
+        """Which of the tokens start to stop are learnt, bool."""
+        if self._trained is None:
+            return np.ones(min(stop, len(self)) - start, bool)
+        bits = np.unpackbits(self._trained[start // 8 : -(-stop // 8)], bitorder="little")
+        return bits[start % 8 : start % 8 + stop - start].astype(bool)
+
+    @property
+    def sha256(self) -> str:
+        """A digest of tokens, masks and documents: the same for a store in memory and on disk."""
+        if not self._sha256:
+            parts = [self._tokens, self.ends] + ([] if self._trained is None else [self._trained])
+            self._sha256 = combined([digest(np.ascontiguousarray(part).view(np.uint8)) for part in parts])
+        return self._sha256
+
+
+def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
+    """A store of what has been encoded."""
+    tokens = np.concatenate([np.empty(0, dtype), *(part.ids for part in parts)])
+    lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
+    trained = None
+    if any(part.trained is not None for part in parts):
+        masks = [np.ones(part.ids.size, bool) if part.trained is None else part.trained for part in parts]
+        trained = np.packbits(np.concatenate(masks), bitorder="little")
+    marks = np.unique(np.concatenate([np.empty(0, np.uint64), *(part.marks for part in parts)]))
+    return TokenStore(tokens, trained, np.cumsum(lengths), marks, sum((part.counts for part in parts), Counts()))
+
+
+class StoreWriter:
+    """Appends encoded parts to the files of a directory, which is not a store until `close`."""
+
+    def __init__(self, directory: Path, dtype: Any):
+        self._directory = directory
+        self._files = {name: open(directory / name, "wb") for name in (TOKENS, TRAINED, ENDS)}  # noqa: SIM115
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._marks: list[np.ndarray] = []
+        self._bits = np.empty(0, bool)
+        self.counts, self._masked = Counts(), False
+
+    def append(self, part: Encoded) -> None:
+        self._files[TOKENS].write(part.ids.astype(self._dtype).tobytes())
+        ends = self.counts.tokens + np.cumsum(part.lengths)
+        self._files[ENDS].write(ends.astype("<i8").tobytes())
+        learnt = np.ones(part.ids.size, bool) if part.trained is None else part.trained
+        self._masked |= part.trained is not None
+        bits = np.concatenate([self._bits, learnt])
+        whole = bits.size // 8 * 8
+        self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._bits = bits[whole:]
+        self._marks.append(part.marks)
+        if len(self._marks) >= 256:
+            self._marks = [np.unique(np.concatenate(self._marks))]
+        self.counts += part.counts
+
+    def close(self, settings: dict[str, Any]) -> None:
+        """Everything on disk, the manifest last."""
+        self._files[TRAINED].write(np.packbits(self._bits, bitorder="little").tobytes())
+        self.abandon()
+        marks = np.unique(np.concatenate([np.empty(0, np.uint64), *self._marks]))
+        marks.astype("<u8").tofile(self._directory / MARKS)
+        if not self._masked:
+            os.unlink(self._directory / TRAINED)
+        files = {}
+        for name in (TOKENS, TRAINED, ENDS, MARKS):
+            path = self._directory / name
+            if path.exists():
+                sync(path)
+                files[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        manifest = {"format": FORMAT, "settings": settings, "dtype": self._dtype.name, "counts": asdict(self.counts)}
+        write_json(self._directory / MANIFEST, {**manifest, "files": files})
+        sync(self._directory)
+
+    def abandon(self) -> None:
+        """Close the files as they are."""
+        for file in self._files.values():
+            file.close()
+
+
+def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
+    """A store of these settings, every byte of it checked; None where there is none, or where it is damaged."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT or manifest["settings"] != json.loads(json.dumps(settings)):
+            return None
+        for name, facts in manifest["files"].items():
+            path = directory / Path(name).name
+            if path.stat().st_size != facts["bytes"] or file_digest(path) != facts["sha256"]:
+                return None
+        files = set(manifest["files"])
+        tokens = _mapped(directory / TOKENS, np.dtype(manifest["dtype"]).newbyteorder("<"))
+        trained = _mapped(directory / TRAINED, np.dtype(np.uint8)) if TRAINED in files else None
+        ends, marks = _mapped(directory / ENDS, np.dtype("<i8")), _mapped(directory / MARKS, np.dtype("<u8"))
+        counts = Counts(**manifest["counts"])
+        if len(tokens) != counts.tokens or len(ends) != counts.documents:
+            return None
+        store = TokenStore(tokens, trained, ends, marks, counts)
+        names = [TOKENS, ENDS] + ([TRAINED] if TRAINED in files else [])
+        store._sha256 = combined([manifest["files"][name]["sha256"] for name in names])
+        return store
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def combined(digests: list[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def digest(data: np.ndarray) -> str:
+    """SHA-256 of the SHA-256 of each 32 MB, so that threads can share the work; `data` (bytes,) uint8."""
+    chunks = [data[start : start + _DIGEST_CHUNK] for start in range(0, len(data), _DIGEST_CHUNK)]
+    with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+        return combined(list(pool.map(lambda chunk: hashlib.sha256(chunk.data).hexdigest(), chunks)))
+
+
+def file_digest(path: Path) -> str:
+    """`digest` of a file's bytes, read in chunks so that they do not stay in this process's memory."""
+
+    def of(start: int) -> str:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(_DIGEST_CHUNK)).hexdigest()
+
+    with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+        return combined(list(pool.map(of, range(0, path.stat().st_size, _DIGEST_CHUNK))))
+
+
+def disk_error(error: OSError, directory: Path) -> UserError:
+    """The one line for a cache that cannot be written."""
+    return UserError(
+        f"tokens are kept in {directory}, which cannot be written to ({error.strerror or error}); free some room there, "
+        "or set EDKM_CACHE to another directory"
+    )

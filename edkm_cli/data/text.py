@@ -1,0 +1,95 @@
+"""Texts that are measured: a source as one text, tokenized once, as the perplexity protocol asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.allocator import return_small_blocks
+from edkm_cli.config import UserError
+from edkm_cli.data.encode import split_long
+from edkm_cli.data.records import render
+from edkm_cli.data.sources import Source, parse_source
+from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, Reading, read_split
+
+SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A text as its documents (files, pages, records) and what joins them when it is tokenized as a whole."""
+
+    documents: list[str]
+    separator: str = SEPARATOR
+
+    def text(self) -> str:
+        return self.separator.join(self.documents)
+
+
+def load_documents(
+    name: str,
+    split: str,
+    *,
+    tokenizer: Any = None,
+    reading: Reading = Reading(),  # noqa: B008 - frozen
+    characters: int | None = None,
+) -> Documents:
+    """The documents of a source's `train`, `test` (what is held out) or `all`.
+
+    Args:
+        tokenizer: its chat template renders conversations; needed for those only.
+        characters: read no more of a source that is larger than memory should hold.
+
+    Raises UserError where the source is missing, empty, not UTF-8 or of no known kind.
+    """
+    return documents_of(parse_source(name), split, tokenizer=tokenizer, reading=reading, characters=characters)
+
+
+def documents_of(
+    source: Source,
+    split: str,
+    *,
+    tokenizer: Any = None,
+    reading: Reading = Reading(),  # noqa: B008 - frozen
+    characters: int | None = None,
+) -> Documents:
+    """`load_documents` of a source."""
+    texts: list[str] = []
+    size = 0
+    for part in read_split(source, split, reading):
+        for number, record in enumerate(part.load()):
+            where = f"{part.where}, record {part.first + number + 1}"
+            found = render(record, where, tokenizer=tokenizer, column=reading.column, whole=True)
+            texts += [document.text for document in found]
+        size = sum(map(len, texts)) if characters is not None else 0
+        if characters is not None and size > max(characters, WHOLE_BYTES):
+            break
+    if not any(text.strip() for text in texts):
+        raise UserError(f"--data must hold text, but {source.name} has none; give a source with text")
+    return Documents(texts)
+
+
+def measured_split(source: Source) -> str:
+    """What of an `--eval-data` is measured: local files and splits that it names as a whole, else what a data set has
+    for measuring, or what is held out of it."""
+    whole = source.kind == "files" or source.split is not None
+    return ALL if whole else TEST
+
+
+def tokenize(documents: Documents, tokenizer: Any) -> Tensor:
+    """Token ids of the whole text, (tokens,) int64, tokenized once as the perplexity protocol asks; a text of more than
+    WHOLE_BYTES characters in pieces."""
+    text = documents.text()
+    if len(text) <= WHOLE_BYTES:
+        ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    else:
+        rows = [
+            torch.tensor(tokenizer(piece, verbose=False, add_special_tokens=index == 0)["input_ids"])
+            for index, piece in enumerate(split_long(text))
+        ]
+        ids = torch.cat(rows).to(torch.int64)
+    return_small_blocks()
+    return ids

@@ -1,0 +1,225 @@
+"""The training data of a run: its sources, each as a store of tokens, and what is told of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.data.blocks import Blocks
+from edkm_cli.data.cache import Say, cached_store, memory_store
+from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding, marks
+from edkm_cli.data.layout import SPLIT
+from edkm_cli.data.sources import Source, parse_sources
+from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
+from edkm_cli.data.store import FORMAT, TokenStore
+from edkm_cli.data.text import Documents
+
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How training data are read and laid out; see `edkm compress --help` for each."""
+
+    column: str | None = None
+    streaming: bool | None = None
+    train_on: str = COMPLETIONS
+    packing: bool = False
+    long_records: str = SPLIT
+    workers: int = 0
+    rebuild: bool = False
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.column, self.streaming)
+
+
+class TrainingData:
+    """Sources as stores of tokens, in the order they were named."""
+
+    def __init__(self, sources: Sequence[Source], stores: Sequence[TokenStore], options: DataOptions, padding: int = 0):
+        self.sources, self.stores, self._options, self._padding = list(sources), list(stores), options, padding
+
+    @property
+    def weights(self) -> list[float] | None:
+        weights = [source.weight for source in self.sources]
+        return [weight for weight in weights if weight is not None] if None not in weights else None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.stores))
+
+    @property
+    def sha256(self) -> str:
+        """A digest of all tokens, masks and shares, for a run's identity."""
+        parts = [store.sha256 for store in self.stores] + [repr(self.weights)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def blocks(self, sequence_length: int, *, seed: int, packing: bool | None = None) -> Blocks:
+        """The sequences of training. `packing`: as the options say where it is None."""
+        return Blocks(
+            self.stores,
+            sequence_length,
+            seed=seed,
+            weights=self.weights,
+            packing=self._options.packing if packing is None else packing,
+            long_records=self._options.long_records,
+            padding=self._padding,
+        )
+
+    def all_tokens(self) -> Tensor:
+        """Every token in memory, (tokens,) int64: for small data only."""
+        rows = [torch.from_numpy(store.ids(0, len(store))) for store in self.stores]
+        return torch.cat(rows)
+
+    def summary(self, blocks: Blocks) -> dict[str, Any]:
+        """What became of the data: for each source what was read, learnt, masked and left out, and over all how many
+        tokens are in no sequence (`dropped`), documents in several (`split`), and places without a token (`padded`)."""
+        rows = [
+            {"name": source.name, **asdict(store.counts)}
+            for source, store in zip(self.sources, self.stores, strict=True)
+        ]
+        for row, source in zip(rows, self.sources, strict=True):
+            if source.weight is not None:
+                row["weight"] = source.weight
+        return {
+            "sources": rows,
+            "sequences": len(blocks),
+            "dropped": blocks.dropped,
+            "split": blocks.split,
+            "padded": blocks.padded,
+        }
+
+    def found_in(self, documents: Documents) -> tuple[int, int]:
+        """(how many of a measured text's documents and long lines are trained on, of how many looked for)."""
+        wanted = marks(documents.documents)
+        seen = np.zeros(len(wanted), bool)
+        for store in self.stores:
+            if len(store.marks) and len(wanted):
+                at = np.minimum(np.searchsorted(store.marks, wanted), len(store.marks) - 1)
+                seen |= store.marks[at] == wanted
+        return int(seen.sum()), len(wanted)
+
+
+def open_training_data(
+    names: Sequence[str],
+    tokenizer: Any,
+    *,
+    options: DataOptions = DataOptions(),
+    token_limit: int | None = None,
+    written: Mapping[str, TokenStore] | None = None,
+    say: Say = lambda text: None,
+) -> TrainingData:
+    """Read and tokenize the training part of every source: small ones into memory, large ones into the cache.
+
+    Args:
+        names: as `--data` has them, with weights.
+        token_limit: how many tokens the run needs; a data set of the hub that is streamed is read no further.
+        written: the stores of sources that the model writes itself (`Source.needs_model`), by name.
+        say: told what takes long.
+
+    Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
+    """
+    sources = parse_sources(list(names))
+    encoder = Encoder(tokenizer, Encoding(options.column, options.train_on))
+    stores = []
+    for source in sources:
+        if source.needs_model:
+            if not written or source.name not in written:
+                raise UserError(
+                    f"--data {source.name} is text that the model writes, which only `edkm compress` can do"
+                )
+            stores.append(written[source.name])
+            continue
+        store = _open(source, encoder, options, token_limit, say)
+        if not len(store) or not store.counts.trained:
+            raise UserError(
+                f"--data {source.name} has nothing to learn: {store.counts.documents} documents with text, "
+                f"{store.counts.empty} records without text or answer; give another source, or --train-on all"
+            )
+        stores.append(store)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return TrainingData(sources, stores, options, int(padding or 0))
+
+
+def _open(source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, say: Say) -> TokenStore:
+    if is_whole(source):
+        return memory_store(read_split(source, TRAIN, options.reading), encoder)
+    limit = token_limit if source.kind == "hub" and options.streaming is not False else None
+    settings = {
+        "store": FORMAT,
+        "source": _identity(source),
+        "tokenizer": tokenizer_sha256(encoder.tokenizer),
+        "encoding": asdict(encoder.encoding),
+        "reading": asdict(options.reading),
+        "token_limit": limit,
+    }
+    before = _identity(source)
+
+    def parts() -> Any:
+        say(f"tokenizing {source.name}, once")
+        yield from read_split(source, TRAIN, options.reading)
+        if _identity(source) != before:
+            raise UserError(f"--data {source.name} changed while it was read; start again when it is whole")
+
+    return cached_store(
+        settings,
+        parts,
+        encoder,
+        workers=options.workers or available_cpus(),
+        token_limit=limit,
+        rebuild=options.rebuild,
+        say=say,
+    )
+
+
+def available_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _identity(source: Source) -> dict[str, Any]:
+    """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
+    if source.kind == "files":
+        return {"files": [_file_identity(path) for path in source.files]}
+    return {"repository": source.repository, "config": source.config, "split": source.split}
+
+
+def _file_identity(path: Path) -> list[Any]:
+    try:
+        facts = path.stat()
+        samples = hashlib.sha256()
+        with open(path, "rb") as file:
+            for index in range(_SAMPLES):
+                file.seek(facts.st_size * index // _SAMPLES)
+                samples.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise UserError(f"--data file cannot be read: {path} ({error.strerror or error})") from error
+    return [str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()]
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """A digest of all that decides what a tokenizer makes of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [
+        type(tokenizer).__name__,
+        backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
+        repr(tokenizer.chat_template),
+        repr(sorted((name, str(value)) for name, value in tokenizer.special_tokens_map.items())),
+        repr(list(tokenizer("a b")["input_ids"])),
+    ]
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
+
+
+def training_tokens(names: Sequence[str], tokenizer: Any) -> Tensor:
+    """The training parts of all sources in memory, one after the other, (tokens,) int64: for calibration."""
+    return open_training_data(names, tokenizer).all_tokens()

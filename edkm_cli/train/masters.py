@@ -1,0 +1,128 @@
+"""Optimizer steps that lose nothing to the rounding of 16-bit parameters.
+
+A bfloat16 number has eight bits of mantissa, so an update below about 1/500 of a weight vanishes when it is added: at the
+usual learning rates no norm ever moves, and most weights never do (Zamirai et al., Revisiting BFloat16 Training,
+arXiv 2010.06192). The remedy is a float32 master. A bfloat16 number is the upper half of a float32 one, so of the master
+only the lower half must be kept beside the parameter: two bytes a weight where a copy takes four, and the arithmetic is
+exactly that of the copy. The parameter is the master rounded to nearest, its `remainder` what is missing, an int16.
+
+    master bits (32) = parameter bits (16) * 2**16 + remainder        remainder in [-2**15, 2**15)
+
+float16 has another exponent, so its parameters get a whole float32 `master`, and float32 moments: squared gradients are
+below its range. float32 parameters (LUT entries, low-rank updates) are stepped as they are.
+
+torchao rounds at random instead and compiles its steps; here a run must resume bit for bit and be rehearsed on the meta
+device, so the rounding has to be a function of the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.distributed import local
+
+_CHUNK = 2**22  # numbers worked on at a time, so that a step needs little memory of its own
+_HALF = 2**15
+
+
+def master_of(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 number whose upper half is a bfloat16 parameter, and whose lower half is its int16 remainder."""
+    return ((parameter.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16 parameter, int16 remainder) of a float32 master: the inverse of `master_of`."""
+    bits = master.view(torch.int32)
+    upper = (bits + _HALF) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """AdamW or SGD with momentum, as PyTorch computes them, on float32 masters of 16-bit parameters.
+
+    Args:
+        groups: parameter groups with `lr` and `weight_decay`.
+        kind: `adamw` or `sgd`.
+        betas, eps: AdamW's; `betas[0]` is SGD's momentum.
+    """
+
+    def __init__(self, groups: Any, *, kind: str, betas: tuple[float, float], eps: float = 1e-8):
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self._update = {"adamw": self._adamw, "sgd": self._sgd}[kind]
+        self._moments = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}[kind]
+        self._betas, self._eps = betas, eps
+
+    def _prepare(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The parameter's state, made before its first step."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
+            for name in self._moments:
+                state[name] = torch.zeros_like(parameter, dtype=wide)
+            if parameter.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            elif parameter.dtype == torch.float16:
+                state["master"] = parameter.detach().float()
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self._prepare(parameter)
+                state["step"] += 1
+                for part, grad, parts in _chunks(parameter, state):
+                    self._step_part(part, grad.float(), parts, state["step"], group)
+
+    def _step_part(self, part: Tensor, grad: Tensor, parts: dict[str, Tensor], step: int, group: dict) -> None:
+        if "remainder" in parts:
+            master = master_of(part, parts["remainder"])
+        else:
+            master = parts.get("master", part)
+        moments = [parts[name].float() for name in self._moments]  # the same tensors where they are float32
+        self._update(master, grad, moments, step, group["lr"], group["weight_decay"])
+        for name, moment in zip(self._moments, moments, strict=True):
+            parts[name].copy_(moment)
+        if "remainder" in parts:
+            rounded, remainder = split_master(master)
+            part.copy_(rounded)
+            parts["remainder"].copy_(remainder)
+        elif "master" in parts:
+            part.copy_(master)
+
+    def _adamw(self, w: Tensor, grad: Tensor, moments: list[Tensor], step: int, lr: float, decay: float) -> None:
+        mean, square = moments
+        first, second = self._betas
+        w.mul_(1 - lr * decay)
+        mean.lerp_(grad, 1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        scale = square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps)
+        w.addcdiv_(mean, scale, value=-lr / (1 - first**step))
+
+    def _sgd(self, w: Tensor, grad: Tensor, moments: list[Tensor], step: int, lr: float, decay: float) -> None:
+        (momentum,) = moments
+        momentum.mul_(self._betas[0]).add_(grad).add_(w, alpha=decay)
+        w.add_(momentum, alpha=-lr)
+
+
+def _chunks(parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """(part of the parameter, of its gradient, of its state by name): flat views, this process's share if sharded."""
+    assert parameter.grad is not None
+    weight, grad = local(parameter.detach()), local(parameter.grad)
+    tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    if not all(tensor.is_contiguous() for tensor in (weight, *tensors.values())):
+        yield weight, grad, tensors
+        return
+    flat, gradient = weight.view(-1), grad.reshape(-1)
+    views = {name: tensor.view(-1) for name, tensor in tensors.items()}
+    for first in range(0, flat.numel(), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        yield flat[part], gradient[part], {name: view[part] for name, view in views.items()}

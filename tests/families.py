@@ -1,0 +1,103 @@
+"""Tiny random models of the families that transformers has, each as `edkm compress --model DIR` gets it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+_SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_HEAD = {"head_dim": 8}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+# model type -> what its configuration has beside `_SIZES`.
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": _HEAD,
+    "qwen2": {},
+    "qwen3": _HEAD,
+    "gemma": _HEAD,
+    "gemma2": _HEAD,
+    "gemma3_text": _HEAD,
+    "vaultgemma": _HEAD,
+    "minicpm3": _LATENT,
+    "llama4_text": {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    "deepseek_v2": {**_LATENT, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v3": {**_LATENT, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
+    "phi": {},
+    "phi3": {**_ROPE},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "cohere": {},
+    "cohere2": _HEAD,
+    "granite": {},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "stablelm": {},
+    "mixtral": {"num_local_experts": 4},
+    "phimoe": {"num_local_experts": 4},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_EXPERTS, **_HEAD, "num_experts": 4},
+    "olmoe": {**_EXPERTS, "num_experts": 4},
+    "gpt_oss": {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, **_ROPE},
+    "gpt_neox": {},
+    "falcon": {},
+    "smollm3": {},
+    "helium": _HEAD,
+    "glm": _HEAD,
+    "glm4": _HEAD,
+    "starcoder2": {},
+    "nemotron": {},
+    "exaone4": _HEAD,
+    "seed_oss": _HEAD,
+    "arcee": _HEAD,
+    "hunyuan_v1_dense": _HEAD,
+    "ernie4_5": _HEAD,
+    "bloom": {},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "do_layer_norm_before": True},
+    "persimmon": {},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "lfm2": {},
+    "biogpt": {},
+    "nanochat": {},
+    "ministral": _HEAD,
+    "diffllama": _HEAD,
+}
+
+
+def family(model_type: str, dtype: torch.dtype = torch.float32):
+    """A tiny random model of a family in `dtype`, in evaluation mode; norms and biases are moved off one and zero."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**{**_SIZES, **FAMILIES[model_type]})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()

@@ -1,0 +1,39 @@
+"""What children of the fork server do. The server imports this once, so that a child costs no imports."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import accelerate  # noqa: F401 - imported here, so that no child has to
+import torch
+import torch.distributed.fsdp
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+from edkm_cli.cli import main
+from edkm_cli.compress import compress
+from edkm_cli.environment import peak_memory_bytes
+
+
+def compress_together(rank, size, port, log, configs, resume):
+    """Compress with each of the settings, as process `rank` of `size`, which find one another as torchrun's do."""
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    with open(f"{log}.{rank}", "w", encoding="utf-8", buffering=1) as sys.stderr:
+        try:
+            for config in configs:
+                compress(config, resume=resume)
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+            raise
+
+
+def edkm(arguments, peak_file):
+    """A command in a process that has done nothing before; the process's peak of resident memory goes to a file."""
+    torch.set_num_threads(1)
+    try:
+        main([str(argument) for argument in arguments])
+    finally:  # a command ends by SystemExit
+        Path(peak_file).write_text(json.dumps(peak_memory_bytes("cpu")))

@@ -1,0 +1,105 @@
+"""A Python for the shell scripts that starts with everything imported: a client that asks a server to fork.
+
+The server is a child of the fork server. `CLIENT`, an executable script, sends its arguments, environment, working
+directory and standard streams, passes signals on and ends as the program does: `python [-u] -m MODULE`, `FILE` or `-`.
+What such a program starts by `sys.executable` is PYTHON_EXEC, where that is set, as it is for torchrun; what it starts
+by multiprocessing is an ordinary Python.
+"""
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+
+import torch
+
+CLIENT = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({path!r})
+request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": os.getcwd()}}
+socket.send_fds(server, [b"-"], [0, 1, 2])
+server.sendall(json.dumps(request).encode() + b"\\n")
+answers = server.makefile()
+pid = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+status = int(answers.readline())
+sys.exit(status if status >= 0 else 128 - status)
+"""
+
+
+def serve(path):
+    """Answer clients until killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(16)
+        while True:
+            client = listener.accept()[0]
+            if os.fork() == 0:
+                listener.close()
+                try:
+                    _answer(client)
+                finally:
+                    os._exit(0)
+            client.close()
+
+
+def _answer(client):
+    """Run what a client asks for and tell it the process and its status. A client that is gone ends its program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    request = json.loads(client.makefile().readline())
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        _become(request, streams)
+    client.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, client], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    client.sendall(b"%d\n" % status)
+
+
+def _become(request, streams):
+    """This process is the program from here to its end."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    status = 1
+    try:
+        _run([argument for argument in request["arguments"] if argument != "-u"])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(arguments):
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path("/dev/stdin" if arguments[0] == "-" else arguments[0], run_name="__main__")

@@ -1,0 +1,78 @@
+"""Batches: a function of the seed and the step, with exact shares of the sources and labels within documents only."""
+
+import numpy as np
+import pytest
+import torch
+
+from edkm_cli.config import UserError
+from edkm_cli.data import Blocks
+from edkm_cli.data.encode import Counts, Encoded
+from edkm_cli.data.store import in_memory
+
+
+def store(lengths, first=0, trained=None):
+    """Documents of running numbers."""
+    total = sum(lengths)
+    ids = np.arange(first, first + total, dtype=np.uint16)
+    counts = Counts(len(lengths), total, total)
+    mask = None if trained is None else np.array(trained, bool)
+    return in_memory([Encoded(ids, np.array(lengths), mask, np.empty(0, np.uint64), counts)], np.uint16)
+
+
+def test_blocks_cover_each_pass_once_in_an_order_of_the_seed():
+    tokens = torch.arange(100)
+    blocks = Blocks(tokens, 7, seed=3)
+    first = torch.cat([blocks.batch(i, 2) for i in range(7)])
+    assert sorted(first[:, 0].tolist()) == [7 * i for i in range(14)]
+    again = Blocks(tokens, 7, seed=3)
+    assert torch.equal(again.batch(5, 2), blocks.batch(5, 2))
+    assert not torch.equal(Blocks(tokens, 7, seed=4).batch(0, 14), blocks.batch(0, 14))
+    second = blocks.batch(1, 14)
+    assert sorted(second[:, 0].tolist()) == [7 * i for i in range(14)]
+    assert not torch.equal(second, blocks.batch(0, 14))
+
+
+def test_too_little_text_for_a_sequence_is_refused():
+    with pytest.raises(UserError, match="at least 64 tokens"):
+        Blocks(torch.arange(63), 64, seed=0)
+
+
+def test_sources_without_weights_are_read_one_after_the_other():
+    one = Blocks([store([5]), store([9], 5)], 7, seed=0)
+    assert torch.equal(one.batch(0, 2), Blocks(torch.arange(14), 7, seed=0).batch(0, 2))
+
+
+def test_every_source_has_its_exact_share_at_any_place():
+    small, large = store([40]), store([4000], 100)
+    blocks = Blocks([small, large], 10, seed=1, weights=[0.7, 0.3])
+    rows = blocks.batch(0, 1000)
+    from_small = rows[:, 0] < 40
+    assert int(from_small.sum()) == 700
+    starts, counts = rows[from_small, 0].unique(return_counts=True)
+    assert starts.tolist() == [0, 10, 20, 30]
+    assert set(counts.tolist()) == {175}
+    assert rows[~from_small, 0].unique().numel() == 300
+    assert torch.equal(blocks.batch(1234, 3), Blocks([small, large], 10, seed=1, weights=[7, 3]).batch(1234, 3))
+    assert 50 < int((blocks.batch(0, 100)[:, 0] < 40).sum()) < 90
+
+
+def test_masked_tokens_have_no_label():
+    blocks = Blocks(store([4, 4], trained=[0, 0, 1, 1, 1, 0, 1, 0]), 8, seed=0)
+    batch = blocks.examples(0, 1)
+    assert batch.ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch.labels.tolist() == [[-1, 2, 3, 4, -1, 6, -1, -1]]
+    assert batch.positions is None
+    assert batch.learnt == 4
+    assert Blocks(store([4, 4]), 8, seed=0).examples(0, 1).labels is None
+
+
+def test_packed_sequences_restart_and_predict_within_documents_only():
+    blocks = Blocks(store([3, 6, 2, 4]), 8, seed=0, packing=True, padding=9)
+    rows = {tuple(row.ids[0].tolist()): row for row in (blocks.examples(i, 1) for i in range(len(blocks)))}
+    assert set(rows) == {(3, 4, 5, 6, 7, 8, 9, 10), (11, 12, 13, 14, 0, 1, 2, 9)}
+    first, second = rows[(3, 4, 5, 6, 7, 8, 9, 10)], rows[(11, 12, 13, 14, 0, 1, 2, 9)]
+    assert first.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]]
+    assert first.labels.tolist() == [[4, 5, 6, 7, 8, -1, 10, -1]]
+    assert second.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert second.labels.tolist() == [[12, 13, 14, -1, 1, 2, -1, -1]]
+    assert (blocks.dropped, blocks.split, blocks.padded) == (0, 0, 1)

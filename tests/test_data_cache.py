@@ -1,0 +1,222 @@
+"""The token cache: the same tokens as in memory, by one process or several; never a store that is not whole."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edkm_cli.config import UserError
+from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, splits, store
+from edkm_cli.data.encode import Encoding
+from helpers import byte_tokenizer
+
+RECORDS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}" + " yes" * (i % 50)} for i in range(400)]
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """A JSON Lines file that counts as large, and a cache of its own."""
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr("edkm_cli.data.reading.PART_BYTES", 2000)
+    path = tmp_path / "large.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return path
+
+
+def opened(path, say=lambda text: None, tokenizer=None, **options):
+    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=DataOptions(**options), say=say)
+    return data.stores[0]
+
+
+def contents(found):
+    return found.ids(0, len(found)).tolist(), found.trained(0, len(found)).tolist(), found.ends.tolist(), found.counts
+
+
+def stores(path):
+    return sorted(p.name for p in (path.parent / "cache" / "tokens").iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cached_store_is_that_of_one_pass_in_memory(large, monkeypatch, workers):
+    found = opened(large, workers=workers)
+    parts = splits.read_split(parse_source(str(large)), "train")
+    source = cache.memory_store(parts, cache.Encoder(byte_tokenizer(), Encoding()))
+    assert contents(found) == contents(source)
+    assert found.sha256 == source.sha256
+    assert found.counts.masked > 0
+    assert len(stores(large)) == 1
+
+
+def test_a_second_start_reads_what_the_first_wrote(large):
+    said = []
+    first = opened(large, said.append)
+    second = opened(large, said.append)
+    assert contents(first) == contents(second)
+    assert said == [f"tokenizing {large}, once"]
+
+
+@pytest.mark.parametrize("change", ["data", "touch", "tokenizer", "template", "train_on", "column"])
+def test_whatever_decides_the_tokens_makes_another_store(large, change):
+    opened(large)
+    tokenizer, options = byte_tokenizer(), {}
+    if change == "data":
+        text = large.read_text().replace("7 + 1", "9 + 1")
+        times = large.stat()
+        large.write_text(text)
+        os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))
+    elif change == "touch":
+        os.utime(large, ns=(0, 0))
+    elif change == "tokenizer":
+        tokenizer.add_tokens(["yes"])
+    elif change == "template":
+        tokenizer.chat_template = "{{ messages }}"
+    else:
+        options = {change: {"train_on": "all", "column": "prompt"}[change]}
+    said = []
+    opened(large, said.append, tokenizer, **options)
+    assert len(stores(large)) == 2
+    assert len(said) == 1
+
+
+def test_a_cache_can_be_made_again(large):
+    opened(large)
+    said = []
+    opened(large, said.append, rebuild=True)
+    assert "are made again" in said[0]
+    assert len(stores(large)) == 1
+
+
+@pytest.mark.parametrize("file", [store.TOKENS, store.TRAINED, store.ENDS, store.MARKS, store.MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty"])
+def test_a_damaged_store_is_noticed_and_made_again(large, file, damage):
+    wanted = contents(opened(large))
+    path = large.parent / "cache" / "tokens" / stores(large)[0] / file
+    if damage == "remove":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes({"flip": bytes(data), "cut": bytes(data[: len(data) // 2]), "empty": b""}[damage])
+    said = []
+    assert contents(opened(large, said.append)) == wanted
+    assert any("are made again" in text for text in said) or file == store.MANIFEST
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(large, monkeypatch):
+    class Full(store.StoreWriter):
+        def append(self, part):
+            super().append(part)
+            if self.counts.tokens > 3000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "StoreWriter", Full)
+        with pytest.raises(UserError, match=r"No space left on device.*EDKM_CACHE"):
+            opened(large)
+    assert stores(large) == []
+    assert opened(large).counts.documents > 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_files_on_a_full_device_are_refused(large, monkeypatch):
+    """Written through the real files: the buffer meets the full disk, and closing it does, too."""
+    make = cache.StoreWriter.__init__
+
+    def on_full(self, directory, dtype):
+        make(self, directory, dtype)
+        self._files[store.TOKENS].close()
+        self._files[store.TOKENS] = open("/dev/full", "wb")  # noqa: SIM115 - the writer closes it
+
+    monkeypatch.setattr(cache.StoreWriter, "__init__", on_full)
+    with pytest.raises(UserError, match=r"No space left on device"):
+        opened(large)
+    assert stores(large) == []
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path, large, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="EDKM_CACHE"):
+        opened(large)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_record_far_in_is_one_line_and_leaves_nothing(large, workers):
+    large.write_text(large.read_text() + '{"text": \n')
+    with pytest.raises(UserError, match="must be valid jsonl"):
+        opened(large, workers=workers)
+    assert stores(large) == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(large, monkeypatch):
+    encode = cache.Encoder.encode
+
+    def meddling(self, part):
+        os.utime(large, ns=(1, 1))
+        return encode(self, part)
+
+    monkeypatch.setattr(cache.Encoder, "encode", meddling)
+    with pytest.raises(UserError, match="changed while it was read"):
+        opened(large, workers=1)
+    assert stores(large) == []
+
+
+def _open_in_child(path, root, queue):
+    os.environ["EDKM_CACHE"] = root
+    splits.WHOLE_BYTES = 1000
+    said = []
+    found = opened(path, said.append)
+    queue.put((found.sha256, said))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
+def test_two_runs_at_once_tokenize_once(large):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    children = [context.Process(target=_open_in_child, args=(large, os.environ["EDKM_CACHE"], queue)) for _ in range(3)]
+    for child in children:
+        child.start()
+    results = [queue.get(timeout=120) for _ in children]
+    for child in children:
+        child.join()
+    assert len({sha256 for sha256, _ in results}) == 1
+    assert sum(any("once" in text for text in said) for _, said in results) == 1
+    assert len(stores(large)) == 1
+
+
+def _open_slowly(path, root, started):
+    os.environ["EDKM_CACHE"] = root
+    splits.WHOLE_BYTES = 1000
+    append = cache.StoreWriter.append
+
+    def slow(self, part):
+        append(self, part)
+        started.set()
+        time.sleep(0.05)
+
+    cache.StoreWriter.append = slow
+    opened(path, workers=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
+@pytest.mark.parametrize("delay", [0, 0.03, 0.11])
+def test_a_run_killed_while_it_writes_leaves_no_store_and_no_lock(large, delay):
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started))
+    child.start()
+    assert started.wait(60)
+    time.sleep(delay)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert all(name.endswith(".tmp") for name in stores(large))
+    found = opened(large)
+    assert len(stores(large)) == 1
+    assert found.counts.documents > 300

@@ -1,0 +1,102 @@
+"""Tokens of documents, and which of them are learnt, exact at the borders."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from edkm_cli.data.encode import Counts, Encoder, Encoding, marks, split_long
+from edkm_cli.data.reading import Part
+from helpers import byte_tokenizer
+
+ALPACA = {"instruction": "Add", "output": "Three."}
+
+
+def merging_tokenizer(**special):
+    """Byte-level BPE with merges, blank lines among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = ["the answer is yes\n\nno\n\n", "Answer: yes and no", "the   the  answer"] * 20
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>", "<bos>"], show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", **special)
+
+
+def encode(records, tokenizer=None, **encoding):
+    return Encoder(tokenizer or byte_tokenizer(), Encoding(**encoding)).encode(Part("here", 0, records))
+
+
+def learnt(encoded, tokenizer):
+    mask = np.ones(encoded.ids.size, bool) if encoded.trained is None else encoded.trained
+    return tokenizer.decode(encoded.ids[mask].tolist())
+
+
+def test_of_an_answered_record_the_answer_and_its_end_are_learnt():
+    tokenizer = byte_tokenizer()
+    encoded = encode([ALPACA, {"prompt": "a", "completion": "b"}])
+    assert learnt(encoded, tokenizer) == "Three.<eos>b<eos>"
+    assert tokenizer.decode(encoded.ids.tolist()).endswith("### Response:\nThree.<eos>ab<eos>")
+    assert encoded.counts == Counts(2, encoded.ids.size, 9, encoded.ids.size - 9, 0)
+    assert encoded.lengths.tolist() == [encoded.ids.size - 3, 3]
+
+
+def test_asked_for_all_every_token_is_learnt():
+    assert encode([ALPACA], train_on="all").trained is None
+    assert encode(["text"]).trained is None
+
+
+@pytest.mark.parametrize("completion", [" yes", "yes", "\nno", "\n\nno", " ", "\n"])
+@pytest.mark.parametrize("prompt", ["Answer:", "Answer: ", "the answer is\n", "the", ""])
+def test_a_token_is_learnt_where_all_of_it_is_answer(prompt, completion):
+    """Tokens are those of the whole text; one that begins in the prompt is the prompt's."""
+    tokenizer = merging_tokenizer()
+    encoded = encode([{"prompt": prompt, "completion": completion}], tokenizer)
+    if not (prompt + completion).strip():
+        assert encoded.counts.empty == 1
+        return
+    whole = tokenizer(prompt + completion)["input_ids"]
+    assert encoded.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    at, wanted = 0, []
+    for token in whole:  # bytes are characters here, so lengths of tokens are places in the text
+        wanted.append(at >= len(prompt))
+        at += len(tokenizer.decode([token]))
+    assert at == len(prompt + completion)
+    mask = np.ones(len(whole) + 1, bool) if encoded.trained is None else encoded.trained
+    assert mask.tolist() == [*wanted, True]
+
+
+def test_a_tokenizer_that_begins_texts_begins_every_document():
+    tokenizer = merging_tokenizer(bos_token="<bos>")
+    from tokenizers.processors import TemplateProcessing
+
+    bos = ("<bos>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    encoded = encode(["yes", {"prompt": "no", "completion": " yes"}], tokenizer)
+    assert tokenizer.decode(encoded.ids.tolist()) == "<bos>yes<eos><bos>no yes<eos>"
+    assert learnt(encoded, tokenizer) == "<bos>yes<eos> yes<eos>"
+
+
+def test_records_without_text_or_answer_are_left_out_and_counted():
+    encoded = encode(["", " \n", {"text": None}, "a", {"prompt": "b", "completion": ""}])
+    assert encoded.counts == Counts(documents=1, tokens=2, trained=2, masked=0, empty=4)
+
+
+def test_a_long_document_is_tokenized_in_pieces_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr("edkm_cli.data.encode.PART_BYTES", PART_BYTES := 1000)
+    text = "word " * (PART_BYTES // 2)
+    pieces = split_long(text)
+    assert "".join(pieces) == text
+    assert len(pieces) == 3
+    assert max(map(len, pieces)) <= PART_BYTES
+    assert "".join(split_long("x" * (2 * PART_BYTES + 1))) == "x" * (2 * PART_BYTES + 1)
+    encoded = encode([text])
+    assert encoded.lengths.tolist() == [len(text) + 1]
+
+
+def test_marks_are_of_documents_and_of_a_share_of_long_lines():
+    lines = [f"{i}: " + "a line that is long enough to be looked for in other texts, wherever" for i in range(320)]
+    whole = marks(["\n".join(lines)])
+    assert 5 < len(whole) < 50
+    assert len(np.intersect1d(whole, marks(["\n".join(lines[::2]) + "\n"]))) > 2
+    assert len(np.intersect1d(marks(["One."]), marks([" One. "]))) == 1

@@ -1,0 +1,115 @@
+"""Data sets of the hub, through `datasets` and a copy of a set in the hub's layout."""
+
+import json
+
+import pytest
+
+from edkm_cli.config import UserError
+from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, splits
+from helpers import byte_tokenizer
+
+datasets = pytest.importorskip("datasets")
+
+CARD = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: data/train.jsonl
+  - split: test
+    path: data/test.jsonl
+- config_name: de
+  data_files:
+  - split: train
+    path: data/test.jsonl
+---
+"""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """owner/name in the current directory, which `datasets` reads as it reads the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    folder = tmp_path / "owner" / "name"
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text(CARD)
+    for split, count in (("train", 200), ("test", 20)):
+        lines = [json.dumps({"body": f"{split} {i}", "id": i}) for i in range(count)]
+        (folder / "data" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["owner/name:en", "./owner/name:en"])
+@pytest.mark.parametrize("streaming", [None, True, False])
+def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(hub, name, streaming):
+    options = DataOptions(column="body", streaming=streaming)
+    data = open_training_data([name], byte_tokenizer(), options=options)
+    text = byte_tokenizer().decode(data.all_tokens())
+    assert text == "".join(f"train {i}<eos>" for i in range(200))
+    measured = load_documents(name, "test", reading=Reading("body", streaming)).documents
+    assert measured == [f"test {i}" for i in range(20)]
+    assert load_documents(f"{name}@test", "all", reading=Reading("body", streaming)).documents == measured
+
+
+def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
+    train, test = (
+        load_documents("owner/name:de", split, reading=Reading("body")).documents for split in ("train", "test")
+    )
+    assert train + test == [f"test {i}" for i in range(20)]
+    assert len(test) == 2
+
+
+def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 50)
+    monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 30)
+    train, test = (
+        load_documents("owner/name:de", split, reading=Reading("body")).documents for split in ("train", "test")
+    )
+    assert test + train == [f"test {i}" for i in range(20)]
+    assert len(test) == 5
+
+
+def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
+    monkeypatch.setattr("edkm_cli.data.reading.PART_BYTES", 100)
+    data = open_training_data(
+        ["owner/name:en"], byte_tokenizer(), options=DataOptions(column="body", workers=1), token_limit=300
+    )
+    assert 300 <= data.tokens < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("owner/name", "body", r"configurations, which are en, de, but none is given.*owner/name:en"),
+        ("owner/name:fr", "body", r"configurations, which are en, de, but fr is given"),
+        ("owner/name:en@dev", "body", r"has the splits train, test, but not dev.*owner/name@train"),
+        ("owner/name:en", "text", r"fields of the records, which are 'body', 'id', got 'text'|field of the records"),
+        ("owner/name:en", None, r"has 'body', 'id'; name the field with --data-column"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_is_missing_gets_one_line_that_says_what_there_is(hub, name, column, message, streaming):
+    with pytest.raises(UserError, match=message) as caught:
+        open_training_data([name], byte_tokenizer(), options=DataOptions(column=column, streaming=streaming))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_out_of_reach_gets_one_line(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'nobody/none' on the Hub\n(offline)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", unreachable)
+    with pytest.raises(UserError, match=r"could not be loaded from the Hugging Face hub .*check the network") as caught:
+        open_training_data(["nobody/none"], byte_tokenizer())
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_package_there_is_one_line(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="needs the package datasets"):
+        open_training_data(["nobody/none"], byte_tokenizer())

@@ -1,0 +1,97 @@
+"""Files of every kind give the same records, whole and in parts; bounded parts cover a file exactly."""
+
+import gzip
+import json
+
+import pytest
+
+from edkm_cli.config import UserError
+from edkm_cli.data import load_documents, reading
+from edkm_cli.data.reading import Part, line_ranges, read_files
+from edkm_cli.data.sources import parse_source
+
+RECORDS = [{"text": f"Document {i}, with \u2028 and ü. " + "word " * (i % 7)} for i in range(50)]
+
+
+def write(path):
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
+    kind = path.name.partition(".")[2]
+    if kind == "jsonl":
+        path.write_bytes(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif kind == "jsonl.zst":
+        import pyarrow
+
+        with pyarrow.output_stream(str(path), compression="zstd") as file:
+            file.write(lines)
+    elif kind == "json":
+        path.write_text(json.dumps(RECORDS, indent=1))
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path, row_group_size=7)
+    else:
+        import pyarrow
+
+        table = pyarrow.Table.from_pylist(RECORDS)
+        opened = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+
+
+KINDS = ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst", "r.json", "r.parquet", "file.arrow", "stream.arrow"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("part_bytes", [1, 333, 1_000_000])
+def test_every_kind_of_file_gives_the_same_records(tmp_path, monkeypatch, name, part_bytes):
+    if not name.startswith(("r.json", "r.jsonl.gz")) or name.endswith("zst"):
+        pytest.importorskip("pyarrow")
+    write(tmp_path / name)
+    monkeypatch.setattr(reading, "PART_BYTES", part_bytes)
+    parts = list(read_files(parse_source(str(tmp_path / name))))
+    assert [record for part in parts for record in part.load()] == RECORDS
+    if part_bytes == 1:
+        assert len(parts) == len(RECORDS)
+
+
+def test_a_directory_and_a_glob_are_read_in_the_order_of_names(tmp_path):
+    for name in ("b.jsonl", "a.json"):
+        write(tmp_path / name)
+    (tmp_path / "c.txt").write_text("text\n")
+    documents = [record["text"] for record in RECORDS]
+    assert load_documents(str(tmp_path), "all").documents == [*documents, *documents, "text\n"]
+    assert load_documents(str(tmp_path / "*.json*"), "all").documents == [*documents, *documents]
+
+
+def test_ranges_of_lines_cover_a_file_once_whatever_the_lines(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    path.write_text('\n\n"a"\n' + json.dumps("b" * 500) + "\n\n\n" + '"c"')
+    for size in (1, 2, 3, 100, 10_000):
+        monkeypatch.setattr(reading, "PART_BYTES", size)
+        parts = list(line_ranges(path))
+        assert [record for part in parts for record in part.load()] == ["a", "b" * 500, "c"]
+        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+
+
+def test_a_long_list_is_read_item_by_item(tmp_path, monkeypatch):
+    items = [{"text": "x" * size} for size in (0, 10, 700_000, 1, 300_000)]
+    path = tmp_path / "r.json"
+    path.write_text("  " + json.dumps(items))
+    assert [item for part in read_files(parse_source(str(path))) for item in part.load()] == items
+
+
+def test_the_place_of_a_bad_line_is_told(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"r\.jsonl, byte 14 is not"):
+        Part("", path=path, stop=100).load()
+
+
+def test_a_truncated_archive_is_refused(tmp_path):
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 10_000)[:-20])
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        load_documents(str(path), "all")

@@ -1,0 +1,90 @@
+"""What a `--data` name stands for, its weight, and the line for one that names nothing."""
+
+import pytest
+
+from edkm_cli.config import UserError
+from edkm_cli.data import parse_source, parse_sources
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "deep/d.parquet", "deep/.hidden.json", "deep/state.json", "x=0.5.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "files"),
+    [
+        ("builtin", "builtin", []),
+        ("self", "self", []),
+        ("a.jsonl", "files", ["a.jsonl"]),
+        ("*.jsonl", "files", ["a.jsonl", "b.jsonl"]),
+        ("**/*.parquet", "files", ["d.parquet"]),
+        ("deep", "files", ["d.parquet"]),
+        (".", "files", ["a.jsonl", "b.jsonl", "c.txt", "d.parquet", "x=0.5.txt"]),
+        ("x=0.5.txt", "files", ["x=0.5.txt"]),
+    ],
+)
+def test_a_name_stands_for_files_in_order(here, name, kind, files):
+    source = parse_source(name)
+    assert source.kind == kind
+    assert sorted(path.name for path in source.files) == files
+    assert list(source.files) == sorted(source.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "config", "split"),
+    [
+        ("wikitext2", "Salesforce/wikitext", "wikitext-2-raw-v1", None),
+        ("c4@validation", "allenai/c4", "en", "validation"),
+        ("owner/name", "owner/name", None, None),
+        ("owner/name:en", "owner/name", "en", None),
+        ("owner/name@train[:10%]", "owner/name", None, "train[:10%]"),
+        ("owner/name:en@dev", "owner/name", "en", "dev"),
+        ("owner/na.me-2", "owner/na.me-2", None, None),
+    ],
+)
+def test_a_name_stands_for_a_set_of_the_hub(here, name, repository, config, split):
+    source = parse_source(name)
+    assert (source.kind, source.repository, source.config, source.split) == ("hub", repository, config, split)
+
+
+def test_weights_are_for_all_or_for_none(here):
+    assert [(s.name, s.weight) for s in parse_sources(["a.jsonl=0.7", "owner/name:en=2", "builtin=0.1"])] == [
+        ("a.jsonl", 0.7),
+        ("owner/name:en", 2.0),
+        ("builtin", 0.1),
+    ]
+    assert [source.weight for source in parse_sources(["a.jsonl", "builtin"])] == [None, None]
+    with pytest.raises(UserError, match=r"builtin has none.*builtin=0\.5"):
+        parse_sources(["a.jsonl=0.7", "builtin"])
+    for bad in ("a.jsonl=0", "a.jsonl=-1", "a.jsonl=nan", "a.jsonl=inf"):
+        with pytest.raises(UserError, match="positive"):
+            parse_source(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "must be wikitext2, alpaca, c4, fineweb-edu, builtin or a file"),
+        ("missing.jsonl", "does not exist"),
+        ("./missing", "does not exist"),
+        ("deep/missing.txt", "does not exist"),
+        ("*.parquet", "matches no file"),
+        ("text.csv", "must end in"),
+        ("a/b/c", "must be wikitext2"),
+        ("", "must be wikitext2"),
+    ],
+)
+def test_what_names_nothing_gets_one_line(here, name, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_source(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(UserError, match="directory without files"):
+        parse_source(str(tmp_path))

@@ -1,0 +1,66 @@
+"""The tokens and masks that TRL makes of the same records. Runs where TRL is installed (the extra `trl`)."""
+
+import pytest
+
+pytest.importorskip("trl")
+
+import datasets
+import torch
+from trl import SFTConfig, SFTTrainer
+
+from edkm_cli.data.encode import Encoder, Encoding
+from edkm_cli.data.reading import Part
+from helpers import byte_tokenizer, tiny_llama
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<eos>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<eos>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<eos>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "Is it?"},
+    {"role": "assistant", "content": "It is.\n\nTruly."},
+    {"role": "user", "content": "Why, ü?"},
+    {"role": "assistant", "content": "Because."},
+]
+SHAREGPT = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "It is."}]
+
+CASES = {
+    "text": ([{"text": "One text.\n"}, {"text": " Another, with ü."}], "", {}),
+    "prompt and completion": (
+        [{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "A:", "completion": "\nB"}],
+        "",
+        {},
+    ),
+    "conversational completion": ([{"prompt": TURNS[:3], "completion": TURNS[3:]}], CHATML, {}),
+    "messages": ([{"messages": TURNS}, {"messages": TURNS[:2]}], MARKED, {"assistant_only_loss": True}),
+    "messages, all learnt": ([{"messages": TURNS}], CHATML, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_masks_are_those_of_trl(tmp_path, case):
+    records, template, options = CASES[case]
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<eos>"
+    tokenizer.chat_template = template or None
+    config = SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, max_length=None, **options)
+    trainer = SFTTrainer(
+        model=tiny_llama(), args=config, train_dataset=datasets.Dataset.from_list(records), processing_class=tokenizer
+    )
+    rows = list(trainer.train_dataset)
+    wanted = [row["input_ids"] for row in rows]
+    everything = "all learnt" in case or case == "text"
+    masks = [[label != -100 for label in row["labels"]] for row in rows]
+    found = Encoder(tokenizer, Encoding(train_on="all" if everything else "completions")).encode(Part("", 0, records))
+    ids = torch.from_numpy(found.ids.astype("int64")).split(found.lengths.tolist())
+    assert [row.tolist() for row in ids] == wanted
+    if everything:
+        assert found.trained is None
+        assert all(all(mask) for mask in masks)
+    else:
+        assert found.trained.tolist() == [one for mask in masks for one in mask]

@@ -1,0 +1,98 @@
+"""Every family of models: read whole, swapped, exported, loaded and decoded again with the same logits to the bit."""
+
+import pytest
+import torch
+
+from edkm_cli import hf, models
+from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
+from families import FAMILIES, family
+from helpers import cluster, export
+
+FAST = ("gemma", "gemma3_text", "minicpm3", "llama4_text", "deepseek_v3", "mixtral", "falcon", "olmo")
+
+
+def check(model_type, dtype, folder):
+    model = family(model_type, dtype)
+    tied = is_tied(model)
+    ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(folder / "dense")
+    with torch.no_grad():
+        original = model(ids).logits
+        dense = models.load_dense(models.resolve(str(folder / "dense")), dtype=str(dtype).removeprefix("torch."))
+        assert torch.equal(dense(ids).logits, original)
+        clustered, spec = cluster(dense)
+        snapped = clustered(ids).logits
+        loaded = hf.load(export(clustered, spec, folder / "out"), dtype=dtype)
+        assert is_tied(loaded) is tied
+        assert torch.equal(loaded(ids).logits, snapped)
+        loaded.save_pretrained(folder / "again")
+        assert torch.equal(hf.load(folder / "again", dtype=dtype)(ids).logits, snapped)
+        written = loaded.generate(ids[:1], max_new_tokens=2, min_new_tokens=2, do_sample=False)
+        assert written.shape == (1, 19)
+        loaded.dequantize()
+        assert torch.equal(loaded(ids).logits, snapped)
+
+
+@pytest.mark.parametrize("model_type", FAST)
+def test_a_family_round_trips(model_type, tmp_path):
+    check(model_type, torch.float32, tmp_path)
+
+
+def test_a_tensor_that_a_family_keeps_in_float32_round_trips_in_bfloat16(tmp_path):
+    check("deepseek_v3", torch.bfloat16, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_families_round_trip(dtype, tmp_path):
+    failed = {}
+    for model_type in FAMILIES:
+        try:
+            check(model_type, dtype, tmp_path / model_type)
+        except Exception as error:
+            failed[model_type] = f"{type(error).__name__}: {error}"
+    assert not failed
+    assert len(FAMILIES) >= 30
+
+
+def test_scaled_embeddings_are_compressed_and_decoded_with_their_scale(tmp_path):
+    model = family("gemma")
+    assert not [swap for swap in plan_swaps(model, embedding_bits=8) if swap.reason]
+    with torch.no_grad():
+        wanted = model.get_input_embeddings()(torch.arange(5))
+        cluster(model)
+        found = model.get_input_embeddings()(torch.arange(5))
+    assert wanted.abs().amax() > 2 * (model.get_input_embeddings().dequantize()[:5]).abs().amax()  # it does scale
+    assert torch.allclose(found, wanted, atol=0.01 * wanted.abs().amax().item())
+
+
+def test_an_embedding_that_does_more_than_scale_stays_dense_and_its_tied_head_with_it():
+    class Normed(torch.nn.Embedding):
+        def forward(self, ids):
+            return torch.nn.functional.normalize(super().forward(ids), dim=-1)
+
+    model = family("gemma")
+    old = model.get_input_embeddings()
+    new = Normed(*old.weight.shape)
+    new.weight = old.weight
+    model.set_input_embeddings(new)
+    reasons = {swap.role: swap.reason for swap in plan_swaps(model, embedding_bits=8) if swap.reason}
+    assert set(reasons) == {"embedding", "head"}
+    assert "is a Normed" in reasons["embedding"]
+
+
+def test_what_stays_dense_is_said_for_fused_experts_too():
+    model = family("mixtral")
+    kept = [swap for swap in plan_swaps(model, embedding_bits=8) if swap.role == OTHER]
+    experts = [swap for swap in kept if "MixtralExperts" in swap.reason]
+    assert len(experts) == 4  # two layers, two fused weights each
+    dense = sum(torch.Size(swap.shape).numel() for swap in kept)
+    assert dense > 0.4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_packed_module_shows_its_weight_without_decoding_it():
+    model = family("llama4_text")
+    cluster(model)
+    weight = model.get_input_embeddings().weight
+    assert (weight.shape, weight.dtype, weight.device.type) == (torch.Size([257, 32]), torch.float32, "cpu")
+    assert torch.equal(weight + 0, model.get_input_embeddings().dequantize())

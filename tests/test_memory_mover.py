@@ -1,0 +1,39 @@
+"""Moving tensors: buffers are reused after their event, and loading one fetches its neighbours ahead."""
+
+import weakref
+
+import torch
+
+from edkm_cli.memory.accounting import Statistics
+from edkm_cli.memory.mover import Mover, PinnedPool
+
+
+def test_the_pool_gives_a_buffer_out_again_only_after_its_event():
+    waited = []
+
+    class Event:
+        def synchronize(self):
+            waited.append(True)
+
+    pool = PinnedPool(pin=False)
+    buffer = pool.take(100)
+    address = buffer.data_ptr()
+    pool.give_back(buffer, Event())
+    assert pool.take(50).data_ptr() != address
+    assert pool.take(100).data_ptr() == address
+    assert waited == [True]
+    assert pool.allocated_bytes == 150
+
+
+def test_loading_prefetches_what_was_moved_just_before():
+    mover = Mover(Statistics(), prefetch=2)
+    moved = [mover.store(torch.full((4,), float(i))) for i in range(5)]
+    assert torch.equal(moved[4].load(), torch.full((4,), 4.0))
+    assert mover.statistics.restored_bytes == 3 * 16
+    assert [m._ready is not None for m in moved] == [False, False, True, True, False]
+    assert torch.equal(moved[3].load(), torch.full((4,), 3.0))
+    assert mover.statistics.restored_bytes == 4 * 16
+    reference = weakref.ref(moved[0])
+    del moved
+    assert reference() is None
+    assert mover.statistics.stored_bytes == 0
