@@ -1,11 +1,12 @@
-"""The processes of a run: who they are, what they agree on, and parameters sharded over them.
+"""The processes of a run: starting them, exchanging values, and sharding parameters over them.
 
 `torchrun` and `accelerate launch` start the processes and set RANK, WORLD_SIZE and the rendezvous; everything here is
-torch.distributed (gloo for host memory, nccl for GPUs). A run alone is a world of one, in which all of this is free.
+torch.distributed (gloo for host memory, nccl for GPUs). A single process is a world of one, in which all of this costs
+nothing.
 
 Sharded means FSDP2: `fully_shard` on each decoder block keeps 1/N of its parameters on each process (rows, dimension
 0) and gathers a block when it is used. Inside a block's forward a layer sees whole weights, so clustering is exact and
-moves no byte more than training does. Outside, `gathered` makes one module whole at a time.
+needs no communication of its own. Outside, `gathered` makes one module whole at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a result was made with and on: versions and hardware, and the peak memory of the process."""
+"""Versions, hardware and peak memory: what every recorded result states beside its figures."""
 
 from __future__ import annotations
 

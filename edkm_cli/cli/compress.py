@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.allocator import return_large_blocks
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process, require_model
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
@@ -69,6 +69,8 @@ def compress_command(
     progress = Progress()
     if choose_memory(settings) == "small":
         return_large_blocks()
+    else:
+        keep_freed_blocks()
     result = compress(
         settings,
         overwrite=overwrite,

@@ -1,11 +1,11 @@
-"""Who holds how many bytes, and when most: a ledger of tensor storages, kept while code runs.
+"""A ledger of tensor storages, kept while code runs: how many bytes each part holds, and the highest total.
 
-A dispatch mode sees the result of every operation. A storage that it has not seen is entered under the current part
-("activations", "optimizer", ...) and place, and struck out when the last tensor on it dies: by Python's references, as
-in the run itself. What an operation uses inside and frees before it returns is not seen.
+A dispatch mode sees the result of every operation. A new storage is entered under the current part ("activations",
+"optimizer", ...) and place. It is removed when its last tensor is freed by Python's reference counting, as in the run
+itself. What an operation allocates and frees before it returns is not seen.
 
-On the meta device storages have sizes and no memory, so a model of any size can be run through a training step in
-seconds, and the ledger then holds what the step would. `call` answers what such a run cannot compute.
+On the meta device storages have sizes and no memory. So a model of any size goes through a training step in seconds, and
+the ledger then holds what the real step would. `call` gives the values that such a run cannot compute.
 """
 
 from __future__ import annotations

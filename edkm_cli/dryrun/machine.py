@@ -1,4 +1,4 @@
-"""The machine that a run is planned for: its devices, their memory, and what beside tensors takes some of it."""
+"""The machine that a run is planned for: its devices, their memory, and what takes memory besides tensors."""
 
 from __future__ import annotations
 

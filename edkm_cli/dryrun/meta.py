@@ -1,8 +1,8 @@
-"""Where a rehearsal happens: the meta device, a ledger of what is alive on it, and stand-ins for what it lacks.
+"""The surroundings of a rehearsal: the meta device, a ledger of its tensors, and replacements for what it lacks.
 
-Code that only computes runs on the meta device as it is. Code that looks at a value does not: whether weights are
-finite, what a loss is. Here such questions get the answer of a run that goes well. Attention is the kernel that the
-planned device would choose, since the generic one of the meta device keeps matrices that no GPU keeps.
+Code that only computes runs on the meta device as it is. Code that looks at a value does not: whether weights are finite,
+what a loss is. Such code gets the value of a run without errors. Attention is the kernel that the planned device would
+choose, since the generic one of the meta device keeps matrices that no GPU keeps.
 
 Storages are labelled with the part of memory they belong to, by hooks on the modules that make them.
 """

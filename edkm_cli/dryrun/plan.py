@@ -2,7 +2,7 @@
 
 From the configuration alone: the run's own plan (`edkm_cli.preflight`) is rehearsed on the meta device, for this machine
 or for GPUs that are named. Where it does not fit, other settings are rehearsed in the same way; those that fit are
-proposed. A run asks the same whether the machine has memory to spare for speed.
+proposed. A run uses the same rehearsal to decide whether it can keep freed memory for speed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What a run will need, by part: the run itself, from loading to export, on the meta device.
 
-Nothing is guessed that can be counted. The model is built from its configuration without memory, and goes through the
-code that a run goes through: perplexity, calibration, swapping, an optimizer step with its losses, gradients and
-moments, export. A ledger of tensor storages (`edkm_cli.dryrun.ledger`) notes what is alive, and when most.
+The model is built from its configuration without memory, and goes through the code of a run: perplexity, calibration,
+swapping, an optimizer step with its losses, gradients and moments, export. A ledger of tensor storages
+(`edkm_cli.dryrun.ledger`) records what is alive and the highest total.
 
-Left to arithmetic is what no tensor stands for, each with its reason beside it: copies of files while they are read,
-scratch memory of C kernels, what data parallelism and sharding (FSDP2) keep. The process itself is not in here.
+Memory that no tensor represents is computed, with the reason beside it: copies of files while they are read, scratch memory
+of C kernels, what data parallelism and sharding (FSDP2) keep. The process itself is counted elsewhere.
 """
 
 from __future__ import annotations

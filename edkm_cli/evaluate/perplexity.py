@@ -1,8 +1,8 @@
-"""Perplexity by the GPTQ protocol, of any Hugging Face causal LM, compressed or not, and how far from a reference.
+"""Perplexity by the GPTQ protocol of any Hugging Face causal LM, compressed or not, and its distance from a reference.
 
 A perplexity on text that a model was trained on says little about what compression did to it. Two more figures compare
-each prediction with that of a reference, the uncompressed model: the mean KL divergence a token, and how often both
-find the same token the likeliest.
+each prediction with that of a reference, the uncompressed model: the mean KL divergence per token, and how often both
+have the same most likely token.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Benchmarks (piqa, hellaswag, mmlu ...) through lm-evaluation-harness, the extra `eval`, for any loaded model.
 
-The harness owns prompts, answers and metrics, so that figures compare with everybody else's; this file only finds the
-tasks, hands over the model and brings the result into a plain map. Data comes from the hub, or from files: a directory
+Prompts, answers and metrics are the harness's, so that figures compare with everybody else's. This file finds the tasks,
+passes the model and turns the result into a plain map. Data comes from the hub, or from files: a directory
 of task files (`--task-path`) is searched before the harness's own tasks, and with `dataset_path: json` and
 `dataset_kwargs: {data_files: {test: mine.jsonl}}` a task needs no hub at all. Relative paths in task files start at
 that directory.
 
-A task file is a program: its templates and its `!function` lines run on this machine, as a script would. What the hub
-could send is not run: the datasets library reads data only, and a metric that the harness would fetch as code is
+A task file is a program: its templates and its `!function` lines run on this machine, as a script would. Code from the
+hub is not run: the datasets library reads data only, and a metric that the harness would fetch as code is
 refused unless `trust_remote_code` allows it.
 """
 

@@ -1,4 +1,4 @@
-"""The output directory of a run: checked before the work, filled beside its place, moved there in one step."""
+"""The output directory of a run: checked before the work, written beside its place, renamed into it in one step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Initialization: dense model -> clustered model, in one place.
 
 In this order: the importance of weights is measured on the dense model; k-means, weighted by it, places each layer's LUT
-entries; embeddings are rounded; low-rank updates are added (LoRA); weights are compensated for one another's errors,
-or reconstructed decoder layer by decoder layer.
+entries; embeddings are rounded; low-rank updates are added (LoRA); weights compensate one another's rounding errors, or are
+reconstructed decoder layer by decoder layer.
 """
 
 from __future__ import annotations

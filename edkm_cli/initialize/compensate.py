@@ -1,14 +1,14 @@
-"""The error-compensated start: weights moved so that, once snapped, the errors of a row make up for one another.
+"""The error-compensated start: weights are changed so that the rounding errors of a row compensate one another.
 
-K-means places the LUT entries; which entry a weight goes to need not be the nearest of its own value. For a layer with
-inputs X the error of the snapped weight Q is tr((W - Q) H (W - Q)^T) with H = X X^T. As in GPTQ (arXiv 2210.17323),
-columns are rounded one after the other, those with the largest inputs first, and each error is made up for by the
-columns that are still to come, through the Cholesky factor of the inverse of H. What a weight was right before it was
-rounded becomes the weight to train: its nearest entry is the one that was chosen, and it is free to leave.
+K-means places the LUT entries, but the nearest entry is not always the best choice for a weight. For a layer with inputs
+X, the error of the snapped weight Q is tr((W - Q) H (W - Q)^T) with H = X X^T. As in GPTQ (arXiv 2210.17323), columns are
+rounded one after the other, those with the largest inputs first. The columns still to come are changed to make up for
+each error, through the Cholesky factor of the inverse of H. The value of a weight just before it was rounded becomes the
+weight to train. Its nearest entry is the chosen one, and training can move it to another.
 
-A LUT serves its rows whatever the order of the columns, so the order costs no storage, unlike the groups of a uniform
-grid. One forward pass does it all: a hook before each layer sees inputs that come from compensated layers, and changes
-the layer before it is used.
+A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid.
+One forward pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer
+before it is used.
 """
 
 from __future__ import annotations

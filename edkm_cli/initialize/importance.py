@@ -1,9 +1,9 @@
-"""How much the model minds an error in each weight: the importance that weighs the k-means start.
+"""How much an error in each weight raises the loss of the model: the importance that weighs the k-means start.
 
 `activation`: the mean squared input of each column (the diagonal of GPTQ's Hessian). `gradient`: the diagonal of the
 empirical Fisher matrix, sum over tokens of (g_o x_i)^2 (SqueezeLLM, arXiv 2306.07629, section 4.1, there per sequence).
-Per token it factors into one product of squares a layer, costs what the weight gradient would, and gets a sample from
-every token instead of every sequence.
+Taken per token it is one product of squared gradients and squared inputs for each layer, which costs as much as the
+gradient of the weight and gives a sample for every token instead of every sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training step leaves behind: a line in `metrics.jsonl`, and the same for the trackers of `--log-with`."""
+"""The record of each training step: a line in `metrics.jsonl`, and the same for the trackers of `--log-with`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_trackers(config: CompressConfig) -> None:
 
 
 class Metrics:
-    """`metrics.jsonl`, a line a step, and the trackers of `--log-with`; on the first process only."""
+    """`metrics.jsonl`, a line for each step, and the trackers of `--log-with`; on the first process only."""
 
     def __init__(self, path: Path, accelerator: Any, config: CompressConfig, first: int, world: World):
         self._file = None
