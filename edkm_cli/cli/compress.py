@@ -46,10 +46,16 @@ def compress_command(
     ] = False,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="With --dry-run: memory of each GPU, such as 24GiB.", rich_help_panel=SCALE),
+        typer.Option(
+            metavar="SIZE",
+            help="With --dry-run: memory of each GPU, such as 24GiB.",
+            rich_help_panel=SCALE,
+            show_default=False,
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE)
+        int | None,
+        typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE, show_default=False),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
