@@ -233,7 +233,7 @@ class Rehearsal:
             handle.remove()
 
     def _reconstruct(self, model: Any, batches: list[Tensor], *, passes: int, **options: Any) -> None:
-        """`reconstruct`, of one decoder layer for two steps: layers are alike, and the second step has the moments."""
+        """`reconstruct`, of two decoder layers for two steps each: from then on all hold the same."""
         self._settle(model)
         with self._ledger.under(ACTIVATIONS):
             reconstruct(
@@ -242,7 +242,7 @@ class Rehearsal:
                 passes=passes,
                 world=World(device="meta"),
                 compensation=self._hold,
-                at_most_layers=1,
+                at_most_layers=2,
                 at_most_steps=2,
             )
 

@@ -76,8 +76,8 @@ def reconstruct(
     model.eval()
     with torch.no_grad(), bfloat16_products():
         arguments = _arguments(model, blocks, texts[0])
-        entering = [_entering(model, blocks[0], text) for text in texts]
-    exact, compressed = entering, entering
+        exact = [_entering(model, blocks[0], text) for text in texts]
+    compressed = exact
     order = torch.Generator().manual_seed(seed)
     count = len(blocks[:at_most_layers])
     for index in track(range(count), "reconstruction", count):
@@ -215,7 +215,7 @@ def relative_error(output: Tensor, wanted: Tensor) -> Tensor:
 
 def _picks(count: int, passes: int, order: torch.Generator) -> Iterator[int]:
     for _ in range(passes):
-        yield from torch.randperm(count, generator=order).tolist()
+        yield from torch.randperm(count, generator=order, device="cpu").tolist()
 
 
 def _rate_factor(step: int, steps: int) -> float:
