@@ -282,7 +282,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole.
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; before further
+    training it has not been measured yet.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
@@ -293,7 +294,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
         return config.start
     if not trains_luts(config.mode, config.iterations) or config.lora_rank:
         return "kmeans"
-    return "reconstructed" if config.mode == "straight-through" and not sharded else "compensated"
+    whole = config.mode == "straight-through" and not sharded
+    return "reconstructed" if whole and not config.steps else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:
