@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from edkm_cli.config import UserError
-from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import LUT_DTYPES, SCALED_VERSION, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.palettized import (
     PALETTIZED,
@@ -139,6 +139,7 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
             n = swap.shape[0] * swap.shape[1]
             rows, columns = swap.shape
             total += n * spec.granularity.bits_per_weight(rows, columns, bits=spec.bits, lut_bits=lut_bits)
+            total += 32 if spec.format_version == SCALED_VERSION else 0  # the scale of float8 tables
             weights += n
     return total / weights
 
