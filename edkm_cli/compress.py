@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig, UserError
@@ -28,8 +27,10 @@ from edkm_cli.preflight import (
     Setting,
     calibration_batches,
     choose_device,
-    evaluation_tokens,
+    data_options,
+    evaluation_documents,
     needed_bytes,
+    needed_tokens,
     plan_run,
 )
 from edkm_cli.progress import Clock, Observer
@@ -37,6 +38,7 @@ from edkm_cli.train.loop import train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
+from edkm_cli.train.packed import require_attention_within_documents
 from edkm_cli.train.state import fingerprint, require_same
 
 
@@ -84,12 +86,12 @@ class Run:
 
     def _run(self, output: OutputDirectory | None, *, resume: bool) -> dict[str, Any]:
         torch.manual_seed(self.config.seed)
-        tokenizer, tokens, dense = self._load()
-        identity = self._identity(dense, tokens)
+        tokenizer, dense = self._load()
+        identity = self._identity(dense)
         unfinished = resume and self._finds_unfinished(output, identity)
         if not unfinished:
             self._measure("original", dense)
-        model, objective = self._start(dense, tokens)
+        model, objective = self._start(dense)
         del dense
         if not unfinished:
             self._measure("start", model)
@@ -119,16 +121,29 @@ class Run:
         self.world.on_main(check)
         return opened[0] if opened else None
 
-    def _load(self) -> tuple[Any, Tensor, Any]:
-        """(tokenizer, training tokens, the dense model)."""
+    def _load(self) -> tuple[Any, Any]:
+        """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            tokens = data.training_tokens(list(config.data), tokenizer)
-            self.held_out = evaluation_tokens(config, tokenizer)
-            self.blocks = data.Blocks(tokens, config.sequence_length, seed=config.seed)
+            measured = evaluation_documents(config, tokenizer, config.eval_data)
+            self.held_out = data.tokenize(measured, tokenizer)
+            self.data = data.open_training_data(
+                config.data,
+                tokenizer,
+                options=data_options(config),
+                token_limit=needed_tokens(plan),
+                say=self.watch.say,
+            )
+            self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
+            self.overlap = self.data.found_in(measured)
+            if self.overlap[0]:
+                self.watch.say(data.overlap_warning(*self.overlap))
             self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(self.world)})")
-            return tokenizer, tokens, self._load_dense()
+            dense = self._load_dense()
+            if config.packing and config.steps:
+                require_attention_within_documents(dense)
+            return tokenizer, dense
 
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
@@ -143,11 +158,11 @@ class Run:
             progress=False,
         )
 
-    def _identity(self, dense: Any, tokens: Tensor) -> dict[str, Any]:
+    def _identity(self, dense: Any) -> dict[str, Any]:
         """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
         settings = replace(self.config, dtype=self.plan.dtype, mixed_precision=self.plan.mixed_precision)
-        return fingerprint(settings, sha256, tokens, processes=self.world.size)
+        return fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
 
     def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
         """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
@@ -170,7 +185,22 @@ class Run:
                 world=world or self.world,
             ).perplexity
 
-    def _start(self, dense: Any, tokens: Tensor) -> tuple[Any, Objective]:
+    def _perplexities(self, model: Any) -> dict[str, float]:
+        """By text, in the middle of training."""
+        found = perplexity(
+            model,
+            self.held_out,
+            context=self.config.context,
+            max_windows=self.config.eval_windows,
+            world=self.world,
+        )
+        return {self._measured_name: found.perplexity}
+
+    @property
+    def _measured_name(self) -> str:
+        return self.config.eval_data or f"held-out part of {self.config.data[0]}"
+
+    def _start(self, dense: Any) -> tuple[Any, Objective]:
         """(the clustered model, what it is trained on): see `initialize`."""
         config, plan, world = self.config, self.plan, self.world
         rebuild = partial(
@@ -185,8 +215,8 @@ class Run:
             model, teacher = initialize(
                 dense,
                 Recipe.of(plan),
-                calibration=calibration_batches(tokens, config) if config.importance != "none" else [],
-                compensation=calibration_batches(tokens, config, config.start_tokens) if plan.compensates else None,
+                calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
+                compensation=calibration_batches(self.data, config, config.start_tokens) if plan.compensates else None,
                 keep_dense=plan.copies_teacher,
                 build=rebuild if world.sharded else None,
                 world=world,
@@ -218,6 +248,7 @@ class Run:
                 world=self.world,
                 staging=staging,
                 mixed_precision=self.plan.mixed_precision,
+                measure=self._perplexities,
                 track=self.watch.track,
                 show=self.watch.show,
             )
@@ -256,10 +287,14 @@ class Run:
             "output": str(output.path),
             "perplexity": self.perplexity,
             "evaluation": {
-                "data": config.eval_data or f"held-out tenth of {config.data[0]}",
+                "data": self._measured_name,
                 "context": config.context,
                 "windows": min(config.eval_windows, max(1, self.held_out.numel() // config.context)),
                 "tokens": self.held_out.numel(),
+            },
+            "data": {
+                **self.data.summary(self.blocks),
+                "measured_and_trained_on": {"found": self.overlap[0], "of": self.overlap[1]},
             },
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,

@@ -124,13 +124,47 @@ class CompressConfig:
     start_tokens: int = setting(8192, "Training tokens used for --start compensated.", COMPRESSION, minimum=2)
     # data
     data: tuple[str, ...] = setting(
-        ("builtin",), "Training text: wikitext2, alpaca, builtin (Python's documentation) or a file.", DATA
+        ("builtin",),
+        "Training data: builtin (Python's documentation), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "
+        "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        DATA,
     )
+    data_column: str | None = setting(
+        None, "Field of the records that holds the text or the messages; default: seen from the fields.", DATA
+    )
+    streaming: bool | None = setting(
+        None, "Read hub data sets as they arrive, no further than needed; default: all but wikitext2 and alpaca.", DATA
+    )
+    train_on: str = setting(
+        "completions",
+        "What of a record with an answer is learnt.",
+        DATA,
+        choices={"completions": "the answers", "all": "the whole text"},
+    )
+    packing: bool = setting(
+        False,
+        "Pack whole documents into sequences, with attention only within each, instead of cutting the text.",
+        DATA,
+    )
+    long_records: str = setting(
+        "split",
+        "What becomes of a record of more tokens than a sequence.",
+        DATA,
+        choices={"split": "it is in several sequences", "drop": "it is left out, and counted"},
+    )
+    data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
+    rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
     eval_data: str | None = setting(
         None, "Text on which perplexity is measured; default: a tenth held out of the first --data.", DATA
     )
     eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
+    eval_every: int = setting(
+        0, "Steps between measurements of perplexity while training; 0 measures before and after.", DATA, minimum=0
+    )
+    keep_best: bool = setting(
+        False, "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA
+    )
     # training
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
     learning_rate: float = setting(
@@ -240,6 +274,8 @@ class CompressConfig:
         found = []
         if self.start == "compensated" and self.lora_rank:
             found.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
+        if self.keep_best and not self.eval_every:
+            found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
         if not self.data:
             found.append("data must name at least one data set or file")
         return found

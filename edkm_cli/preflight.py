@@ -204,19 +204,51 @@ def embedding_bits(config: CompressConfig) -> int | None:
     return None if config.embedding_bits == 16 else config.embedding_bits
 
 
+def data_options(config: CompressConfig) -> data.DataOptions:
+    """How training data are read and laid out."""
+    return data.DataOptions(
+        column=config.data_column,
+        streaming=config.streaming,
+        train_on=config.train_on,
+        packing=config.packing,
+        long_records=config.long_records,
+        workers=config.data_workers,
+        rebuild=config.rebuild_cache,
+    )
+
+
+def needed_tokens(plan: RunPlan) -> int:
+    """Training tokens that a run has a use for, some more for sequences that are not filled."""
+    config = plan.config
+    return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
+
+
+def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | None = None) -> data.Documents:
+    """A text that perplexities are measured on: `name` of --eval-data, or the held-out part of the first --data."""
+    source = data.parse_source(name or config.data[0], "--eval-data" if name else "--data")
+    split = data.measured_split(source) if name else "test"
+    if name:
+        data.require_apart(data.parse_sources(list(config.data)), source)
+    return data.documents_of(source, split, tokenizer=tokenizer, reading=data_options(config).reading)
+
+
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
-    name = config.eval_data or config.data[0]
-    split = data.measured_split(data.parse_source(name)) if config.eval_data else "test"
-    return data.tokenize(data.load_documents(name, split, tokenizer=tokenizer), tokenizer)
+    return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
 
 
-def calibration_batches(tokens: Tensor, config: CompressConfig, limit: int | None = None) -> list[Tensor]:
+def calibration_batches(
+    tokens: Tensor | data.TrainingData, config: CompressConfig, limit: int | None = None
+) -> list[Tensor]:
     """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
     one block."""
     limit = config.calibration_tokens if limit is None else limit
-    length = min(_CALIBRATION_LENGTH, tokens.numel(), max(limit, 2))
-    blocks = data.Blocks(tokens, length, seed=config.seed)
+    count = tokens.tokens if isinstance(tokens, data.TrainingData) else tokens.numel()
+    length = min(_CALIBRATION_LENGTH, count, max(limit, 2))
+    if isinstance(tokens, data.TrainingData):
+        blocks = tokens.calibration_blocks(length, seed=config.seed)
+    else:
+        blocks = data.Blocks(tokens, length, seed=config.seed)
     count = max(1, min(len(blocks), limit // length))
     return [blocks.batch(index, 1) for index in range(count)]
 
@@ -233,6 +265,7 @@ def needed_bytes(plan: RunPlan) -> int:
     """Disk for the result (at most a byte a weight) and for checkpoints (what trains, and two moments, in float32)."""
     config = plan.config
     kept = (config.keep + 1) if config.steps and config.save_every else 0
+    kept += 2 if config.steps and config.keep_best else 0
     trained = plan.parameters
     if config.lora_rank:
         updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)

@@ -78,6 +78,7 @@ def summary(report: dict[str, Any]) -> str:
             f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed{_reasons(report)}",
         ],
         ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
+        *([["data", _data(report["data"])]] if "data" in report else []),
         ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
         ["peak memory", megabytes(report["peak_memory_bytes"])],
     ]
@@ -94,6 +95,25 @@ def summary(report: dict[str, Any]) -> str:
             *(f"{name.ljust(width)}  {value}" for name, value in facts),
         ]
     )
+
+
+def _data(found: dict[str, Any]) -> str:
+    """What became of the training data, token by token, and what is wrong with the text that was measured."""
+    total = {
+        key: sum(row[key] for row in found["sources"]) for key in ("documents", "tokens", "trained", "masked", "empty")
+    }
+    parts = [
+        f"{total['tokens']:,} tokens in {total['documents']:,} documents: {total['trained']:,} learnt, "
+        f"{total['masked']:,} masked, {found['dropped']:,} dropped"
+    ]
+    if total["empty"]:
+        parts.append(f"{total['empty']:,} records without text or answer left out")
+    if found["split"]:
+        parts.append(f"{found['split']:,} documents longer than a sequence split")
+    overlap = found["measured_and_trained_on"]
+    if overlap["found"]:
+        parts.append(f"WARNING: {overlap['found']:,} of {overlap['of']:,} documents and lines measured were trained on")
+    return "; ".join(parts)
 
 
 def _reasons(report: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from edkm_cli.config import CompressConfig
+from edkm_cli.data import Batch
 from edkm_cli.train.losses import Objective, hidden_loss, kl_divergence, next_token_loss
 from helpers import tiny_llama
 
@@ -89,3 +90,73 @@ def test_the_weights_of_a_configuration_reach_the_loss(ids):
     assert whole == pytest.approx(parts[0].item() + 0.3 * parts[1].item() + 0.7 * parts[2].item(), rel=1e-5)
     without = Objective.of(config, None).loss(student, ids).item()
     assert without == pytest.approx(parts[1].item(), rel=1e-5)
+
+
+CONVERSATION = torch.tensor([[5, 1, 2, 9, 3, 7, 4, 8], [6, 6, 1, 0, 2, 3, 9, 5]])
+LEARNT = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+
+
+def answered():
+    labels = torch.full_like(CONVERSATION, -1)
+    labels[:, :-1] = torch.where(LEARNT[:, 1:], CONVERSATION[:, 1:], -1)
+    return Batch(CONVERSATION, labels)
+
+
+def by_hand(logits, teacher=None, label_weight=0.0):
+    """The mean over answer tokens, each from the logits before it, written out; float64."""
+    terms = []
+    for row in range(2):
+        for token in range(1, 8):
+            if LEARNT[row, token]:
+                ours = logits[row, token - 1].double().log_softmax(-1)
+                term = -ours[CONVERSATION[row, token]]
+                if teacher is not None:
+                    theirs = teacher[row, token - 1].double().log_softmax(-1)
+                    term = (theirs.exp() * (theirs - ours)).sum() + label_weight * term
+                terms.append(term)
+    assert len(terms) == 8
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("label_weight", [None, 0.0, 0.7])
+def test_only_answers_count_as_computed_by_hand(label_weight):
+    student, teacher = tiny_llama(), tiny_llama(seed=1) if label_weight is not None else None
+    objective = Objective(teacher, label_weight=label_weight or 0.0)
+    with torch.no_grad():
+        found = objective.loss(student, answered())
+        theirs = teacher(input_ids=CONVERSATION).logits if teacher else None
+        wanted = by_hand(student(input_ids=CONVERSATION).logits, theirs, label_weight or 0.0)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("label_weight", [None, 0.0, 0.7])
+def test_gradients_of_masked_tokens_are_zero_and_the_others_right(label_weight):
+    logits = torch.randn(2, 8, 257, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    theirs = torch.randn(2, 8, 257, generator=torch.Generator().manual_seed(1))
+    labels = answered().labels
+    if label_weight is None:
+        next_token_loss(logits, CONVERSATION, labels).backward()
+        wanted = by_hand(copy := logits.detach().clone().requires_grad_(True))
+    else:
+        kl_divergence(logits, theirs, labels=labels, label_weight=label_weight).backward()
+        wanted = by_hand(copy := logits.detach().clone().requires_grad_(True), theirs, label_weight)
+    wanted.backward()
+    assert logits.grad[labels < 0].abs().max() == 0
+    torch.testing.assert_close(logits.grad, copy.grad, rtol=1e-4, atol=1e-8)
+
+
+def test_a_batch_without_an_answer_has_no_loss_and_no_gradient():
+    student, nothing = tiny_llama(), torch.full_like(CONVERSATION, -1)
+    for objective in (Objective(), Objective(tiny_llama(seed=1), label_weight=1.0, hidden_weight=1.0)):
+        loss = objective.loss(student, Batch(CONVERSATION, nothing))
+        assert loss.item() == 0
+        loss.backward()
+        assert all(p.grad is None or p.grad.abs().max() == 0 for p in student.parameters())
+
+
+def test_labels_of_every_next_token_give_the_unmasked_loss():
+    student, every = tiny_llama(), torch.full_like(CONVERSATION, -1)
+    every[:, :-1] = CONVERSATION[:, 1:]
+    assert Objective().loss(student, Batch(CONVERSATION, every)).item() == pytest.approx(
+        Objective().loss(student, CONVERSATION).item(), rel=1e-6
+    )

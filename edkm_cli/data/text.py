@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ def documents_of(
     for part in read_split(source, split, reading):
         for number, record in enumerate(part.load()):
             where = f"{part.where}, record {part.first + number + 1}"
-            found = render(record, where, tokenizer=tokenizer, column=reading.column, whole=True)
+            column = reading.column if isinstance(record, Mapping) and reading.column in record else None
+            found = render(record, where, tokenizer=tokenizer, column=column, whole=True)
             texts += [document.text for document in found]
         size = sum(map(len, texts)) if characters is not None else 0
         if characters is not None and size > max(characters, WHOLE_BYTES):
@@ -77,6 +79,20 @@ def measured_split(source: Source) -> str:
     for measuring, or what is held out of it."""
     whole = source.kind == "files" or source.split is not None
     return ALL if whole else TEST
+
+
+def require_apart(trained: Sequence[Source], measured: Source) -> None:
+    """Raises UserError where a text to be measured is one that is trained on: the same file, or the same split."""
+    for source in trained:
+        both = {path.resolve() for path in source.files} & {path.resolve() for path in measured.files}
+        same_split = source.kind == measured.kind == "hub" and measured.split is not None
+        same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)
+        if both or (same_split and measured.split == (source.split or "train")):
+            what = str(min(both)) if both else measured.name
+            raise UserError(
+                f"--eval-data must not be trained on, but {what} is in --data {source.name}, too; leave --eval-data out "
+                "(a part of the first --data is held out for it), or name another text"
+            )
 
 
 def tokenize(documents: Documents, tokenizer: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -76,6 +77,10 @@ class TrainingData:
             padding=self._padding,
         )
 
+    def calibration_blocks(self, length: int, *, seed: int) -> Blocks:
+        """Sequences of running text, whatever the options say, of as much of it as there is."""
+        return Blocks(self.stores, length, seed=seed)
+
     def all_tokens(self) -> Tensor:
         """Every token in memory, (tokens,) int64: for small data only."""
         rows = [torch.from_numpy(store.ids(0, len(store))) for store in self.stores]
@@ -110,6 +115,14 @@ class TrainingData:
         return int(seen.sum()), len(wanted)
 
 
+def overlap_warning(found: int, of: int) -> str:
+    """What is said where a measured text is trained on, too."""
+    return (
+        f"WARNING: {found} of {of} documents and lines that perplexity is measured on are in the training data, too: the "
+        "perplexity will look better than it is; take them out of one of the two"
+    )
+
+
 def open_training_data(
     names: Sequence[str],
     tokenizer: Any,
@@ -140,7 +153,8 @@ def open_training_data(
                 )
             stores.append(written[source.name])
             continue
-        store = _open(source, encoder, options, token_limit, say)
+        share = (source.weight or 1.0) / sum(other.weight or 1.0 for other in sources)
+        store = _open(source, encoder, options, token_limit, share, say)
         if not len(store) or not store.counts.trained:
             raise UserError(
                 f"--data {source.name} has nothing to learn: {store.counts.documents} documents with text, "
@@ -151,10 +165,14 @@ def open_training_data(
     return TrainingData(sources, stores, options, int(padding or 0))
 
 
-def _open(source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, say: Say) -> TokenStore:
+def _open(
+    source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, share: float, say: Say
+) -> TokenStore:
     if is_whole(source):
         return memory_store(read_split(source, TRAIN, options.reading), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
+    if limit is not None and source.weight is not None:
+        limit = math.ceil(limit * share)
     settings = {
         "store": FORMAT,
         "source": _identity(source),

@@ -15,7 +15,7 @@ import torch
 
 from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.data import Blocks
+from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
@@ -25,7 +25,7 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import Metrics, require_trackers
 from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
-from edkm_cli.train.state import Checkpoints
+from edkm_cli.train.state import BestStep, Checkpoints
 
 
 @contextmanager
@@ -69,6 +69,7 @@ def train(
     world: World,
     staging: Path,
     mixed_precision: str = "no",
+    measure: Callable[[Any], dict[str, float]] = lambda model: {},
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -81,6 +82,9 @@ def train(
         staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
             newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.
         mixed_precision: `no` or `bf16`.
+        measure: perplexities of the model by text, the first of which decides what is best; called every
+            `config.eval_every` steps (0: never) and at the last one. With `config.keep_best` training ends with the
+            weights of the step at which it was lowest.
         track, show: progress.
 
     Returns what offloading moved: empty without it. Raises UserError if the loss stops being finite, Preempted after
@@ -92,19 +96,26 @@ def train(
     checkpoints = Checkpoints(staging, keep=config.keep, world=world)
     first = checkpoints.load_newest(model, optimizer)
     training = _Training(model, objective, blocks, config, world, accelerator, optimizer)
+    best = BestStep(staging, first, world) if config.keep_best else None
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
     with metrics, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
             record = training.step(step)
+            done = step + 1
+            if config.eval_every and (done % config.eval_every == 0 or done == config.steps):
+                record["perplexity"] = measure(model)
+                if best is not None:
+                    best.offer(done, next(iter(record["perplexity"].values())), model, optimizer)
             metrics.write(record)
             show(f"loss {record['loss']:.4f}")
-            done = step + 1
             stopping = world.any(stop.is_set())
             due = config.save_every and (done % config.save_every == 0 or done == config.steps)
             if due or stopping:
                 checkpoints.save(done, model, optimizer)
             if stopping:
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
+    if best is not None:
+        best.restore(model, optimizer)
     finish_centroids(model, world)
     model.eval()
     return training.offloaded
@@ -153,9 +164,9 @@ class _Training:
         config, world, start = self._config, self._world, time.perf_counter()
         factor = self._set_rates(step)
         temperature = set_temperature(self._layers, step, config)
-        loss, ids = self._accumulate(step)
+        loss, last = self._accumulate(step)
         require_finite("training loss", loss, step)
-        hard = hard_loss(self._model, self._objective, ids, step, config, world) if config.mode == "soft" else None
+        hard = hard_loss(self._model, self._objective, last, step, config, world) if config.mode == "soft" else None
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
         for layer in self._layers.values():
@@ -181,25 +192,34 @@ class _Training:
             group["lr"] = peak * factor
         return factor
 
-    def _accumulate(self, step: int) -> tuple[float, torch.Tensor]:
-        """Forward and backward of all micro-batches: (the loss over all processes, the last micro-batch)."""
+    def _accumulate(self, step: int) -> tuple[float, Batch]:
+        """Forward and backward of all micro-batches: (the loss over all processes, the last micro-batch).
+
+        The loss is a mean over all tokens that the step learns: a micro-batch counts by how many it has.
+        """
         count = self._config.gradient_accumulation
         loss = torch.zeros((), dtype=torch.float64)
-        for micro in range(count):
-            ids = self._batch(step, micro)
+        batches = [self._batch(step, micro) for micro in range(count)]
+        shares = [1.0] * count
+        if batches[0].labels is not None:
+            learnt = torch.tensor(float(sum(batch.learnt for batch in batches)), dtype=torch.float64)
+            total = max(float(self._world.sum(learnt)), 1.0)
+            shares = [batch.learnt * count * self._world.size / total for batch in batches]
+        for micro, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             waits = self._step_model.no_sync() if self._parallel and micro + 1 < count else nullcontext()
             with waits, self._marshal or nullcontext():
                 with self._accelerator.autocast():
-                    part = self._objective.loss(self._step_model, ids)
+                    part = self._objective.loss(self._step_model, batch)
+                    part = part if share == 1.0 else part * share
                 self._accelerator.backward(part / count)
             loss += part.detach().double().cpu() / (count * self._world.size)
-        return float(self._world.sum(loss)), ids
+        return float(self._world.sum(loss)), batches[-1]
 
-    def _batch(self, step: int, micro: int) -> torch.Tensor:
+    def _batch(self, step: int, micro: int) -> Batch:
         """This process's part of a micro-batch. A step sees the same blocks however they are split over processes."""
         world, config = self._world, self._config
         index = (step * config.gradient_accumulation + micro) * world.size + world.rank
-        return self._blocks.batch(index, config.batch_size).to(world.device)
+        return self._blocks.examples(index, config.batch_size).to(world.device)
 
 
 def require_finite(what: str, value: float, step: int) -> None:
@@ -243,7 +263,7 @@ def set_temperature(layers: dict[str, ClusteredLinear], step: int, config: Compr
 
 @torch.no_grad()
 def hard_loss(
-    model: Any, objective: Objective, ids: torch.Tensor, step: int, config: CompressConfig, world: World
+    model: Any, objective: Objective, batch: Batch, step: int, config: CompressConfig, world: World
 ) -> float | None:
     """In soft mode, the objective of the snapped model on the step's last micro-batch: what export would give. Measured at
     about twenty steps of the run, None at the others."""
@@ -251,7 +271,7 @@ def hard_loss(
     if step % every and step + 1 != config.steps:
         return None
     model.eval()
-    value = objective.loss(model, ids).double().cpu() / world.size
+    value = objective.loss(model, batch).double().cpu() / world.size
     model.train()
     return float(world.sum(value))
 

@@ -7,8 +7,8 @@ are stored whole, however many processes trained them: they are gathered and wri
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -31,23 +31,25 @@ from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sy
 CHECKPOINTS = "checkpoints"
 
 # What may differ between a run and its resumption without changing the result.
-_FREE = ("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory")
+_FREE = (
+    *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
+    *("data_workers", "rebuild_cache"),
+)
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")
 _RANDOM = "random.cpu"
 
 
-def fingerprint(config: CompressConfig, model_sha256: str, tokens: Tensor, *, processes: int) -> dict[str, Any]:
-    """What decides a run's result: settings, sequences a step, and digests of the dense model and the training tokens.
+def fingerprint(config: CompressConfig, model_sha256: str, tokens_sha256: str, *, processes: int) -> dict[str, Any]:
+    """What decides a run's result: settings, sequences a step, and digests of the dense model and the training data.
 
     Batch size, accumulation and the number of processes may change as long as their product stays: the run then goes
     on with the same data, equal to rounding.
     """
-    data = hashlib.sha256(tokens.cpu().contiguous().numpy().data).hexdigest()
     settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
     settings = json.loads(json.dumps(settings))
     sequences = config.batch_size * config.gradient_accumulation * processes
-    return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": data}
+    return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": tokens_sha256}
 
 
 def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
@@ -64,8 +66,8 @@ def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: Pat
 class Checkpoints:
     """The checkpoints of one run, in `DIR.partial/checkpoints`; the newest `keep` stay. All processes call alike."""
 
-    def __init__(self, staging: Path, *, keep: int, world: World = ALONE):
-        self.directory = staging / CHECKPOINTS
+    def __init__(self, staging: Path, *, keep: int, world: World = ALONE, name: str = ""):
+        self.directory = staging / CHECKPOINTS / name
         self._keep, self._world = keep, world
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,6 +131,33 @@ class Checkpoints:
 
             _restore(model, optimizer, found.get("numbers", {}), list(layout), read)
         return found["step"]
+
+
+class BestStep:
+    """The state of the step whose measured perplexity was lowest so far, kept beside the checkpoints. All processes call
+    alike. After a resume at step `first` it is known from metrics.jsonl what had been the best by then."""
+
+    def __init__(self, staging: Path, first: int, world: World = ALONE):
+        self._checkpoints = Checkpoints(staging, keep=1, world=world, name="best")
+        self._lowest = float(world.on_main(lambda: _lowest_perplexity(staging / "metrics.jsonl", first)))
+
+    def offer(self, step: int, value: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the state after `step` steps if its perplexity is the lowest."""
+        if value < self._lowest:
+            self._lowest = value
+            self._checkpoints.save(step, model, optimizer)
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Go back to the best step, in place, and return it; 0 where none was measured."""
+        return self._checkpoints.load_newest(model, optimizer)
+
+
+def _lowest_perplexity(metrics: Path, steps: int) -> float:
+    """The lowest perplexity of the first text in the first lines of metrics.jsonl; infinity where none is there."""
+    if not metrics.is_file():
+        return math.inf
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()[:steps]]
+    return min((next(iter(r["perplexity"].values())) for r in records if r.get("perplexity")), default=math.inf)
 
 
 def _layout(opened: Any) -> dict[str, tuple[str, list[int]]]:

@@ -1,0 +1,48 @@
+"""Several documents in one sequence, each attending to itself only: what a model has to be able to do for `--packing`.
+
+transformers sees from positions that restart where documents end, and keeps attention within them: by a block-diagonal
+mask, or by variable-length kernels. A model with a state that runs on (convolutions, recurrences), or with code of its own,
+may not. So each model is asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.errors import UserError
+
+_LENGTHS = (9, 12, 11)
+
+
+@torch.no_grad()
+def require_attention_within_documents(model: Any) -> None:
+    """Compares a packed sequence of short documents with each document alone.
+
+    Raises UserError where they differ by more than a tenth of what attention across the borders would change.
+    """
+    device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, vocabulary, (1, length), generator=generator).to(device) for length in _LENGTHS]
+    positions = torch.cat([torch.arange(length, device=device) for length in _LENGTHS])[None]
+    ids = torch.cat(documents, 1)
+    was_training = model.training
+    model.eval()
+    alone = torch.cat([_logits(model, document) for document in documents], 1)
+    packed, running = _logits(model, ids, positions), _logits(model, ids)
+    model.train(was_training)
+    leak, whole = float((packed - alone).abs().max()), float((running - alone).abs().max())
+    if not leak <= 0.1 * whole:
+        raise UserError(
+            f"--packing needs a model whose attention stays within documents, but {type(model).__name__} gives a packed "
+            f"document other predictions than one alone (by {leak:.2g}, where mixed documents give {whole:.2g}); leave "
+            "--packing out",
+            everywhere=True,
+        )
+
+
+def _logits(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    inputs = {} if positions is None else {"position_ids": positions}
+    return model(input_ids=ids, use_cache=False, **inputs).logits.float()

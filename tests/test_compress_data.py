@@ -1,0 +1,119 @@
+"""Whole runs on data of every kind: masks, packing, weights, measuring on the way, and what the report says of it."""
+
+import json
+
+import pytest
+
+from edkm_cli.compress import compress
+from edkm_cli.errors import UserError
+from helpers import assert_same_run, byte_tokenizer, metrics_of, refused, settings, tiny_llama, weights_of
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "chat"
+    tiny_llama().save_pretrained(directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def chat(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    turns = [
+        [{"role": "user", "content": f"Count {i}?"}, {"role": "assistant", "content": f"{i}, {i + 1}." + "!" * (i % 9)}]
+        for i in range(60)
+    ]
+    path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in turns))
+    return path
+
+
+@pytest.mark.parametrize("distill", [True, False])
+def test_conversations_are_packed_and_their_answers_learnt(chat_model, chat, tmp_path, distill):
+    config = settings(chat_model, chat, tmp_path / "out", packing=True, distill=distill, gradient_accumulation=2)
+    report = compress(config)
+    (source,) = report["data"]["sources"]
+    assert source["documents"] == 53  # a tenth of the characters is held out
+    assert source["trained"] + source["masked"] == source["tokens"]
+    assert 0 < source["trained"] < source["masked"]
+    assert report["data"]["padded"] > 0
+    assert report["data"]["dropped"] == 0
+    assert len(metrics_of(tmp_path / "out")) == 4
+
+
+def test_accumulated_steps_weigh_tokens_not_micro_batches(chat_model, chat, tmp_path):
+    """Two micro-batches of one sequence are one of two, although they have different numbers of answer tokens."""
+    losses = []
+    for batch_size, accumulation in ((1, 4), (4, 1)):
+        output = tmp_path / f"{batch_size}"
+        config = settings(chat_model, chat, output, batch_size=batch_size, gradient_accumulation=accumulation, steps=2)
+        compress(config)
+        losses.append(metrics_of(output))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_weighted_sources_are_mixed_and_a_resumed_run_is_the_same(model_directory, text_file, chat, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("Something else, line by line.\n" * 50)
+    options = {"data": (f"{text_file}=0.7", f"{other}=0.3"), "save_every": 2}
+    compress(settings(model_directory, text_file, tmp_path / "whole", **options))
+    first = settings(model_directory, text_file, tmp_path / "cut", **options)
+
+    class Stop(Exception):
+        pass
+
+    from edkm_cli.progress import Observer
+
+    def stop(text):
+        if (tmp_path / "cut.partial" / "checkpoints" / "step-000002").exists():
+            raise Stop
+
+    with pytest.raises(Stop):
+        compress(first, observer=Observer(show=stop))
+    report = compress(first, resume=True)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert [row["weight"] for row in report["data"]["sources"]] == [0.7, 0.3]
+
+
+def test_measured_on_the_way_the_best_step_is_kept(model_directory, text_file, tmp_path):
+    options = {"eval_every": 1, "steps": 4, "learning_rate": 0.3, "lut_learning_rate": 0.3, "warmup": 0.5}
+    last = compress(settings(model_directory, text_file, tmp_path / "last", **options))
+    best = compress(settings(model_directory, text_file, tmp_path / "best", keep_best=True, **options))
+    measured = [next(iter(one.values())) for one in metrics_of(tmp_path / "best", "perplexity")]
+    assert measured == [next(iter(one.values())) for one in metrics_of(tmp_path / "last", "perplexity")]
+    assert min(measured) < measured[-1]  # so large a rate that the last step is not the best
+    assert best["perplexity"]["trained"] == pytest.approx(min(measured), rel=1e-6)
+    assert last["perplexity"]["trained"] == pytest.approx(measured[-1], rel=1e-6)
+    assert weights_of(tmp_path / "best") != weights_of(tmp_path / "last")
+
+
+def test_the_best_step_needs_steps_that_are_measured(model_directory, text_file, tmp_path):
+    with pytest.raises(UserError, match="eval_every is 0"):
+        settings(model_directory, text_file, tmp_path / "out", keep_best=True)
+
+
+def test_a_text_that_is_trained_on_is_not_measured(model_directory, text_file, tmp_path):
+    arguments = ["compress", "--model", model_directory, "--data", text_file, "--device", "cpu", "--steps", 0]
+    line = refused(*arguments, "--eval-data", text_file, "-o", tmp_path / "out")
+    assert "must not be trained on" in line
+
+
+def test_a_document_that_is_in_both_is_told_loudly(model_directory, text_file, tmp_path):
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    texts = [f"Document {i} says {i * i} and goes on for a while." for i in range(40)]
+    train.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    test.write_text("".join(json.dumps({"text": text}) + "\n" for text in [texts[3], "Quite another.", texts[7]]))
+    said = []
+    from edkm_cli.progress import Observer
+
+    config = settings(model_directory, train, tmp_path / "out", data=(str(train),), eval_data=str(test), steps=0)
+    report = compress(config, observer=Observer(say=said.append))
+    assert any(line.startswith("WARNING: 2 of 3 documents") for line in said)
+    assert report["data"]["measured_and_trained_on"] == {"found": 2, "of": 3}
