@@ -34,7 +34,7 @@ from edkm_cli.preflight import (
     plan_run,
 )
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.train.loop import train
+from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
@@ -71,6 +71,7 @@ class Run:
     def __init__(self, config: CompressConfig, world: World, watch: Observer):
         require_trackers(config)
         require_optimizer(config, world)
+        require_accumulation(config)
         self.plan = plan_run(config, Setting(world.device, world.size, world.sharded))
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
@@ -162,7 +163,8 @@ class Run:
         """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
         settings = replace(self.config, dtype=self.plan.dtype, mixed_precision=self.plan.mixed_precision)
-        return fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
+        identity = fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
+        return {**identity, "evaluation_sha256": digest([("evaluation", self.held_out)])}
 
     def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
         """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""

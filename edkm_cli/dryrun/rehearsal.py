@@ -46,7 +46,8 @@ from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import FrozenTeacher, Objective
-from edkm_cli.train.optimizer import parameter_groups
+from edkm_cli.train.masters import state_bytes
+from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
@@ -137,17 +138,20 @@ class Rehearsal:
     def _start(self, dense: Any) -> tuple[Any, Objective]:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
-        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        text = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
+        with self._stage.on_host():  # texts are read on the CPU
+            calibration = torch.zeros(2 * max(config.calibration_tokens, 2), dtype=torch.int64)
+            text = torch.zeros(2 * config.start_tokens, dtype=torch.int64)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_batches(calibration, config)[: 1 if self.setting.gpu else 2]
+        batches = [batch.to(META) for batch in calibration_batches(calibration, config)]
+        batches = batches[: 1 if self.setting.gpu else 2]
+        longer = [batch.to(META) for batch in calibration_batches(text, config, config.start_tokens)]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model, teacher = initialize(
                 dense,
                 Recipe.of(plan),
                 calibration=batches if config.importance != "none" else [],
-                compensation=calibration_batches(text, config, config.start_tokens) if plan.compensates else None,
+                compensation=longer if plan.compensates else None,
                 keep_dense=plan.copies_teacher,
                 build=partial(self._rebuild, dense) if self.setting.sharded else None,
                 world=World(device="meta"),
@@ -274,10 +278,15 @@ class Rehearsal:
         if self.setting.gpu:
             size = sum(parameter.numel() for parameter in trained)
             moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
-            a_moment = size * _MOMENT_8BIT_BYTES if config.optimizer == "adamw-8bit" else size_bytes(trained)
-            held.enter_context(self._ledger.more(int(moments * a_moment * self.setting.share), OPTIMIZER))
+            if config.optimizer == "adamw-8bit":
+                state, scratch = moments * size * _MOMENT_8BIT_BYTES, 0.0
+            else:
+                state, scratch = state_bytes(trained, moments)
+            held.enter_context(self._ledger.more(int(state * self.setting.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
+        if needs_masters(groups):
+            return build_optimizer(model, config, World(device="meta"))
         return torch.optim.SGD(groups, momentum=0.9) if config.optimizer == "sgd" else torch.optim.AdamW(groups)
 
     def _step(self, optimizer: Any) -> None:
