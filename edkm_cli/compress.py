@@ -19,6 +19,7 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.export.model_card import model_card
+from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize
@@ -73,6 +74,10 @@ class Run:
         require_optimizer(config, world)
         require_accumulation(config)
         self.plan = plan_run(config, Setting(world.device, world.size, world.sharded))
+        trust = config.trust_remote_code
+        rehearse_export(
+            self.plan.skeleton(), self.plan.swaps, self.plan.spec, self.plan.clustering, trust_remote_code=trust
+        )
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))

@@ -68,6 +68,20 @@ def is_remote(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
 
 
+def announced_tensors(model: Any, spec: QuantizationSpec) -> tuple[Any, dict[str, Tensor]]:
+    """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
+
+    Raises AttributeError for a tensor that the model does not have.
+    """
+    target = skeleton(
+        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
+    )
+    tensors = skeleton_tensors(target)
+    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
+        tensors[name] = like.to(_dtype(model, name) or like.dtype)
+    return target, tensors
+
+
 def write_weights(
     model: Any,
     directory: Path,
@@ -83,12 +97,7 @@ def write_weights(
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
-    target = skeleton(
-        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
-    )
-    tensors = skeleton_tensors(target)
-    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = like.to(_dtype(model, name) or like.dtype)
+    target, tensors = announced_tensors(model, spec)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -130,6 +139,11 @@ def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, dir
             "weight_map": split.tensor_to_filename,
         }
         (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_config(target, spec, directory)
+
+
+def write_config(target: Any, spec: QuantizationSpec, directory: Path) -> None:
+    """Write the config.json of a palettized model."""
     config = target.config
     config.quantization_config = EdkmConfig(**spec.to_mapping())
     config.architectures = [type(target).__name__]

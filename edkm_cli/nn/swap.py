@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from edkm_cli.config import UserError
-from edkm_cli.format import LUT_DTYPES, SCALED_VERSION, QuantizationSpec
+from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.palettized import (
     PALETTIZED,
@@ -131,7 +131,7 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
 
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
-    """Bits a weight over the compressed linears, LUTs included."""
+    """Bits a weight over the compressed linears, LUTs included (but not the four bytes a matrix that scale float8 ones)."""
     lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
     total = weights = 0.0
     for swap in swaps:
@@ -139,7 +139,6 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
             n = swap.shape[0] * swap.shape[1]
             rows, columns = swap.shape
             total += n * spec.granularity.bits_per_weight(rows, columns, bits=spec.bits, lut_bits=lut_bits)
-            total += 32 if spec.format_version == SCALED_VERSION else 0  # the scale of float8 tables
             weights += n
     return total / weights
 
@@ -157,6 +156,16 @@ def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSp
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
+    _keep_dtype_and_device(model)
+
+
+def empty_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) -> None:
+    """As `palettize_embeddings`, without reading a weight: for a model on the meta device."""
+    tied = is_tied(model)
+    for swap in swaps:
+        if swap.role in (EMBEDDING, HEAD) and not swap.reason:
+            dense: Any = model.get_submodule(swap.name)
+            model.set_submodule(swap.name, _empty(model, dense, swap, spec, tied=tied).to("meta"))
     _keep_dtype_and_device(model)
 
 
