@@ -138,20 +138,16 @@ class Rehearsal:
     def _start(self, dense: Any) -> tuple[Any, Objective]:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
-        with self._stage.on_host():  # texts are read on the CPU
-            calibration = torch.zeros(2 * max(config.calibration_tokens, 2), dtype=torch.int64)
-            text = torch.zeros(2 * config.start_tokens, dtype=torch.int64)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = [batch.to(META) for batch in calibration_batches(calibration, config)]
-        batches = batches[: 1 if self.setting.gpu else 2]
-        longer = [batch.to(META) for batch in calibration_batches(text, config, config.start_tokens)]
+        batches = _batches(config, max(config.calibration_tokens, 2))[: 1 if self.setting.gpu else 2]
+        longer = _batches(config, config.start_tokens) if plan.compensates else None
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model, teacher = initialize(
                 dense,
                 Recipe.of(plan),
                 calibration=batches if config.importance != "none" else [],
-                compensation=longer if plan.compensates else None,
+                compensation=longer,
                 keep_dense=plan.copies_teacher,
                 build=partial(self._rebuild, dense) if self.setting.sharded else None,
                 world=World(device="meta"),
@@ -322,3 +318,9 @@ class Rehearsal:
 
 def _close(first: int, second: int) -> bool:
     return abs(first - second) < 0.01 * second
+
+
+def _batches(config: Any, limit: int) -> list[Tensor]:
+    """The calibration batches of a text that is long enough. It is read on the CPU, and gone afterwards."""
+    text = torch.zeros(2 * limit, dtype=torch.int64)
+    return [batch.to(META) for batch in calibration_batches(text, config, limit)]

@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered
+from edkm_cli.export.statistics import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
@@ -174,4 +175,5 @@ def write_checkpoint(
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    write_checksums(directory, written)
+    record_tensors(directory)
+    write_checksums(directory, [*written, RECORD])
