@@ -1,10 +1,12 @@
-"""The C library's allocator: with `--memory small` it gives freed memory back, so a run peaks at what its tensors need.
+"""What the C library does with freed memory on a CPU: keep it for reuse (`--memory speed`), or give it back (`small`).
 
-glibc returns a large block to the system when it is freed. What counts as large grows to 32 MB with the blocks it sees, so
-most tensors of a training step come from one heap, where freed blocks leave gaps. With the limit fixed at 256 KB, full
-fine-tuning of SmolLM2-135M peaks at 4.8 GB instead of 6.0 GB, but every new block then takes fresh pages from the system:
-17 s for a step instead of 12 s on a Xeon virtual machine (docs/log.md). A limit set by `MALLOC_MMAP_THRESHOLD_` in the
-environment is left alone.
+A page that comes from the system is cleared first, at a page fault: on virtual machines that is dear, and a training step
+frees and takes all its tensors anew. glibc takes a block from the system and returns it when it is freed if it counts as
+large, and what counts as large grows to 32 MB with the blocks it sees; it also trims the end of its heap. The rest comes
+from one heap, which freed neighbours leave full of holes.
+
+`speed` takes everything from the heap and never trims it. `small` takes all blocks from 256 KB on from the system: the
+peak is then what the tensors need. What either costs is in docs/log.md.
 """
 
 from __future__ import annotations
@@ -12,26 +14,43 @@ from __future__ import annotations
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _LARGE_BYTES = 256 * 1024
+_NEVER = 2**31 - 1
+# What a user may have set in the environment, which then stays: the variables' and the tunables' names.
+_LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
+
+
+def keep_freed_blocks() -> None:
+    """Have freed blocks wait for reuse, from now on: no more page faults than the peak has pages. Only glibc can."""
+    _set({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER})
 
 
 def return_large_blocks() -> None:
-    """Have freed blocks from 256 KB on go back to the system, from now on. Only glibc can; a limit that the user has set
-    in the environment stays."""
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+    """Have freed blocks from 256 KB on go back to the system, from now on. Only glibc can."""
+    _set({_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _LARGE_BYTES})
+
+
+def _set(limits: dict[int, int]) -> None:
+    """mallopt, unless the user has set limits in the environment."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in _LIMITS):
         return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows
-        return
-    mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+    mallopt = _of_libc("mallopt")
+    if mallopt is not None:
+        for parameter, value in limits.items():
+            mallopt(parameter, value)
 
 
 def return_small_blocks() -> None:
     """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes per token)."""
+    trim = _of_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> ctypes._NamedFuncPointer | None:
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):  # TypeError: Windows
-        return
+        return None

@@ -9,6 +9,13 @@ trained by `edkm_cli.train.loop`, the loop of `edkm compress`, each in a process
 checkpointing and 8-bit embeddings. `clustered` has `ClusteredLinear` where `plain` has `nn.Linear` (mode `lora`: with
 peft's own layers). Only steps are measured, so LUTs start at the quantiles that normally distributed weights have.
 
+    python scripts/bench_training.py --shape smollm2-135m --no-gradient-checkpointing --sequence-length 1024 --json FILE
+                                                           what clustering costs a step of full fine-tuning on a CPU
+
+Times: `step_seconds` is the median of wall time, `step_cpu_seconds` that of the process's time on all cores, which other
+work on the machine disturbs less; `kernel_share` is the part of it that the operating system took, for page faults above
+all (`step_page_faults`). `--memory` sets the C library's allocator as `edkm compress --memory` does.
+
 `--memory-limit` bounds what PyTorch may allocate on the GPU; a variant that does not fit is reported and the exit
 status is 1. On a CPU the peak is that of the process, Python and libraries included.
 """
@@ -19,6 +26,7 @@ import argparse
 import copy
 import json
 import multiprocessing
+import resource
 import statistics
 import sys
 import tempfile
@@ -28,18 +36,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import open_world
 from edkm_cli.dryrun.machine import parse_bytes
-from edkm_cli.dryrun.plan import dry_run
+from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
@@ -76,7 +85,7 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
         (directory / "config.json").write_text(json.dumps(TINY))
         model = str(directory)
     device = choose_device(arguments.device)
-    return CompressConfig(
+    config = CompressConfig(
         model=model,
         bits=arguments.bits,
         granularity=arguments.granularity,
@@ -94,7 +103,9 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
         learning_rate=1e-5,
         lut_learning_rate=1e-5,
         save_every=0,
+        memory=arguments.memory,
     )
+    return replace(config, memory=choose_memory(config))
 
 
 def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **others: Any) -> torch.Tensor:
@@ -154,6 +165,23 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
     return model, Objective.of(config, teacher)
 
 
+class Tick(NamedTuple):
+    """Clocks of this process: seconds of wall time, and on all cores in programs and in the kernel; page faults."""
+
+    wall: float
+    user: float
+    system: float
+    faults: int
+
+    @classmethod
+    def now(cls) -> Tick:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.perf_counter(), usage.ru_utime, usage.ru_stime, usage.ru_minflt)
+
+    def since(self, before: Tick) -> Tick:
+        return Tick(*(after - start for after, start in zip(self, before, strict=True)))
+
+
 def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_bytes: int | None) -> dict[str, Any]:
     """Train one variant, in this process. Returns its row."""
     gpu = config.device.startswith("cuda")
@@ -161,12 +189,15 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
     if memory_limit_bytes is not None:
         fraction = memory_limit_bytes / torch.cuda.get_device_properties(config.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0))
-    ticks: list[float] = []
+    if not gpu:
+        set_allocator = return_large_blocks if config.memory == "small" else keep_freed_blocks
+        set_allocator()
+    ticks: list[Tick] = []
 
     def tick() -> None:
         if gpu:
             torch.cuda.synchronize()
-        ticks.append(time.perf_counter())
+        ticks.append(Tick.now())
 
     def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
         for item in items:
@@ -197,14 +228,17 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
             )
     except torch.cuda.OutOfMemoryError as error:
         return {**row, "error": "out of memory: " + str(error).splitlines()[0]}
-    seconds = [after - before for before, after in pairwise(ticks)][warmup:]
-    median = statistics.median(seconds)
+    steps = [after.since(before) for before, after in pairwise(ticks)][warmup:]
+    median = statistics.median(step.wall for step in steps)
     return {
         **row,
         "peak_memory_bytes": peak_memory_bytes(config.device),
         **({"peak_reserved_bytes": torch.cuda.max_memory_reserved()} if gpu else {}),
         "step_seconds": median,
-        "all_step_seconds": [round(value, 4) for value in seconds],
+        "all_step_seconds": [round(step.wall, 4) for step in steps],
+        "step_cpu_seconds": statistics.median(step.user + step.system for step in steps),
+        "kernel_share": sum(step.system for step in steps) / max(sum(step.user + step.system for step in steps), 1e-9),
+        "step_page_faults": statistics.median(step.faults for step in steps),
         "tokens_per_second": config.batch_size * config.sequence_length / median,
     }
 
@@ -227,7 +261,7 @@ def bench(config: CompressConfig, warmup: int, memory_limit_bytes: int | None) -
     result: dict[str, Any] = {"rows": rows, "planned_peak_memory_bytes": planned_bytes(config)}
     if not any("error" in row for row in rows):
         plain, clustered = rows
-        for name in ("peak_memory_bytes", "tokens_per_second"):
+        for name in ("peak_memory_bytes", "step_seconds", "step_cpu_seconds", "tokens_per_second"):
             result[f"{name}_ratio"] = clustered[name] / plain[name]
         result["planned_over_measured"] = result["planned_peak_memory_bytes"] / clustered["peak_memory_bytes"]
     return result
@@ -248,6 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--distill", action=switch, default=True)
     parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--memory", choices=("auto", "speed", "small"), default="auto", help="as of edkm compress")
     parser.add_argument("--steps", type=int, default=5, help="steps that count; their median is reported")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--memory-limit", type=byte_count, help="of the GPU's memory, for example 24GiB")

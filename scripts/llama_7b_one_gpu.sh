@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # LLaMA-7B to 3 bits on one GPU of 24 GB, by low-rank updates: plan, compress, evaluate, show.
+# Not measured on a GPU yet; tested on CPUs with tiny models.
 #
 #     scripts/llama_7b_one_gpu.sh
 #     MODEL=meta-llama/Llama-2-7b-hf OUTPUT=out/llama-2 scripts/llama_7b_one_gpu.sh --steps 1000
 #
-# Arguments go to `edkm compress`. Stopped or killed, started again it goes on from the newest checkpoint.
+# Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # LLaMA-7B to 3 bits on two nodes under SLURM, everything sharded over their GPUs.
+# Not measured on a GPU yet; tested on CPUs with tiny models.
 #
 #     sbatch scripts/llama_7b_slurm.sh            from the checkout, on a file system that all nodes see
 #

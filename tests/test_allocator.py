@@ -29,7 +29,7 @@ print(full - resident())
 PRELUDE = """
 import os
 from pathlib import Path
-from edkm_cli.allocator import return_large_blocks, return_small_blocks
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks, return_small_blocks
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -51,6 +51,21 @@ needs_glibc = pytest.mark.skipif(
 @needs_glibc
 def test_large_blocks_go_back_even_if_their_neighbours_stay():
     assert returned_bytes("return_large_blocks()\n" + LARGE) > 70e6  # 20 of 40 blocks of 4 MB
+
+
+@needs_glibc
+def test_kept_blocks_are_reused_without_a_page_fault():
+    faults = """
+import resource
+def round():
+    block = bytearray(100_000_000)  # glibc would map it, and unmap it when it is freed
+    del block
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+first = round()
+print((round() - first) * os.sysconf("SC_PAGE_SIZE"))
+"""
+    assert returned_bytes(faults) > 90e6
+    assert returned_bytes("keep_freed_blocks()\n" + faults) < 10e6
 
 
 @needs_glibc

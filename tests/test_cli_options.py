@@ -75,6 +75,7 @@ def test_help_shows_every_field_in_its_panel_within_100_columns(command, kind):
         assert re.search(rf"^│ {flag(of)}[ ,]", shown, re.M), of.name
         words = " ".join(re.sub(r"[│╰─╯]", " ", shown).split())
         assert setting_of(of).help.split()[-1] in words
+        assert "None" not in words
         for choice in setting_of(of).choices or ():
             assert str(choice) in words
 

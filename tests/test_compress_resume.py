@@ -246,4 +246,5 @@ def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(start,
     assert not was_killed(start(kill_worker.run, configured(runs[-1])))
     for name in runs:
         assert_same_run(tmp_path / name, tmp_path / "whole")
-    assert set(os.listdir(tmp_path)) == {"whole", "names", *runs}
+    left = {f".{name}.lock" for name in runs}  # by a kill between the last rename and the end: it locks nothing
+    assert {"whole", "names", *runs} <= set(os.listdir(tmp_path)) <= {"whole", "names", *runs} | left

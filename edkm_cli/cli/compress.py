@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.allocator import return_large_blocks
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process, require_model
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
@@ -46,10 +46,16 @@ def compress_command(
     ] = False,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="With --dry-run: memory of each GPU, such as 24GiB.", rich_help_panel=SCALE),
+        typer.Option(
+            metavar="SIZE",
+            help="With --dry-run: memory of each GPU, such as 24GiB.",
+            rich_help_panel=SCALE,
+            show_default=False,
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE)
+        int | None,
+        typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE, show_default=False),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -69,6 +75,8 @@ def compress_command(
     progress = Progress()
     if choose_memory(settings) == "small":
         return_large_blocks()
+    else:
+        keep_freed_blocks()
     result = compress(
         settings,
         overwrite=overwrite,

@@ -19,7 +19,11 @@ _Config = TypeVar("_Config")
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write the machine-readable result to this file.", rich_help_panel=OUTPUT
+        "--json",
+        metavar="FILE",
+        help="Write the machine-readable result to this file.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
@@ -27,7 +31,12 @@ RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the P
 Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
 _CONFIG_FILE = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="YAML file with these settings; flags override it.", rich_help_panel=MODEL),
+    typer.Option(
+        metavar="FILE",
+        help="YAML file with these settings; flags override it.",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
 ]
 RANK = os.environ.get("RANK", "")
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
@@ -94,7 +103,11 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
                 Annotated[bool | None, typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)],
             )
         option = typer.Option(
-            *flags, help=_help_text(of, repeats), metavar=_METAVARS[single], rich_help_panel=about.panel
+            *flags,
+            help=_help_text(of, repeats),
+            metavar=_METAVARS[single],
+            rich_help_panel=about.panel,
+            show_default=False,
         )
         yield _parameter(of.name, Annotated[(list[str] if repeats else single) | None, option])
 
