@@ -16,11 +16,12 @@ from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
+from edkm_cli.evaluate.tables import table_use, table_warnings
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.format import digest, write_json
+from edkm_cli.format import digest, json_text, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
@@ -279,7 +280,11 @@ class Run:
         self._measure("exported", exported, World(device=self.world.device))
         require_same_perplexity(self.perplexity, self.plan.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
+        result["tables"] = table_use(exported)
+        for line in table_warnings(result["tables"]):
+            self.watch.say(line)
         write_json(staging / "report.json", result)
+        require_ratio(self.perplexity, self.config.max_perplexity_ratio, staging)
         source = self.plan.source
         card = model_card(result, base_model=None if source.is_local else source.location)
         (staging / "README.md").write_text(card, encoding="utf-8")
@@ -341,6 +346,17 @@ def require_same_perplexity(perplexity: dict[str, float | None], dtype: str) -> 
         )
 
 
+def require_ratio(perplexity: dict[str, float | None], limit: float, staging: Path) -> None:
+    """Raises UserError where the exported perplexity is more than `limit` times the original's."""
+    original, exported = perplexity["original"], perplexity["exported"]
+    if limit and original is not None and exported is not None and exported > limit * original:
+        raise UserError(
+            f"the exported perplexity must be at most --max-perplexity-ratio {limit:g} times the original's, but is "
+            f"{exported:.4f} to {original:.4f}, {exported / original:.2f} times; the result is in {staging}: train longer, "
+            "use more bits, or allow more"
+        )
+
+
 def _where(world: World) -> str:
     if world.size == 1:
         return world.device
@@ -355,7 +371,7 @@ def finished_report(config: CompressConfig) -> dict[str, Any] | None:
         report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if report_.get("config") != json.loads(json.dumps(asdict(config))):
+    if report_.get("config") != json.loads(json_text(asdict(config))):
         return None
     settle(path)
     return report_

@@ -10,16 +10,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered
-from edkm_cli.export.statistics import RECORD, record_tensors
+from edkm_cli.export.record import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.packing import pack
+from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
@@ -57,11 +56,20 @@ def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
     return packed if scale is None else {**packed, "lut_scale": scale}
 
 
-def _dtype(model: nn.Module, name: str) -> torch.dtype | None:
-    """The dtype that a dense tensor has in the model; None for what is packed on writing."""
+def _like(model: nn.Module, name: str, like: Tensor) -> Tensor:
+    """`like`, a meta tensor, in the dtype that the tensor has in the model, where it is not packed on writing.
+
+    Raises ValueError where the model's has another shape.
+    """
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return None if isinstance(module, ClusteredLinear) and leaf in _PACKED else getattr(module, leaf).dtype
+    module: Any = model.get_submodule(path)
+    packed = isinstance(module, ClusteredLinear) and leaf in _PACKED
+    shape = tuple(like.shape) if leaf in _PACKED else tuple(getattr(module, leaf).shape)
+    if leaf == "indices" and isinstance(module, ClusteredLinear):
+        shape = (module.out_features, packed_width(module.in_features, module.clustering.bits))
+    if shape != tuple(like.shape):
+        raise ValueError(f"{name} is {shape} in the model, and {tuple(like.shape)} by its configuration")
+    return like if packed else like.to(getattr(module, leaf).dtype)
 
 
 def is_remote(model: nn.Module) -> bool:
@@ -79,7 +87,7 @@ def announced_tensors(model: Any, spec: QuantizationSpec) -> tuple[Any, dict[str
     )
     tensors = skeleton_tensors(target)
     for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = like.to(_dtype(model, name) or like.dtype)
+        tensors[name] = _like(model, name, like)
     return target, tensors
 
 

@@ -11,13 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from edkm_cli.config import UserError
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.export.statistics import RECORD, tensor_record
+from edkm_cli.export.record import RECORD, tensor_record
 from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json
 from edkm_cli.hf import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
@@ -92,23 +91,3 @@ def _check_report(directory: Path, model: Any) -> bool:
         if not isinstance(said, (int, float)) or abs(said - actual) > 1e-6 * actual:
             raise UserError(f"{directory / 'report.json'} says {key} {str(said)[:40]}, but it is {actual}; {_REMEDY}")
     return True
-
-
-def dead_tables(module: PalettizedLinear) -> dict[str, int]:
-    """How the tables of a layer are used: `tables`, those `collapsed` to one value, and `unused_entries`.
-
-    Counted a tile row at a time, so memory is that of a few rows of the weight.
-    """
-    lut = module.table().float()
-    groups, entries = lut.shape
-    tile_rows, tile_columns = module.granularity.tile(module.out_features, module.in_features)
-    across = module.in_features // tile_columns
-    unused = 0
-    for first in range(0, module.out_features, tile_rows):
-        indices = unpack(module.indices[first : first + tile_rows], module.bits, module.in_features)
-        tiles = indices.view(tile_rows, across, tile_columns).transpose(0, 1).reshape(across, -1).long()
-        counts = torch.zeros(across, entries, dtype=torch.int64, device=tiles.device)
-        counts.scatter_add_(1, tiles, torch.ones_like(tiles))
-        unused += int((counts == 0).sum())
-    collapsed = int((lut.amax(1) == lut.amin(1)).sum())
-    return {"tables": groups, "collapsed": collapsed, "unused_entries": unused}

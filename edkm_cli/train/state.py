@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import ALONE, World, assign, full, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, json_text, sha256_of, sync, write_json
 
 # Where they are, in the unfinished result.
 CHECKPOINTS = "checkpoints"
@@ -33,6 +33,7 @@ CHECKPOINTS = "checkpoints"
 # What may differ between a run and its resumption without changing the result.
 _FREE = (
     *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
+    "max_perplexity_ratio",
     *("data_workers", "rebuild_cache"),
 )
 # These decide together, by their product with the number of processes, what a step sees.
@@ -47,7 +48,7 @@ def fingerprint(config: CompressConfig, model_sha256: str, tokens_sha256: str, *
     on with the same data, equal to rounding.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json_text(settings))  # as it is read from the mark: infinity is null there
     sequences = config.batch_size * config.gradient_accumulation * processes
     return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": tokens_sha256}
 
