@@ -29,7 +29,7 @@ from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
 from edkm_cli.nn.palettized import PALETTIZED
-from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
+from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 
 _AGAIN = "copy or export the checkpoint again"
 # What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
@@ -73,6 +73,7 @@ class EdkmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PALETTIZED):
                 _check_loaded(name, module)
+        share_inputs(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
         return model

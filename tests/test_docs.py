@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig
+from edkm_cli.dryrun.plan import dry_run
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -48,10 +52,32 @@ def test_paths_of_code_that_pages_name_exist():
                 assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def explained():
+    """The keys that docs/results.md names."""
+    return set(re.findall(r"`(\w+)`", (ROOT / "docs" / "results.md").read_text(encoding="utf-8")))
+
+
+def test_every_key_of_a_report_is_explained(model_directory, text_file, tmp_path):
+    settings = {
+        "data": (str(text_file),),
+        "importance": "none",
+        "context": 64,
+        "eval_windows": 1,
+        "sequence_length": 32,
+    }
+    config = CompressConfig(model=str(model_directory), output=str(tmp_path / "out"), steps=1, **settings)
+    report = compress(config)
+    metrics = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (report.keys() | metrics.keys()) - explained() == set()
+
+
+def test_every_key_of_a_plan_is_explained(model_directory):
+    assert dry_run(CompressConfig(model=str(model_directory), sequence_length=32)).keys() - explained() == set()
+
+
 def test_every_key_of_a_recorded_result_is_explained():
     """Its own keys and those of its rows; what deeper maps hold is explained with the key that holds them."""
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    known = set(re.findall(r"`(\w+)`", page))
+    known = explained()
     missing = set()
     for path in (ROOT / "docs" / "results").glob("*.json"):
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -131,10 +131,10 @@ def test_weights_stay_packed_in_memory_and_dequantize_on_request(ids, tmp_path):
     loaded.dequantize()
     assert type(loaded.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert is_tied(loaded)
-    assert torch.equal(loaded(ids).logits, before)
+    torch.testing.assert_close(loaded(ids).logits, before)  # sums in another order
     loaded.save_pretrained(tmp_path / "dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
-    assert torch.equal(dense(ids).logits, before)
+    torch.testing.assert_close(dense(ids).logits, before)
 
 
 def test_a_loaded_model_generates(ids, tmp_path):

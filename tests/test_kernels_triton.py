@@ -121,6 +121,27 @@ def check_palette(dtype, tile, k):
             assert int(ours.isnan().sum()) == tile[0] * tile[1]
 
 
+def check_packed(dtype, rows, columns, bits, tile):
+    """Products and decoded weights; `tile` None: row scales."""
+    from edkm_cli.kernels import lut_linear_torch, lut_linear_triton
+    from edkm_cli.kernels.tiles import Packed
+    from edkm_cli.packing import pack
+
+    codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8)
+    groups = None if tile is None else rows // tile[0] * (columns // tile[1])
+    table = torch.rand(rows, 1) if groups is None else torch.randn(groups, 2**bits).half()
+    packed = Packed(pack(codes, bits), table, torch.randn(rows).to(dtype), bits, tile)
+    for kept in (torch.float32, torch.float64):
+        wanted = lut_linear_torch.dense(packed, columns, kept)
+        assert torch.equal(lut_linear_triton.dense(packed, columns, kept), wanted)
+    torch.testing.assert_close(lut_linear_triton.dense(packed, columns, dtype), wanted.to(dtype))
+    x = torch.randn(2, 3, columns).to(dtype)
+    exact = torch.nn.functional.linear(x.double(), wanted, packed.bias.double())
+    assert_near(
+        lut_linear_triton.linear(x, packed), exact, lut_linear_torch.linear(x, packed), ("packed", dtype, bits, tile)
+    )
+
+
 if __name__ == "__main__":
     torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     torch.manual_seed(0)
@@ -133,3 +154,7 @@ if __name__ == "__main__":
         for k in (5, 8):
             check_palette(torch.float32, tile, k)
             check_palette(torch.bfloat16, tile, k)
+    for bits in (1, 3, 4, 8):
+        check_packed(torch.float32, 6, 45, bits, (1, 45))
+        check_packed(torch.bfloat16, 8, 48, bits, (4, 24))
+        check_packed(torch.float16, 5, 37, bits, None)

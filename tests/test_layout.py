@@ -10,7 +10,14 @@ import edkm_cli
 PACKAGE = Path(edkm_cli.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 BACKENDS = ("torch", "c", "triton", "meta")
-NOT_KERNELS = ("__init__", "build", "closed_form", "tiles")  # dispatch, compiler, the mathematics above, geometry
+NOT_KERNELS = (
+    "__init__",
+    "build",
+    "closed_form",
+    "lut_linear",
+    "packed",
+    "tiles",
+)  # dispatch, compiler, the mathematics above, geometry
 
 
 def test_no_module_shadows_the_standard_library():

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c")
-_HEADERS = ("lanes.h",)
+_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c", "lut_linear.c")
+_HEADERS = ("lanes.h", "codes.h", "vectors.h", "threads.h", "lut_pairs.h")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
 

@@ -6,10 +6,25 @@ A tile is what `Granularity.tile` returns: (R, C). Groups are numbered tile row 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 Tile = tuple[int, int]
+
+
+class Packed(NamedTuple):
+    """A packed matrix (out, in), as a checkpoint stores it (docs/format.md).
+
+    `indices`: (out, bytes) uint8. `table`: a LUT (groups, 2**bits), or, where `tile` is None, the float32 scale (out, 1)
+    of the levels index - 2**(bits - 1).
+    """
+
+    indices: Tensor
+    table: Tensor
+    bias: Tensor | None
+    bits: int
+    tile: Tile | None
 
 
 def to_groups(weight: Tensor, tile: Tile) -> Tensor:

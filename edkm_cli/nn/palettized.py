@@ -1,4 +1,4 @@
-"""Modules of a compressed model: indices stay packed in memory and are decoded inside forward.
+"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (kernels/packed.py).
 
 `PalettizedLinear` decodes with a LUT, `PalettizedEmbedding` (and the output embedding, `PalettizedHead`) with one scale
 a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must not round a LUT, so dtype casts leave
@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.packing import pack, unpack
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
+from edkm_cli.kernels.tiles import Packed
+from edkm_cli.nn.ready import Ready, SharedInput
+from edkm_cli.packing import pack
 
 _FILL_ROWS = 1024
 
@@ -78,13 +82,30 @@ class PalettizedLinear(_Packed):
         super().__init__()
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits
         self.granularity = spec.granularity
+        self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
+        self._ready = Ready()
+        self._table: Tensor | None = None
+        self._table_key: tuple[int, ...] = ()
+        self.shared: SharedInput | None = None
+
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them."""
+        lut = self.lut if "lut_scale" not in self._buffers else self._scaled_table()
+        return Packed(self.indices, lut, self.bias, self.bits, self.tile)
+
+    def _scaled_table(self) -> Tensor:
+        """`table()` of a float8 LUT with a scale, computed once for as long as both stay what they are."""
+        scale: Any = self._buffers["lut_scale"]
+        key = (self.lut.data_ptr(), self.lut._version, scale.data_ptr(), scale._version)
+        if self._table_key != key or self._table is None:
+            self._table_key, self._table = key, self.table()
+        return self._table
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        indices = unpack(self.indices, self.bits, self.in_features)
-        return lookup(indices, self.table(), granularity=self.granularity).to(dtype)
+        return paths.dense(self.packed(), self.in_features, dtype)
 
     def table(self) -> Tensor:
         """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
@@ -99,7 +120,13 @@ class PalettizedLinear(_Packed):
         return (self.out_features, self.in_features), dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize(x.dtype), self.bias)
+        if unwatched(x, self.bias):
+            if self.shared is not None and (found := self.shared.product(self, x)) is not None:
+                return found
+            if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
+                return outs[0]
+        indices, lut, bias, bits, _ = self.packed()
+        return lut_linear(x, indices, lut, bias, bits=bits, tile=self.tile)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
@@ -117,13 +144,13 @@ class _RowScaled(_Packed):
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
-    def _decode(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        levels = unpack(packed, self.bits, self.columns).float() - 2 ** (self.bits - 1)
-        return (levels * scale).to(dtype)
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them."""
+        return Packed(self.indices, self.scale, None, self.bits, None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (rows, columns)."""
-        return self._decode(self.indices, self.scale, dtype)
+        return paths.dense(self.packed(), self.columns, dtype)
 
     def fill(self, weight: Tensor) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row gets the last level.
@@ -218,8 +245,9 @@ class PalettizedEmbedding(_RowScaled):
         return (self.rows, self.columns), self.dtype, self.indices.device
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = ids.reshape(-1)
-        values = self._decode(self.indices[rows], self.scale[rows], self.dtype).view(*ids.shape, self.columns)
+        values = row_scaled_embedding(
+            ids, self.indices, self.scale, columns=self.columns, bits=self.bits, dtype=self.dtype
+        )
         if isinstance(self.embed_scale, Tensor):
             return values * self.embed_scale.to(values.device, self.dtype)
         return values if self.embed_scale in (1.0, None) else values * self.embed_scale
@@ -248,6 +276,7 @@ class PalettizedHead(_RowScaled):
         super().__init__(rows, columns, spec, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
+        self._ready = Ready()
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
@@ -261,12 +290,19 @@ class PalettizedHead(_RowScaled):
         dtype = self.scale.dtype if self.bias is None else self.bias.dtype
         return (self.rows, self.columns), dtype, self.indices.device
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense weight (rows, columns)."""
-        return super().dequantize(dtype) if self.tied_to is None else self.tied_to.dequantize(dtype)
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
+        source = self if self.tied_to is None else self.tied_to
+        return Packed(source.indices, source.scale, self.bias, self.bits, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize(x.dtype).to(x.device), self.bias)
+        indices, scale, bias, bits, _ = packed = self.packed()
+        if indices.device != x.device:  # a device map may part it from the embedding
+            packed = Packed(indices.to(x.device), scale.to(x.device), bias, bits, None)
+            indices, scale = packed[:2]
+        elif unwatched(x, bias) and (outs := self._ready.product(x, (packed,), self.columns)) is not None:
+            return outs[0]
+        return row_scaled_linear(x, indices, scale, bias, bits=bits)
 
 
 PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding, PalettizedHead)

@@ -27,6 +27,7 @@ from edkm_cli.nn.palettized import (
     is_plain_linear,
     to_dense,
 )
+from edkm_cli.nn.ready import SharedInput
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
 
@@ -243,3 +244,15 @@ def dequantize_model(model: Any, dtype: torch.dtype) -> None:
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight
         model._tied_weights_keys = {f"{head_name}.weight": f"{embedding_name}.weight"}
         model.all_tied_weights_keys = dict(model._tied_weights_keys)
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let palettized q, k, v and gate, up of each block, which transformers calls with one tensor, share a call."""
+    for parent in model.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            found = [getattr(parent, name, None) for name in names]
+            members = tuple(m for m in found if isinstance(m, PalettizedLinear))
+            if len(members) == len(names) and len({(m.in_features, m.bits) for m in members}) == 1:
+                group = SharedInput(members)
+                for member in members:
+                    member.shared = group

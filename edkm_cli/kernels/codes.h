@@ -1,0 +1,250 @@
+/* From packed indices to weights, 16 lanes at a time: shared by the kernels that compute with packed matrices.
+ *
+ * Sixteen b-bit codes are 2b bytes. A lane needs a window of two of them (a code crosses at most one byte border) and a
+ * shift: byte shuffle, variable shift. A table of up to 16 float32 entries is a register or two, looked up by a permute
+ * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache.
+ * With AVX-512 VBMI 64 codes are unpacked by one byte permute and one multishift.
+ */
+#ifndef EDKM_CODES
+#define EDKM_CODES
+
+#include "lanes.h"
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
+
+enum { FLOAT8_E4M3 = 3 };
+
+/* What a code means. SMALL: an entry of a table of at most 16; LARGE: of at most 256; LEVEL: code - 2^(b-1), scaled
+ * once a row; BYTE: the same at 8 bits, where bytes need no unpacking. */
+typedef enum { SMALL, LARGE, LEVEL, BYTE } Meaning;
+
+/* How to unpack b-bit codes; `end` is the first byte that must not be read. */
+typedef struct {
+    const uint8_t *end;
+    int bits;
+    uint8_t window[64] __attribute__((aligned(64))); /* byte shuffle inside 16 bytes, per lane of 32 bits */
+    int32_t shift[16] __attribute__((aligned(64)));
+    uint8_t window64[64] __attribute__((aligned(64))), shift64[64] __attribute__((aligned(64))); /* 64 codes, by qwords */
+    uint8_t window_words[64] __attribute__((aligned(64))), shift_words[64] __attribute__((aligned(64)));
+} Unpacker;
+
+INLINE void prepare(Unpacker *u, int bits, const uint8_t *end) {
+    u->end = end;
+    u->bits = bits;
+    for (int lane = 0; lane < LANES; lane++) {
+        int bit = lane * bits;
+        for (int byte = 0; byte < 4; byte++) u->window[lane * 4 + byte] = byte < 2 ? (uint8_t)(bit / 8 + byte) : 0x80;
+        if (bit / 8 + 1 >= 2 * bits) u->window[lane * 4 + 1] = 0x80; /* nothing of this code is there */
+        u->shift[lane] = bit % 8;
+    }
+    for (int q = 0; q < 8; q++) /* qword q holds lanes 2q and 2q + 1 of four vectors: byte v, and byte 4 + v */
+        for (int v = 0; v < 4; v++) {
+            int bit = 2 * q * bits;
+            u->window64[q * 8 + 2 * v] = (uint8_t)((2 * bits * v + bit / 8) & 63);
+            u->window64[q * 8 + 2 * v + 1] = (uint8_t)((2 * bits * v + bit / 8 + 1) & 63);
+            u->shift64[q * 8 + v] = (uint8_t)(16 * v + bit % 8);
+            u->shift64[q * 8 + 4 + v] = (uint8_t)(16 * v + bit % 8 + bits);
+        }
+    for (int q = 0; q < 8; q++) /* qword q holds words 4q to 4q + 3 of two vectors: low bytes, and high bytes */
+        for (int h = 0; h < 2; h++) {
+            int bit = 4 * q * bits;
+            u->window_words[q * 8 + 2 * h] = (uint8_t)((4 * bits * h + bit / 8) & 63);
+            u->window_words[q * 8 + 2 * h + 1] = (uint8_t)((4 * bits * h + bit / 8 + 1) & 63);
+            u->window_words[q * 8 + 4 + 2 * h] = u->window_words[q * 8 + 5 + 2 * h] = 0;
+            for (int j = 0; j < 4; j++) u->shift_words[q * 8 + 2 * j + h] = (uint8_t)(16 * h + bit % 8 + bits * j);
+        }
+}
+
+/* Sixteen bytes that may be read: those at `p`, or at the end of the matrix a copy of what is left. */
+INLINE const uint8_t *readable(const Unpacker *u, const uint8_t *p, uint8_t copy[16]) {
+    if (__builtin_expect(p + 16 <= u->end, 1)) return p;
+    memset(copy, 0, 16);
+    if (p < u->end) memcpy(copy, p, (size_t)(u->end - p));
+    return copy;
+}
+
+/* Codes of 16 weights from byte `p` on, in the low `bits` bits of each lane; what is above them is undefined. */
+INLINE vi codes16(const Unpacker *u, const uint8_t *p) {
+    uint8_t copy[16];
+    p = readable(u, p, copy);
+#if defined(__AVX512BW__)
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+    bytes = _mm512_shuffle_epi8(bytes, _mm512_load_si512(u->window));
+    return (vi)_mm512_srlv_epi32(bytes, _mm512_load_si512(u->shift));
+#elif defined(__AVX2__)
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    __m256i low = _mm256_shuffle_epi8(bytes, _mm256_load_si256((const __m256i *)u->window));
+    __m256i high = _mm256_shuffle_epi8(bytes, _mm256_load_si256((const __m256i *)(u->window + 32)));
+    union { __m256i half[2]; vi all; } codes;
+    codes.half[0] = _mm256_srlv_epi32(low, _mm256_load_si256((const __m256i *)u->shift));
+    codes.half[1] = _mm256_srlv_epi32(high, _mm256_load_si256((const __m256i *)(u->shift + 8)));
+    return codes.all;
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    uint8x16_t bytes = vld1q_u8(p);
+    union { int32x4_t part[4]; vi all; } codes;
+    for (int q = 0; q < 4; q++) {
+        int32x4_t lanes = vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vld1q_u8(u->window + 16 * q)));
+        codes.part[q] = vshlq_s32(lanes, vnegq_s32(vld1q_s32(u->shift + 4 * q)));
+    }
+    return codes.all;
+#else
+    vi codes;
+    for (int lane = 0; lane < LANES; lane++) {
+        int first = u->window[lane * 4], second = u->window[lane * 4 + 1];
+        codes[lane] = (p[first] | (second < 16 ? p[second] << 8 : 0)) >> u->shift[lane];
+    }
+    return codes;
+#endif
+}
+
+/* Codes of 64 weights, b at most 4: vector v holds weights 16v to 16v + 15, undefined above four bits. */
+INLINE void codes64(const Unpacker *u, const uint8_t *p, vi codes[4]) {
+#ifdef __AVX512VBMI__
+    __mmask32 inside = (__mmask32)((1ull << (8 * u->bits)) - 1);
+    __m512i bytes = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, p));
+    bytes = _mm512_permutexvar_epi8(_mm512_load_si512(u->window64), bytes);
+    bytes = _mm512_multishift_epi64_epi8(_mm512_load_si512(u->shift64), bytes);
+    codes[0] = (vi)bytes;
+    codes[1] = (vi)_mm512_srli_epi32(bytes, 8);
+    codes[2] = (vi)_mm512_srli_epi32(bytes, 16);
+    codes[3] = (vi)_mm512_srli_epi32(bytes, 24);
+#else
+    for (int v = 0; v < 4; v++) codes[v] = codes16(u, p + 2 * u->bits * v);
+#endif
+}
+
+INLINE float e4m3_to_float(uint8_t byte) {
+    if ((byte & 0x7f) == 0x7f) return NAN;
+    return half_to_float((uint16_t)((byte & 0x7f) << 7 | (byte & 0x80) << 8)) * 256.0f; /* exponent biases 15 and 7 */
+}
+
+/* The 2^bits entries of a group as float32. */
+INLINE void load_entries(const void *lut, int64_t dtype, int64_t group, int bits, float *to) {
+    int k = 1 << bits;
+    Matrix matrix = {lut, dtype};
+    if (dtype != FLOAT8_E4M3) load_run(&matrix, group * k, k, to);
+    else
+        for (int j = 0; j < k; j++) to[j] = e4m3_to_float(((const uint8_t *)lut)[group * k + j]);
+}
+
+/* A table of at most 16 entries, repeated until it fills 16 lanes, so that the bits above a code choose a copy. The
+ * common dtype goes without memory: what was stored in parts would be loaded as a whole only after many cycles. */
+INLINE vf small_table(const void *lut, int64_t dtype, int64_t group, int bits) {
+#ifdef __AVX512F__
+    const uint16_t *halves = (const uint16_t *)lut + (group << bits);
+    if (dtype == FLOAT16 && bits == 3) {
+        __m512 entries = _mm512_castps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves)));
+        return (vf)_mm512_shuffle_f32x4(entries, entries, 0x44);
+    }
+    if (dtype == FLOAT16 && bits == 4) return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+#endif
+    vf table;
+    load_entries(lut, dtype, group, bits, (float *)&table);
+    for (int j = 1 << bits; j < LANES; j++) ((float *)&table)[j] = ((float *)&table)[j - (1 << bits)];
+    return table;
+}
+
+INLINE vf small_entries(vf table, vi codes) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#elif defined(__AVX2__)
+    union { vf all; __m256 half[2]; } entries = {.all = table}, out;
+    union { vi all; __m256i half[2]; } in = {.all = codes};
+    for (int h = 0; h < 2; h++) /* bit 3 of the code chooses the upper eight: moved to the sign, where blendv looks */
+        out.half[h] = _mm256_blendv_ps(
+            _mm256_permutevar8x32_ps(entries.half[0], in.half[h]), _mm256_permutevar8x32_ps(entries.half[1], in.half[h]),
+            _mm256_castsi256_ps(_mm256_slli_epi32(in.half[h], 28))
+        );
+    return out.all;
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    union { vf all; uint8x16x4_t bytes; } entries = {.all = table};
+    union { vi all; uint32x4_t part[4]; } in = {.all = codes};
+    union { float32x4_t part[4]; vf all; } out;
+    for (int q = 0; q < 4; q++) { /* byte numbers 4c, 4c + 1, 4c + 2, 4c + 3 */
+        uint32x4_t first = vmulq_n_u32(vandq_u32(in.part[q], vdupq_n_u32(15)), 0x04040404u);
+        uint8x16_t at = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x03020100u)));
+        out.part[q] = vreinterpretq_f32_u8(vqtbl4q_u8(entries.bytes, at));
+    }
+    return out.all;
+#else
+    vf out;
+    for (int lane = 0; lane < LANES; lane++) out[lane] = table[codes[lane] & 15];
+    return out;
+#endif
+}
+
+/* The table of one group: `small` in a register, or `large` in memory, loaded again only where the group changes. */
+typedef struct {
+    vf small;
+    int64_t group;
+    float large[MAX_K] __attribute__((aligned(64)));
+} Table;
+
+INLINE void use_table(Meaning meaning, Table *table, const void *lut, int64_t dtype, int64_t group, int bits) {
+    if (meaning == SMALL) table->small = small_table(lut, dtype, group, bits);
+    if (meaning == LARGE && group != table->group) load_entries(lut, dtype, table->group = group, bits, table->large);
+}
+
+INLINE vf large_entries(const float *table, vi codes, int bits) {
+    codes &= splat_int((1 << bits) - 1);
+#if defined(__AVX512F__)
+    return (vf)_mm512_i32gather_ps((__m512i)codes, table, 4);
+#else
+    vf out;
+    for (int lane = 0; lane < LANES; lane++) out[lane] = table[codes[lane]];
+    return out;
+#endif
+}
+
+INLINE vf to_floats(vi x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps((__m512i)x);
+#else
+    return __builtin_convertvector(x, vf);
+#endif
+}
+
+/* 16 signed levels of 8-bit codes: code - 128. */
+INLINE vf byte_levels(const Unpacker *u, const uint8_t *p) {
+    uint8_t copy[16];
+    p = readable(u, p, copy);
+#if defined(__AVX512F__)
+    vi codes = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi codes;
+    for (int lane = 0; lane < LANES; lane++) codes[lane] = p[lane];
+#endif
+    return to_floats(codes - splat_int(128));
+}
+
+/* 16 weights from byte `p` on; a level still lacks its row's scale. */
+INLINE vf weights16(Meaning meaning, const Unpacker *u, const Table *table, const uint8_t *p) {
+    if (meaning == BYTE) return byte_levels(u, p);
+    vi codes = codes16(u, p);
+    if (meaning == SMALL) return small_entries(table->small, codes);
+    if (meaning == LARGE) return large_entries(table->large, codes, u->bits);
+    return to_floats((codes & splat_int((1 << u->bits) - 1)) - splat_int(1 << (u->bits - 1)));
+}
+
+/* 64 weights from byte `p` on. */
+INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, const uint8_t *p, vf weights[4]) {
+    if (meaning == SMALL) {
+        vi codes[4];
+        codes64(u, p, codes);
+        for (int v = 0; v < 4; v++) weights[v] = small_entries(table->small, codes[v]);
+    } else {
+        for (int v = 0; v < 4; v++) weights[v] = weights16(meaning, u, table, p + 2 * u->bits * v);
+    }
+}
+
+/* One weight, wherever it lies. */
+INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {
+    int64_t bit = column * bits;
+    int code = row[bit / 8] >> (bit % 8);
+    if (bit % 8 + bits > 8) code |= row[bit / 8 + 1] << (8 - bit % 8);
+    code &= (1 << bits) - 1;
+    return meaning == SMALL ? table->small[code] : meaning == LARGE ? table->large[code] : code - (1 << (bits - 1));
+}
+
+#endif

@@ -1,0 +1,195 @@
+"""The operators edkm::lut_linear and edkm::row_scaled_linear: linears whose weight stays packed.
+
+They take tensors and numbers only, so that `torch.compile`, `torch.export` and other runtimes can call them. Backward
+gives the gradient of x (and of a bias): W is decoded again, in parts, and nothing of its size is saved. What a table
+would need to learn is not offered: a table that requires a gradient is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.tiles import Packed
+from edkm_cli.packing import packed_width
+
+_LIBRARY = torch.library.Library("edkm", "DEF")
+_LIBRARY.define(
+    "lut_linear(Tensor x, Tensor indices, Tensor lut, Tensor? bias, int bits, int tile_rows, int tile_columns) -> Tensor"
+)
+_LIBRARY.define(
+    "lut_linear_input_gradient(Tensor grad, Tensor indices, Tensor lut, SymInt columns, int bits, int tile_rows, "
+    "int tile_columns) -> Tensor"
+)
+_LIBRARY.define("row_scaled_linear(Tensor x, Tensor indices, Tensor scale, Tensor? bias, int bits) -> Tensor")
+_LIBRARY.define(
+    "row_scaled_linear_input_gradient(Tensor grad, Tensor indices, Tensor scale, SymInt columns, int bits) -> Tensor"
+)
+_LIBRARY.define(
+    "row_scaled_embedding(Tensor ids, Tensor indices, Tensor scale, SymInt columns, int bits, ScalarType dtype) -> Tensor"
+)
+
+
+def check(x_columns: int, packed: Packed) -> None:
+    """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
+    indices, table, bias, bits, tile = packed
+    rows = indices.shape[0]
+    if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
+        raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
+    if indices.shape[1] != packed_width(x_columns, bits):
+        raise ValueError(
+            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
+        )
+    if tile is None:
+        wanted: tuple[int, ...] = (rows, 1)
+    elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
+        raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
+    else:
+        wanted = (rows // tile[0] * (x_columns // tile[1]), 2**bits)
+    if tuple(table.shape) != wanted or (tile is None and table.dtype != torch.float32):
+        raise ValueError(f"the table must be {wanted}, got {tuple(table.shape)} {table.dtype}")
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias must be ({rows},), got {tuple(bias.shape)}")
+
+
+def _linear(x: Tensor, packed: Packed) -> Tensor:
+    check(x.shape[-1], packed)
+    return paths.linear(x, packed)
+
+
+def _gradient(grad: Tensor, packed: Packed, columns: int) -> Tensor:
+    check(columns, packed)
+    return paths.input_gradient(grad, packed, columns)
+
+
+def _lut(indices: Tensor, lut: Tensor, bias: Tensor | None, bits: int, tile_rows: int, tile_columns: int) -> Packed:
+    return Packed(indices, lut, bias, bits, (tile_rows, tile_columns))
+
+
+def _scaled(indices: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> Packed:
+    return Packed(indices, scale, bias, bits, None)
+
+
+@torch.library.impl(_LIBRARY, "lut_linear", "CompositeExplicitAutograd")
+def _lut_linear(x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *numbers: int) -> Tensor:
+    return _linear(x, _lut(indices, lut, bias, *numbers))
+
+
+@torch.library.impl(_LIBRARY, "lut_linear_input_gradient", "CompositeExplicitAutograd")
+def _lut_gradient(grad: Tensor, indices: Tensor, lut: Tensor, columns: int, *numbers: int) -> Tensor:
+    return _gradient(grad, _lut(indices, lut, None, *numbers), columns)
+
+
+@torch.library.impl(_LIBRARY, "row_scaled_linear", "CompositeExplicitAutograd")
+def _row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> Tensor:
+    return _linear(x, _scaled(indices, scale, bias, bits))
+
+
+@torch.library.impl(_LIBRARY, "row_scaled_linear_input_gradient", "CompositeExplicitAutograd")
+def _row_scaled_gradient(grad: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int) -> Tensor:
+    return _gradient(grad, _scaled(indices, scale, None, bits), columns)
+
+
+@torch.library.impl(_LIBRARY, "row_scaled_embedding", "CompositeExplicitAutograd")
+def _row_scaled_embedding(
+    ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    packed = _scaled(indices, scale, None, bits)
+    check(columns, packed)
+    return paths.lookup_rows(packed, columns, ids, dtype)
+
+
+@torch.library.register_fake("edkm::lut_linear", lib=_LIBRARY)
+@torch.library.register_fake("edkm::row_scaled_linear", lib=_LIBRARY)
+def _fake_linear(x: Tensor, indices: Tensor, table: Tensor, bias: Tensor | None, *numbers: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], indices.shape[0])
+
+
+@torch.library.register_fake("edkm::lut_linear_input_gradient", lib=_LIBRARY)
+@torch.library.register_fake("edkm::row_scaled_linear_input_gradient", lib=_LIBRARY)
+def _fake_gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, *numbers: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+@torch.library.register_fake("edkm::row_scaled_embedding", lib=_LIBRARY)
+def _fake_embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty(*ids.shape, columns, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, indices, table, bias, *ctx.numbers = inputs
+    if table.requires_grad:
+        raise ValueError("the table of a packed linear does not train; detach it, or train before compression")
+    ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+    ctx.save_for_backward(indices, table)  # references to what the layer holds
+
+
+def _save_gradient(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, indices, table, _, *ctx.numbers = inputs
+    ctx.save_for_backward(indices, table)
+
+
+def _differentiate(name: str) -> None:
+    """Backward of the linear `name` and, for second derivatives, of its gradient: each is the other's."""
+    forward = getattr(torch.ops.edkm, name)
+    backward = getattr(torch.ops.edkm, f"{name}_input_gradient")
+
+    def of_forward(ctx: Any, grad: Tensor) -> tuple:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = backward(grad, *ctx.saved_tensors, ctx.columns, *ctx.numbers)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        return grad_x, None, None, grad_bias, *(None for _ in ctx.numbers)
+
+    def of_backward(ctx: Any, grad: Tensor) -> tuple:
+        return forward(grad, *ctx.saved_tensors, None, *ctx.numbers), None, None, None, *(None for _ in ctx.numbers)
+
+    torch.library.register_autograd(f"edkm::{name}", of_forward, setup_context=_save, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"edkm::{name}_input_gradient", of_backward, setup_context=_save_gradient, lib=_LIBRARY
+    )
+
+
+_differentiate("lut_linear")
+_differentiate("row_scaled_linear")
+
+
+def unwatched(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether nobody watches: no gradient, no tracing. Then the dispatcher, which costs more than a small product, is
+    left out."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def lut_linear(
+    x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *, bits: int, tile: tuple[int, int]
+) -> Tensor:
+    """x @ W.T + bias for a palettized W: x (..., in) floating, indices (out, bytes) uint8, lut (groups, 2**bits).
+
+    `tile`: the rows and columns that share a LUT. Differentiable in x and bias. Raises ValueError for shapes that do not
+    belong together.
+    """
+    if unwatched(x, bias) and not lut.requires_grad:
+        return _linear(x, Packed(indices, lut, bias, bits, tile))
+    return torch.ops.edkm.lut_linear(x, indices, lut, bias, bits, *tile)
+
+
+def row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, *, bits: int) -> Tensor:
+    """x @ W.T + bias for W = scale * (index - 2**(bits - 1)): x (..., in), indices (out, bytes) uint8, scale (out, 1)."""
+    if unwatched(x, bias) and not scale.requires_grad:
+        return _linear(x, Packed(indices, scale, bias, bits, None))
+    return torch.ops.edkm.row_scaled_linear(x, indices, scale, bias, bits)
+
+
+def row_scaled_embedding(
+    ids: Tensor, indices: Tensor, scale: Tensor, *, columns: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows `ids` (...) of scale * (index - 2**(bits - 1)), (..., columns) in `dtype`. Raises IndexError for a bad id."""
+    if torch.compiler.is_compiling() or type(ids) is not Tensor:
+        return torch.ops.edkm.row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
+    return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)

@@ -1,0 +1,126 @@
+"""lut_linear.c as Python functions: packed matrices times activations, and their rows decoded.
+
+A call must cost microseconds: a small model makes a hundred of them for a token. So all that the kernel needs to know of
+matrices is one block of bytes, made once, and its threads are those that PyTorch's OpenMP runtime keeps ready
+(threads.h), as many as `torch.set_num_threads` says. Results do not depend on how many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels.build import library
+from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.kernels.tiles import Packed
+
+_TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
+_HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., int], Callable[..., int]] | None:
+    compiled = library()
+    if compiled is None:
+        return None
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    multiply, decode = compiled.edkm_lut_linear, compiled.edkm_packed_rows
+    multiply.argtypes = (ctypes.c_char_p, address, number, number, number, ctypes.c_char_p)
+    decode.argtypes = (ctypes.c_char_p, address, *(number,) * 5, address)
+    return multiply, decode
+
+
+@functools.cache
+def level() -> int:
+    """What the compiled kernels can do: 0 plain, AVX2 or NEON; 1 AVX-512; 2 AVX-512 BF16."""
+    compiled = library()
+    return 0 if compiled is None else int(compiled.edkm_lut_linear_level())
+
+
+def supports(packed: Packed) -> bool:
+    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, and a compiler was there."""
+    return (
+        packed.indices.device.type == "cpu"
+        and packed.table.dtype in _TABLE_DTYPES
+        and packed.indices.is_contiguous()
+        and packed.table.is_contiguous()
+        and (packed.bias is None or (packed.bias.dtype in DTYPES and packed.bias.is_contiguous()))
+        and _functions() is not None
+    )
+
+
+def _part(packed: Packed, columns: int) -> bytes:
+    indices, table, bias, _, tile = packed
+    return _PART.pack(
+        indices.data_ptr(),
+        table.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        indices.shape[0],
+        *(tile or (1, columns)),
+        _TABLE_DTYPES[table.dtype],
+        0 if bias is None else DTYPES[bias.dtype],
+    )
+
+
+class Prepared(NamedTuple):
+    """Matrices as the kernel reads them. It points into their memory: whoever keeps it keeps them."""
+
+    block: bytes
+    columns: int
+    rows: tuple[int, ...]
+    matrices: tuple[Packed, ...]
+
+
+def prepare(matrices: Sequence[Packed], columns: int) -> Prepared:
+    """Matrices of equal columns, bits and kind, each of which `supports` and `check` have seen."""
+    first = matrices[0]
+    head = _HEAD.pack(columns, first.bits, first.tile is None, len(matrices))
+    block = head + b"".join(_part(packed, columns) for packed in matrices)
+    return Prepared(block, columns, tuple(packed.indices.shape[0] for packed in matrices), tuple(matrices))
+
+
+def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
+    """x @ W.T + bias for each matrix, in one call; x (..., in) float32, bfloat16 or float16 in host memory."""
+    columns = prepared.columns
+    flat = x if x.dim() == 2 else x.reshape(-1, columns)
+    if not flat.is_contiguous() and flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    lead, tokens = x.shape[:-1], flat.shape[0]
+    outs = [x.new_empty((*lead, rows)) for rows in prepared.rows]
+    addresses = struct.pack(f"{len(outs)}Q", *[out.data_ptr() for out in outs])
+    functions = _functions()
+    assert functions is not None, "callers ask `supports` first"
+    if functions[0](prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses):
+        raise MemoryError(f"a product of {tokens} x {columns} activations with a packed matrix")
+    return outs
+
+
+def _decode(
+    packed: Packed, columns: int, ids: Any, first: int, count: int, span: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    kept = dtype if dtype in DTYPES else torch.float32
+    out = torch.empty(count, span[1] - span[0], dtype=kept)
+    functions = _functions()
+    assert functions is not None, "callers ask `supports` first"
+    block = prepare((packed,), columns).block
+    if functions[1](block, ids, first, count, *span, DTYPES[kept], out.data_ptr()):
+        raise IndexError(f"a row number is outside the matrix, which has {packed.indices.shape[0]} rows")
+    return out.to(dtype)
+
+
+def rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of W that ids (n,) int64 names, (n, columns) in `dtype`. Raises IndexError for one that is not there."""
+    ids = ids.contiguous()
+    return _decode(packed, columns, ids.data_ptr(), 0, ids.numel(), (0, columns), dtype)
+
+
+def dense(packed: Packed, columns: int, dtype: torch.dtype, *, row_range: range, column_range: range) -> Tensor:
+    """A part of W in `dtype`; the first column is a multiple of 16."""
+    span = (column_range.start, column_range.stop)
+    return _decode(packed, columns, None, row_range.start, len(row_range), span, dtype)

@@ -1,0 +1,29 @@
+"""A packed matrix in plain PyTorch: unpack, decode, multiply. The reference of the fast kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels import palette_torch
+from edkm_cli.kernels.tiles import Packed
+from edkm_cli.packing import unpack
+
+
+def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
+    """W (out, columns) in `dtype`: lut[group, index], or scale * level computed in float32; rounded once."""
+    codes = unpack(packed.indices, packed.bits, columns)
+    if packed.tile is None:
+        return ((codes.float() - 2 ** (packed.bits - 1)) * packed.table.float()).to(dtype)
+    entries = packed.table if packed.table.dtype == torch.float64 else packed.table.float()
+    return palette_torch.lookup(codes, entries, packed.tile, entries.dtype).to(dtype)
+
+
+def linear(x: Tensor, packed: Packed) -> Tensor:
+    """x @ W.T + bias for x (..., in), W decoded to the dtype of x."""
+    return torch.nn.functional.linear(x, dense(packed, x.shape[-1], x.dtype), packed.bias)
+
+
+def rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a row-scaled W that ids (n,) names, (n, columns)."""
+    return dense(packed._replace(indices=packed.indices[ids], table=packed.table[ids]), columns, dtype)

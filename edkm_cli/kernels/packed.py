@@ -1,0 +1,159 @@
+"""Products with packed matrices: which path runs when, decoding in parts, and the gradient of the activations.
+
+Paths, chosen by `_path` from measured crossovers (docs/runtime.md): `kernel` never writes W out (C, Triton); `dense`
+decodes a part of W at a time into memory that stays in cache, and leaves the product to PyTorch; `reference` is plain
+PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from edkm_cli.errors import UserError
+from edkm_cli.kernels import lut_linear_c, lut_linear_torch
+from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.kernels.tiles import Packed
+
+_PATHS = ("auto", "kernel", "dense", "reference")
+_PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB
+_PART_ROWS = 128  # fewer rows than that make a slow product
+_GPU_TOKENS = 8  # up to so many, on a GPU: the kernel reads a quarter of the bytes; beyond, cuBLAS's arithmetic wins
+
+
+@functools.cache
+def forced_path() -> str:
+    """EDKM_LUT_LINEAR. Raises UserError for a path that is none."""
+    path = os.environ.get("EDKM_LUT_LINEAR", "auto")
+    if path not in _PATHS:
+        raise UserError(f"EDKM_LUT_LINEAR must be one of {', '.join(_PATHS)}, got {path!r}; correct or unset it")
+    return path
+
+
+@functools.cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
+    """Up to how many tokens the C kernel is the faster one, by measurement on a CPU with AVX-512 (docs/runtime.md)."""
+    small = packed.bits <= 4 and packed.tile is not None
+    if dtype != torch.float32 and dtype != torch.float16:
+        return 256 if small and lut_linear_c.level() == 2 else 8
+    return 1 << 62 if lut_linear_c.level() else 32
+
+
+def _path(x: Tensor, packed: Packed) -> str:
+    forced = forced_path()
+    if forced == "reference":
+        return forced
+    if x.is_cuda:
+        few = x.numel() <= _GPU_TOKENS * x.shape[-1] if forced == "auto" else forced == "kernel"
+        return "triton" if few and _triton_takes(x, packed) else "dense"
+    if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
+        return "reference"
+    if forced != "auto":
+        return forced
+    return "kernel" if x.numel() <= _kernel_tokens(packed, x.dtype) * x.shape[-1] else "dense"
+
+
+def _triton_takes(x: Tensor, packed: Packed) -> bool:
+    if not _triton():
+        return False
+    from edkm_cli.kernels import lut_linear_triton
+
+    return lut_linear_triton.supports(x, packed)
+
+
+def linear(x: Tensor, packed: Packed) -> Tensor:
+    """x @ W.T + bias (..., out) for x (..., in)."""
+    if not x.numel() or not packed.indices.shape[0]:
+        return lut_linear_torch.linear(x, packed)
+    path = _path(x, packed)
+    if path == "kernel":
+        return lut_linear_c.linears(x, lut_linear_c.prepare((packed,), x.shape[-1]))[0]
+    if path == "reference":
+        return lut_linear_torch.linear(x, packed)
+    if path == "triton":
+        from edkm_cli.kernels import lut_linear_triton
+
+        return lut_linear_triton.linear(x, packed)
+    return _linear_by_parts(x, packed)
+
+
+def prepared_linears(x: Tensor, prepared: lut_linear_c.Prepared) -> list[Tensor] | None:
+    """The product of each prepared matrix, or None where another path is to be taken: what a module asks first."""
+    first = prepared.matrices[0]
+    if x.dtype not in DTYPES or x.device.type != "cpu" or x.shape[-1] != prepared.columns or not x.numel():
+        return None
+    if forced_path() not in ("auto", "kernel"):
+        return None
+    if forced_path() == "auto" and x.numel() > _kernel_tokens(first, x.dtype) * x.shape[-1]:
+        return None
+    return lut_linear_c.linears(x, prepared)
+
+
+def prepare(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Prepared | None:
+    """Matrices that have one input, ready for `prepared_linears`; None where the C kernel does not take them all."""
+    first = matrices[0]
+    alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
+    if not alike or not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+        return None
+    return lut_linear_c.prepare(matrices, columns)
+
+
+def _linear_by_parts(x: Tensor, packed: Packed) -> Tensor:
+    out_features, columns = packed.indices.shape[0], x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], out_features)
+    for rows in _row_ranges(out_features, columns, x):
+        part = dense(packed, columns, x.dtype, rows=rows)
+        bias = None if packed.bias is None else packed.bias[rows.start : rows.stop].to(x.dtype)
+        out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, bias)
+    return out
+
+
+def _row_ranges(rows: int, columns: int, x: Tensor) -> Iterator[range]:
+    """Parts of about _PART_WEIGHTS; on a GPU the scratch of one layer is small beside the model, so it is one part."""
+    step = rows if x.is_cuda else max(_PART_ROWS, _PART_WEIGHTS // max(columns, 1) // 16 * 16)
+    return (range(first, min(first + step, rows)) for first in range(0, rows, max(step, 1)))
+
+
+def input_gradient(grad: Tensor, packed: Packed, columns: int) -> Tensor:
+    """grad @ W (..., columns) for grad (..., out): a range of columns at a time, so that no sum is rounded twice."""
+    on_cpu = grad.dtype in DTYPES and lut_linear_c.supports(packed)
+    if forced_path() == "reference" or not (grad.is_cuda or on_cpu):
+        return grad @ lut_linear_torch.dense(packed, columns, grad.dtype)
+    out = grad.new_empty(*grad.shape[:-1], columns)
+    for span in _row_ranges(columns, grad.shape[-1], grad):
+        out[..., span.start : span.stop] = grad @ dense(packed, columns, grad.dtype, span=span)
+    return out
+
+
+def dense(
+    packed: Packed, columns: int, dtype: torch.dtype, *, rows: range | None = None, span: range | None = None
+) -> Tensor:
+    """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
+    rows = range(packed.indices.shape[0]) if rows is None else rows
+    span = range(columns) if span is None else span
+    if packed.indices.is_cuda and _triton():
+        from edkm_cli.kernels import lut_linear_triton
+
+        return lut_linear_triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
+    if forced_path() != "reference" and lut_linear_c.supports(packed):
+        return lut_linear_c.dense(packed, columns, dtype, row_range=rows, column_range=span)
+    return lut_linear_torch.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
+
+
+def lookup_rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows that ids (...) names, (..., columns): an embedding. Raises IndexError for an id that is none."""
+    flat = ids.reshape(-1)
+    if forced_path() != "reference" and ids.device.type == "cpu" and lut_linear_c.supports(packed):
+        found = lut_linear_c.rows(packed, columns, flat.long(), dtype)
+    else:
+        found = lut_linear_torch.rows(packed, columns, flat, dtype)
+    return found.view(*ids.shape, columns)

@@ -1,0 +1,82 @@
+/* Sharing a job among the OpenMP threads that PyTorch already has, and memory that a thread keeps between calls.
+ *
+ * A second pool would fight with the first one for the cores: libgomp's threads spin for milliseconds after each region.
+ * Its functions are found in the process when this library is loaded; without them one thread does everything.
+ */
+#ifndef EDKM_THREADS
+#define EDKM_THREADS
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+/* The OpenMP runtime that is in the process already, if any (libgomp's interface; LLVM's and Intel's have it too). */
+#ifdef __linux__
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
+extern int omp_in_parallel(void) __attribute__((weak));
+extern int omp_get_max_threads(void) __attribute__((weak));
+#define HAS_THREADS (GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_in_parallel && omp_get_max_threads)
+#else
+#define HAS_THREADS 0
+#endif
+
+static int forked; /* a child has none of its parent's threads, and libgomp waits for them forever */
+static void in_child(void) { forked = 1; }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
+
+/* A job cut into units; the cut, and so the result, does not depend on who does them. */
+typedef struct {
+    void (*work)(const void *job, int64_t first, int64_t last);
+    const void *job;
+    int64_t units;
+} Shared;
+
+static void of_thread(void *argument) {
+#ifdef __linux__
+    const Shared *shared = argument;
+    int64_t t = omp_get_thread_num(), threads = omp_get_num_threads();
+    shared->work(shared->job, shared->units * t / threads, shared->units * (t + 1) / threads);
+#else
+    (void)argument;
+#endif
+}
+
+/* `many`: whether there is enough to do for all threads, as many as `torch.set_num_threads` says. */
+static void share(void (*work)(const void *, int64_t, int64_t), const void *job, int64_t units, int many) {
+#ifdef __linux__
+    int threads = HAS_THREADS && many ? omp_get_max_threads() : 1;
+    if (threads > 1 && units > 1 && !forked && !omp_in_parallel()) {
+        Shared shared = {work, job, units};
+        GOMP_parallel(of_thread, &shared, (unsigned)threads, 0);
+        return;
+    }
+#endif
+    work(job, 0, units);
+}
+
+/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. */
+typedef struct {
+    size_t bytes;
+} Scratch;
+
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+static void make_key(void) { pthread_key_create(&scratch_key, free); }
+
+static float *scratch(size_t floats) {
+    size_t bytes = floats * sizeof(float);
+    pthread_once(&scratch_once, make_key);
+    Scratch *kept = pthread_getspecific(scratch_key);
+    if (!kept || kept->bytes < bytes) {
+        free(kept);
+        pthread_setspecific(scratch_key, NULL);
+        if (posix_memalign((void **)&kept, 64, 64 + bytes)) return NULL;
+        kept->bytes = bytes;
+        pthread_setspecific(scratch_key, kept);
+    }
+    return (float *)((char *)kept + 64);
+}
+
+#endif

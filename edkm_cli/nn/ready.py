@@ -1,0 +1,66 @@
+"""What makes a packed product cheap to call: addresses prepared once, and one call for linears that share their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.lut_linear import check
+from edkm_cli.kernels.lut_linear_c import Prepared
+from edkm_cli.kernels.tiles import Packed
+
+_SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products
+
+
+class Ready:
+    """A module's matrices as the kernel reads them, made again when a tensor has moved."""
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] = ()
+        self._prepared: Prepared | None = None
+
+    def __deepcopy__(self, memo: dict) -> Ready:
+        return Ready()
+
+    def __reduce__(self) -> tuple:
+        return Ready, ()
+
+    def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:
+        """x times each matrix, or None where the kernel is not the way."""
+        addresses = tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)
+        if addresses != self._addresses:
+            for packed in matrices:
+                check(columns, packed)
+            self._addresses, self._prepared = addresses, paths.prepare(matrices, columns)
+        return None if self._prepared is None else paths.prepared_linears(x, self._prepared)
+
+
+class SharedInput:
+    """Linears that are called one after the other with one input (q, k, v; gate, up): the first call computes them all.
+
+    The others' results wait until they are asked for with the same tensor, unchanged; anything else is computed anew.
+    """
+
+    def __init__(self, members: tuple[Any, ...]):
+        self._members, self._ready = members, Ready()
+        self._state: tuple[Tensor, int, dict[int, Tensor]] | None = None  # one attribute, so that threads cannot mix
+
+    def product(self, member: Any, x: Tensor) -> Tensor | None:
+        """What `member` gives for x, or None where nothing can be shared."""
+        if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
+            return None
+        state = self._state
+        if state is not None and state[0] is x and state[1] == x._version and id(member) in state[2]:
+            found = state[2].pop(id(member))
+            if not state[2]:
+                self._state = None
+            return found
+        outs = self._ready.product(x, tuple(m.packed() for m in self._members), member.in_features)
+        if outs is None:
+            return None
+        results = {id(m): out for m, out in zip(self._members, outs, strict=True)}
+        found = results.pop(id(member))
+        self._state = (x, x._version, results)
+        return found

@@ -1,0 +1,338 @@
+"""Linears on packed weights against float64: every path, values and gradients, odd shapes, threads, forks, operators."""
+
+import itertools
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from edkm_cli.errors import UserError
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels import build, lut_linear_c, lut_linear_torch
+from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
+from edkm_cli.kernels.tiles import Packed
+from edkm_cli.packing import pack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOKENS = [1, 2, 7, 16, 64, 512]
+# Tiles that fill vectors, that end inside one, that end inside a byte; single rows and columns.
+SHAPES = [
+    ("row:1", 24, 200),
+    ("row:1", 37, 97),
+    ("row:1", 1, 1),
+    ("row:2", 18, 129),
+    ("tensor", 33, 64),
+    ("block:8x64", 32, 192),
+    ("block:4x48", 20, 144),
+    ("block:2x24", 6, 120),
+    ("block:1x9", 17, 45),
+]
+
+
+@pytest.fixture(params=["kernel", "dense", "reference"])
+def path(request, monkeypatch):
+    """Each path in turn."""
+    monkeypatch.setattr(paths, "forced_path", lambda: request.param)
+    return request.param
+
+
+def random_packed(granularity, rows, columns, bits, *, lut_dtype=torch.float16, bias=True, seed=0):
+    generator = torch.Generator().manual_seed(seed + 31 * bits + columns)
+    tile = Granularity.parse(granularity).tile(rows, columns)
+    codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8, generator=generator)
+    groups = rows // tile[0] * (columns // tile[1])
+    lut = torch.randn(groups, 2**bits, generator=generator).sort(1).values.to(lut_dtype)
+    return Packed(pack(codes, bits), lut, torch.randn(rows, generator=generator) if bias else None, bits, tile)
+
+
+def random_scaled(rows, columns, bits, *, bias=False):
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(1, 2**bits, (rows, columns), dtype=torch.uint8, generator=generator)
+    return Packed(
+        pack(codes, bits),
+        torch.rand(rows, 1, generator=generator) / 2**bits,
+        torch.randn(rows, generator=generator) if bias else None,
+        bits,
+        None,
+    )
+
+
+def call(x, packed):
+    indices, table, bias, bits, tile = packed
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if tile is None:
+        return row_scaled_linear(x, indices, table, bias, bits=bits)
+    return lut_linear(x, indices, table, bias, bits=bits, tile=tile)
+
+
+def assert_as_exact_as_dense(x, packed, found, *, floor=1e-6):
+    """The tolerance rule: error against float64 at most twice that of decoding and multiplying in the dtype of x."""
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    exact = torch.nn.functional.linear(
+        x.double(),
+        lut_linear_torch.dense(packed, x.shape[-1], torch.float64),
+        None if bias is None else bias.double(),
+    )
+    plain = torch.nn.functional.linear(x, lut_linear_torch.dense(packed, x.shape[-1], x.dtype), bias)
+    assert found.shape == plain.shape
+    assert found.dtype == x.dtype
+    error, allowed = (found.double() - exact).abs(), (plain.double() - exact).abs()
+    scale = exact.abs().max() * torch.finfo(x.dtype).eps
+    assert error.max() <= 2 * allowed.max() + floor * exact.abs().max() + scale
+    assert error.mean() <= 2 * allowed.mean() + scale / 4
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize(("granularity", "rows", "columns"), SHAPES)
+def test_products_are_as_exact_as_dense_ones(granularity, rows, columns, bits, path):
+    packed = random_packed(granularity, rows, columns, bits)
+    for dtype in DTYPES:
+        for tokens in TOKENS if path == "kernel" else (1, 16):
+            x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+            assert_as_exact_as_dense(x, packed, call(x, packed))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("lut_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_tables_of_every_dtype(lut_dtype, bits, tokens, path):
+    for dtype in DTYPES:
+        packed = random_packed("block:8x16", 24, 80, bits, lut_dtype=lut_dtype, bias=False)
+        x = torch.randn(tokens, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert_as_exact_as_dense(x, packed, call(x, packed))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_row_scaled_products_are_as_exact_as_dense_ones(bits, path):
+    for rows, columns, bias in ((40, 96, False), (19, 45, True)):
+        packed = random_scaled(rows, columns, bits, bias=bias)
+        for dtype, tokens in itertools.product(DTYPES, (1, 3, 16, 70)):
+            x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+            assert_as_exact_as_dense(x, packed, call(x, packed))
+
+
+def test_wide_sums_stay_as_exact(path):
+    """4,096 columns: sums in one long chain would be several times worse."""
+    packed = random_packed("row:1", 32, 4096, 3, bias=False)
+    for dtype in DTYPES:
+        for tokens in (1, 4, 16):
+            x = torch.randn(tokens, 4096, generator=torch.Generator().manual_seed(2)).to(dtype)
+            assert_as_exact_as_dense(x, packed, call(x, packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["row:1", "block:4x48", "block:1x9", "scaled"])
+def test_gradients_of_x_are_those_of_the_dense_linear(kind, dtype, path):
+    packed = random_scaled(20, 144, 8) if kind == "scaled" else random_packed(kind, 20, 144, 3, bias=False)
+    x = torch.randn(2, 5, 144, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    upstream = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(4)).to(dtype)
+    call(x, packed).backward(upstream)
+    exact = upstream.double() @ lut_linear_torch.dense(packed, 144, torch.float64)
+    plain = upstream @ lut_linear_torch.dense(packed, 144, dtype)
+    allowed = 2 * (plain.double() - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (x.grad.double() - exact).abs().max() <= allowed
+
+
+def test_the_gradient_saves_no_dense_weight():
+    packed, kept = random_packed("row:1", 64, 256, 3, bias=False), []
+
+    def note(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        call(torch.randn(4, 256, requires_grad=True), packed)
+    assert sum(tensor.nbytes for tensor in kept) <= packed.indices.nbytes + packed.table.nbytes
+
+
+def test_second_derivatives_and_the_gradient_of_a_bias():
+    packed = random_packed("row:1", 6, 16, 3)._replace(bias=None)
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+    def product(x, bias):
+        return lut_linear(x, packed.indices, packed.table, bias, bits=3, tile=packed.tile)
+
+    assert torch.autograd.gradcheck(product, (x, bias))
+    assert torch.autograd.gradgradcheck(product, (x, bias))
+
+
+def test_a_table_that_should_train_is_refused():
+    packed = random_packed("row:1", 6, 16, 3, lut_dtype=torch.float32)
+    with pytest.raises(ValueError, match="does not train"):
+        lut_linear(torch.randn(1, 16), packed.indices, packed.table.requires_grad_(), None, bits=3, tile=(1, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_that_are_not_contiguous_or_empty(dtype, path):
+    packed = random_packed("row:1", 12, 40, 3)
+    wide = torch.randn(6, 80, generator=torch.Generator().manual_seed(5)).to(dtype)
+    for x in (wide[:, ::2], wide[::2, :40], wide.t()[:40].t(), wide[:, :40].expand(2, 6, 40), wide[0, :40]):
+        assert_as_exact_as_dense(x, packed, call(x, packed))
+    for shape in ((0, 40), (3, 0, 40)):
+        assert call(torch.empty(shape, dtype=dtype), packed).shape == (*shape[:-1], 12)
+
+
+def test_rows_of_an_embedding_are_bit_for_bit_the_reference(path):
+    packed = random_scaled(50, 45, 7)
+    ids = torch.tensor([[0, 49, 7], [7, 7, 3]])
+    for dtype in (*DTYPES, torch.float64):
+        found = row_scaled_embedding(ids, packed.indices, packed.table, columns=45, bits=7, dtype=dtype)
+        assert torch.equal(found, lut_linear_torch.dense(packed, 45, dtype)[ids])
+    for bad in (50, -51):
+        with pytest.raises(IndexError):
+            row_scaled_embedding(
+                torch.tensor([bad]), packed.indices, packed.table, columns=45, bits=7, dtype=torch.float32
+            )
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_parts_of_the_weight_are_bit_for_bit_the_reference(bits, path):
+    for granularity, rows, columns in SHAPES:
+        packed = random_packed(granularity, rows, columns, bits)
+        for dtype in DTYPES:
+            reference = lut_linear_torch.dense(packed, columns, dtype)
+            assert torch.equal(paths.dense(packed, columns, dtype), reference)
+            part = paths.dense(packed, columns, dtype, rows=range(rows // 2, rows), span=range(columns // 2))
+            assert torch.equal(part, reference[rows // 2 :, : columns // 2])
+
+
+def test_several_matrices_share_a_call():
+    if build.library() is None:
+        pytest.skip("no C compiler here")
+    matrices = [random_packed("row:1", rows, 72, 3, seed=rows) for rows in (33, 16, 7)]
+    prepared = paths.prepare(matrices, 72)
+    for tokens in (1, 20):
+        x = torch.randn(tokens, 72, generator=torch.Generator().manual_seed(6))
+        for packed, found in zip(matrices, paths.prepared_linears(x, prepared), strict=True):
+            assert torch.equal(found, call(x, packed))
+
+
+def test_the_number_of_threads_changes_no_bit():
+    packed, before = random_packed("row:1", 300, 1000, 3, bias=False), torch.get_num_threads()
+    try:
+        for tokens in (1, 16):
+            x = torch.randn(tokens, 1000, generator=torch.Generator().manual_seed(7))
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(call(x, packed))
+            assert all(torch.equal(found, results[0]) for found in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_child(queue):
+    packed = random_packed("row:1", 300, 1000, 3, bias=False)
+    queue.put(float(call(torch.ones(1, 1000), packed).sum()))
+
+
+@pytest.mark.skipif(not hasattr(multiprocessing, "get_context") or sys.platform == "win32", reason="needs fork")
+def test_a_forked_child_computes_although_its_parent_has_used_threads():
+    packed = random_packed("row:1", 300, 1000, 3, bias=False)
+    expected = float(call(torch.ones(1, 1000), packed).sum())
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    try:
+        assert queue.get(timeout=60) == expected
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    packed, x = random_packed("row:1", 12, 40, 3), torch.randn(1, 40)
+    for changed, rule in (
+        (packed._replace(table=packed.table[:5]), "the table must be"),
+        (packed._replace(bits=4), "bytes a row"),
+        (packed._replace(tile=(5, 40)), "must divide"),
+        (packed._replace(bias=torch.zeros(3)), "bias must be"),
+        (packed._replace(indices=packed.indices.int()), "uint8"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            call(x, changed)
+
+
+def test_a_path_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("EDKM_LUT_LINEAR", "fast")
+    with pytest.raises(UserError, match="must be one of auto, kernel, dense, reference"):
+        paths.forced_path.__wrapped__()
+
+
+def test_operators_pass_torchs_own_checks():
+    lut, scaled = random_packed("row:1", 6, 16, 3), random_scaled(6, 16, 8)
+    x = torch.randn(2, 16, requires_grad=True)
+    ops = torch.ops.edkm
+    bias = lut.bias.requires_grad_()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ops.lut_linear.default, (x, lut.indices, lut.table, bias, 3, 1, 16), test_utils=tests)
+    torch.library.opcheck(ops.row_scaled_linear.default, (x, scaled.indices, scaled.table, None, 8), test_utils=tests)
+    grad = torch.randn(2, 6, requires_grad=True)
+    torch.library.opcheck(
+        ops.lut_linear_input_gradient.default, (grad, lut.indices, lut.table, 16, 3, 1, 16), test_utils=tests
+    )
+    ids = torch.tensor([1, 5])
+    torch.library.opcheck(
+        ops.row_scaled_embedding.default, (ids, scaled.indices, scaled.table, 16, 8, torch.bfloat16), test_utils=tests
+    )
+
+
+class _Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.packed = random_packed("row:1", 6, 16, 3)
+        self.register_buffer("indices", self.packed.indices)
+        self.register_buffer("lut", self.packed.table)
+
+    def forward(self, x):
+        return torch.relu(lut_linear(x, self.indices, self.lut, None, bits=3, tile=(1, 16)))
+
+
+def test_compile_and_export_take_the_operator():
+    module, x = _Module(), torch.randn(4, 16)
+    expected = module(x)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), expected)
+    rows = torch.export.Dim("rows", min=1, max=64)
+    exported = torch.export.export(module, (x,), dynamic_shapes={"x": {0: rows}})
+    assert torch.equal(exported.module()(torch.cat((x, x))), torch.cat((expected, expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", ["-mavx2 -mfma -mf16c", "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c", ""]
+)
+def test_builds_for_other_processors_give_the_same(flags, tmp_path, monkeypatch):
+    """The same C for AVX2, for AVX-512 without its later parts, and plain: run here, as far as this machine has them."""
+    lines = build.Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    if build.library() is None or not all(flag[2:] in lines for flag in flags.split()):
+        pytest.skip("this machine cannot build or run it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = build.Path(build.__file__).parent / "lut_linear.c"
+    built = tmp_path / "kernels.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-Wno-psabi", *flags.split(), source, "-o", built], check=True)
+    compiled = build.ctypes.CDLL(str(built))
+    for cached in (lut_linear_c._functions, lut_linear_c.level):
+        cached.cache_clear()
+    monkeypatch.setattr(lut_linear_c, "library", lambda: compiled)
+    monkeypatch.setattr(paths, "forced_path", lambda: "kernel")
+    try:
+        for bits in range(1, 9):
+            for granularity, rows, columns in SHAPES:
+                packed = random_packed(granularity, rows, columns, bits)
+                for dtype in DTYPES:
+                    for tokens in (1, 3, 20):
+                        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(8)).to(dtype)
+                        assert_as_exact_as_dense(x, packed, call(x, packed))
+            if bits > 1:
+                packed = random_scaled(19, 45, bits)
+                assert_as_exact_as_dense(torch.ones(2, 45), packed, call(torch.ones(2, 45), packed))
+    finally:
+        for cached in (lut_linear_c._functions, lut_linear_c.level):
+            cached.cache_clear()
