@@ -138,16 +138,17 @@ class Rehearsal:
     def _start(self, dense: Any) -> tuple[Any, Objective]:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
+        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
+        text = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = _batches(config, max(config.calibration_tokens, 2))[: 1 if self.setting.gpu else 2]
-        longer = _batches(config, config.start_tokens) if plan.compensates else None
+        batches = calibration_batches(calibration, config)[: 1 if self.setting.gpu else 2]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model, teacher = initialize(
                 dense,
                 Recipe.of(plan),
                 calibration=batches if config.importance != "none" else [],
-                compensation=longer,
+                compensation=calibration_batches(text, config, config.start_tokens) if plan.compensates else None,
                 keep_dense=plan.copies_teacher,
                 build=partial(self._rebuild, dense) if self.setting.sharded else None,
                 world=World(device="meta"),
@@ -318,9 +319,3 @@ class Rehearsal:
 
 def _close(first: int, second: int) -> bool:
     return abs(first - second) < 0.01 * second
-
-
-def _batches(config: Any, limit: int) -> list[Tensor]:
-    """The calibration batches of a text that is long enough. It is read on the CPU, and gone afterwards."""
-    text = torch.zeros(2 * limit, dtype=torch.int64)
-    return [batch.to(META) for batch in calibration_batches(text, config, limit)]
