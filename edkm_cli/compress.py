@@ -34,6 +34,7 @@ from edkm_cli.preflight import (
     needed_bytes,
     needed_tokens,
     plan_run,
+    start_batches,
 )
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.train.loop import require_accumulation, train
@@ -224,7 +225,7 @@ class Run:
                 dense,
                 Recipe.of(plan),
                 calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
-                compensation=calibration_batches(self.data, config, config.start_tokens) if plan.compensates else None,
+                fitting=start_batches(self.data, plan),
                 keep_dense=plan.copies_teacher,
                 build=rebuild if world.sharded else None,
                 world=world,

@@ -1,59 +1,179 @@
-"""`edkm generate`: load anything and let it write."""
+"""`edkm generate`: load anything and let it write; tokens appear as they come."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.hf import load_any
+from edkm_cli.kernels import packed as paths
+from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.nn.swap import dequantize_model
+
+Emit = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Tokens at random, by their probabilities at `temperature`, among the likeliest of total probability `top_p`."""
+
+    temperature: float = 0.7
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model with its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    packed: bool
+
+
+def load_writer(
+    name: str,
+    *,
+    chat: bool,
+    dequantize: bool | None,
+    dtype: str,
+    device: str,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Writer:
+    """A model that writes. `dequantize` None: weights stay packed where a kernel computes from them, which is faster.
+
+    Raises UserError for a model that cannot be had, or that has no chat template though `chat` asks for one.
+    """
+    models.check_dtype(dtype)
+    paths.forced_path()
+    source = models.resolve(name)
+    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    if chat and not tokenizer.chat_template:
+        raise UserError(
+            f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
+        )
+    model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
+    if linear is not None and (dequantize or (dequantize is None and not paths.computes_packed(linear.packed()))):
+        dequantize_model(model, getattr(torch, dtype))
+        linear = None
+    torch.manual_seed(seed)
+    return Writer(name, model, tokenizer, linear is not None)
+
+
+class _Stream:
+    """What transformers hands new tokens to: decodes them and emits the text that is settled."""
+
+    def __init__(self, tokenizer: Any, emit: Emit):
+        self._tokenizer, self._emit = tokenizer, emit
+        self._prompt_seen, self._shown = False, ""
+        self._ids: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:  # the first call brings the prompt
+            self._prompt_seen = True
+            return
+        self._ids.extend(value.reshape(-1).tolist())
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # else a character whose other bytes are still to come
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+    def _show(self, text: str) -> None:
+        if text.startswith(self._shown):
+            self._emit(text[len(self._shown) :])
+            self._shown = text
+
+
+def _write(
+    writer: Writer, inputs: dict[str, Tensor], max_new_tokens: int, sampling: Sampling | None, emit: Emit
+) -> tuple:
+    """(answer, new tokens, seconds)."""
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling is not None:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    start, length = time.perf_counter(), inputs["input_ids"].shape[1]
+    stream = _Stream(writer.tokenizer, emit)
+    written = writer.model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=stream, **options)[0, length:]
+    seconds = time.perf_counter() - start
+    return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
+
+
+def _encode(writer: Writer, text: str, *, special: bool) -> dict[str, Tensor]:
+    inputs = writer.tokenizer(text, return_tensors="pt", add_special_tokens=special).to(writer.model.device)
+    inputs.pop("token_type_ids", None)
+    return dict(inputs)
+
+
+def _templated(writer: Writer, messages: list[dict[str, str]]) -> dict[str, Tensor]:
+    text = writer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return _encode(writer, text, special=False)
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def generate_text(
-    name: str,
+    writer: Writer,
     prompt: str,
     *,
-    max_new_tokens: int,
     chat: bool,
-    temperature: float | None,
-    dequantize: bool,
-    dtype: str,
-    device: str,
-    seed: int,
-    trust_remote_code: bool = False,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    system: str | None = None,
+    emit: Emit = lambda text: None,
 ) -> dict[str, Any]:
-    """The result of `edkm generate`: greedy where `temperature` is None, sampled else. Raises UserError."""
-    models.check_dtype(dtype)
-    if not prompt:
-        raise UserError("the prompt must not be empty; give a text to continue")
-    source = models.resolve(name)
-    model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
-    if chat and not tokenizer.chat_template:
-        raise UserError(f"--chat needs a chat template, but the tokenizer of {name} has none; leave --chat out")
-    if dequantize:
-        dequantize_model(model, getattr(torch, dtype))
-    text = prompt
+    """The result of `edkm generate` with a prompt: greedy where `sampling` is None."""
     if chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(device)
-    inputs.pop("token_type_ids", None)
-    torch.manual_seed(seed)
-    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
-    start = time.perf_counter()
-    written = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[0, inputs["input_ids"].shape[1] :]
-    seconds = time.perf_counter() - start
-    answer = tokenizer.decode(written, skip_special_tokens=True)
+        inputs = _templated(writer, [*_opening(system), {"role": "user", "content": prompt}])
+    else:
+        inputs = _encode(writer, prompt, special=True)
+        emit(prompt)
+    answer, tokens, seconds = _write(writer, inputs, max_new_tokens, sampling, emit)
     return {
-        "model": name,
+        "model": writer.name,
         "prompt": prompt,
         "text": answer if chat else prompt + answer,
-        "new_tokens": len(written),
-        "tokens_per_second": len(written) / seconds,
+        "packed": writer.packed,
+        "new_tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def converse(
+    writer: Writer,
+    *,
+    ask: Callable[[], str | None],
+    emit: Emit,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    system: str | None = None,
+) -> dict[str, Any]:
+    """A conversation until `ask` gives None: its messages, and how fast the model wrote."""
+    messages, tokens, seconds = _opening(system), 0, 0.0
+    while (message := ask()) is not None:
+        if not message.strip():
+            continue
+        messages.append({"role": "user", "content": message})
+        answer, count, took = _write(writer, _templated(writer, messages), max_new_tokens, sampling, emit)
+        emit("\n")
+        messages.append({"role": "assistant", "content": answer})
+        tokens, seconds = tokens + count, seconds + took
+    return {
+        "model": writer.name,
+        "messages": messages,
+        "packed": writer.packed,
+        "new_tokens": tokens,
+        "tokens_per_second": tokens / seconds if seconds else None,
     }

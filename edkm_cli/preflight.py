@@ -22,6 +22,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+_RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RunPlan:
         dense_dtype: of the uncompressed model (`float32`, `bfloat16`, `float16`).
         dtype: of the clustered model; differs where sharded training keeps float32 master weights.
         mixed_precision: `no` or `bf16`.
-        compensates: whether weights start error-compensated.
+        start: how weights start: `kmeans`, `compensated` or `reconstructed`.
     """
 
     config: CompressConfig
@@ -71,7 +72,7 @@ class RunPlan:
     dense_dtype: str
     dtype: str
     mixed_precision: str
-    compensates: bool
+    start: str
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
@@ -166,7 +167,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
-        compensates=compensates(config),
+        start=choose_start(config, sharded=setting.sharded),
     )
 
 
@@ -243,14 +244,26 @@ def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
 
 
+def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
+    """The texts, (1, length) each, that weights are compensated or reconstructed on; None where they start as they are."""
+    if plan.start == "kmeans":
+        return None
+    length = _RECONSTRUCTION_LENGTH if plan.start == "reconstructed" else _CALIBRATION_LENGTH
+    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
+
+
 def calibration_batches(
-    tokens: Tensor | data.TrainingData, config: CompressConfig, limit: int | None = None
+    tokens: Tensor | data.TrainingData,
+    config: CompressConfig,
+    limit: int | None = None,
+    *,
+    length: int = _CALIBRATION_LENGTH,
 ) -> list[Tensor]:
     """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
-    one block."""
+    one block; of `length` tokens each where there are so many."""
     limit = config.calibration_tokens if limit is None else limit
     count = tokens.tokens if isinstance(tokens, data.TrainingData) else tokens.numel()
-    length = min(_CALIBRATION_LENGTH, count, max(limit, 2))
+    length = min(length, count, max(limit, 2))
     if isinstance(tokens, Tensor) and tokens.is_meta:  # a rehearsal, which knows shapes only
         return [tokens[:length][None]] * max(1, min(count // length, limit // length))
     if isinstance(tokens, data.TrainingData):
@@ -261,12 +274,22 @@ def calibration_batches(
     return [blocks.batch(index, 1) for index in range(count)]
 
 
-def compensates(config: CompressConfig) -> bool:
-    """Whether weights start compensated. `auto`: where no iteration moves the tables that weights were fitted to, and
-    weights are free to move, which those under LoRA are not."""
+def choose_start(config: CompressConfig, *, sharded: bool) -> str:
+    """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
+
+    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole.
+    """
+    if config.start == "reconstructed" and sharded:
+        raise UserError(
+            "--start reconstructed trains layers that are whole, but --sharding full divides them; use --start compensated",
+            everywhere=True,
+        )
     if config.start != "auto":
-        return config.start == "compensated"
-    return trains_luts(config.mode, config.iterations) and not config.lora_rank
+        return config.start
+    if not trains_luts(config.mode, config.iterations) or config.lora_rank:
+        return "kmeans"
+    return "reconstructed" if config.mode == "straight-through" and not sharded else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

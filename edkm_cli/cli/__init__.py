@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edkm_cli import __version__
-from edkm_cli.cli.bench import ablate_command, bench_clustering_command
+from edkm_cli.cli.bench import ablate_command, bench_clustering_command, bench_runtime_command
 from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_command, report_command
 from edkm_cli.cli.compare import compare_command
 from edkm_cli.cli.compress import compress_command
@@ -35,6 +35,7 @@ app.command("compare")(compare_command)
 app.command("ablate")(ablate_command)
 app.add_typer(bench_app, name="bench")
 bench_app.command("clustering")(bench_clustering_command)
+bench_app.command("runtime")(bench_runtime_command)
 
 
 def _version(value: bool) -> None:

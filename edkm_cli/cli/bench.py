@@ -50,6 +50,42 @@ def bench_clustering_command(
     finish(format_table(result), result, json_file)
 
 
+def bench_runtime_command(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Rows and columns of a weight, such as 4096x4096. Repeatable.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens that are multiplied at once. Repeatable.")
+    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(min=1, max=8, help="Bits per weight. Repeatable.")] = None,
+    granularity: Annotated[
+        list[str] | None,
+        typer.Option(help="Weights that share a lookup table: tensor, row:G or block:RxC. Repeatable."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Number format of activations: bfloat16, float16, float32. Repeatable.")
+    ] = None,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Speed of linear layers on packed weights, against dense ones in bfloat16 and float32."""
+    check_json_target(json_file)
+    from edkm_cli.bench.runtime import SHAPES, TOKENS, bench_runtime, format_table
+    from edkm_cli.preflight import choose_device
+    from edkm_cli.progress import Progress
+
+    result = bench_runtime(
+        shapes=tuple(shape or SHAPES),
+        tokens=tuple(tokens or TOKENS),
+        bits=tuple(bits or (3, 4)),
+        granularities=tuple(granularity or ("row:1",)),
+        dtypes=tuple(dtype or ("bfloat16",)),
+        device=choose_device(device),
+        log=Progress().say,
+    )
+    finish(format_table(result), result, json_file)
+
+
 def ablate_command(
     width: Annotated[int, typer.Option(help="Rows and columns of the weight; LLaMA-7B's have 4096.")] = 4096,
     learners: Annotated[int, typer.Option(help="Number of processes, the paper's learners.")] = 8,

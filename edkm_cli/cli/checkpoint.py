@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -134,42 +134,73 @@ def report_command(
 
 def generate_command(
     model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; without it, a conversation in the terminal.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message of a conversation, before the first message; implies --chat.")
+    ] = None,
     sample: Annotated[
         bool, typer.Option("--sample", help="Choose tokens at random by their probabilities, not the likeliest one.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0.01, help="Temperature of --sample: lower is closer to the likeliest token.")
-    ] = 0.7,
-    dequantize: Annotated[
-        bool,
+        float | None, typer.Option(min=0.01, help="Lower is closer to the likeliest token (0.7); implies --sample.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
         typer.Option(
-            "--dequantize/--packed", help="Decode the weights once (faster), or keep them packed (less memory)."
+            min=0.01, max=1.0, help="Choose among the likeliest tokens of this probability; implies --sample."
         ),
-    ] = True,
-    dtype: Dtype = "float32",
+    ] = None,
+    dequantize: Annotated[
+        bool | None,
+        typer.Option(
+            "--dequantize/--packed",
+            help="Decode the weights once, or compute from packed ones; default: packed where that is faster.",
+        ),
+    ] = None,
+    dtype: Dtype = "bfloat16",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
     trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Continue a text with a compressed or uncompressed model."""
+    """Continue a text, or talk, with a compressed or uncompressed model."""
     check_json_target(json_file)
-    from edkm_cli.generate import generate_text
+    from edkm_cli.generate import Sampling, converse, generate_text, load_writer
     from edkm_cli.preflight import choose_device
 
-    result = generate_text(
+    if prompt is not None and not prompt:
+        raise UserError("the prompt must not be empty; give a text to continue")
+    chosen = sample or temperature is not None or top_p is not None
+    sampling = Sampling(temperature or 0.7, top_p or 1.0) if chosen else None
+    talks = prompt is None or chat or system is not None
+    writer = load_writer(
         model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        chat=chat,
-        temperature=temperature if sample else None,
+        chat=talks,
         dequantize=dequantize,
         dtype=dtype,
         device=choose_device(device),
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
-    finish(result["text"], result, json_file)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "emit": _say}
+    if prompt is None:
+        result = converse(writer, system=system, ask=_ask, **options)
+    else:
+        result = generate_text(writer, prompt, chat=talks, system=system, **options)
+    finish("", result, json_file)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+def _ask() -> str | None:
+    """The next message, or None at the end of input."""
+    try:
+        return input("> ")
+    except EOFError:
+        return None

@@ -16,10 +16,10 @@ from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.evaluate import tasks
 from edkm_cli.evaluate.perplexity import logits_of, perplexity
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.evaluate.speed import decode_speed
+from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.hf import load_any
 from edkm_cli.nn.palettized import PALETTIZED
-from edkm_cli.nn.swap import dequantize_model
+from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 
 
@@ -96,8 +96,10 @@ def evaluate_model(
         "model_bits_per_weight": size.model_bits_per_weight * stored,
     }
     if speed:
-        result["prefill_tokens_per_second"] = measured.windows * measured.context / measured.seconds
-        result["decode_tokens_per_second"] = decode_speed(model, tokens[: min(32, measured.context)])
+        result |= measure_speed(model, tokens)
+        if is_packed(model):  # the same weights dense, in the same run; nothing below needs them packed
+            dequantize_model(model, getattr(torch, dtype))
+            result["dense"] = measure_speed(model, tokens)
     if loaded:
         dequantize_model(model, getattr(torch, dtype))  # once, not in each of many thousand short passes
         result["tasks"] = tasks.run_tasks(model, tokenizer, loaded, limit=limit, batch_size=batch_size)

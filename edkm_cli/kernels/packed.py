@@ -62,6 +62,13 @@ def _path(x: Tensor, packed: Packed) -> str:
     return "kernel" if x.numel() <= _kernel_tokens(packed, x.dtype) * x.shape[-1] else "dense"
 
 
+def computes_packed(packed: Packed) -> bool:
+    """Whether one token's product is computed from the packed weight; else decoding it once is faster."""
+    if packed.indices.is_cuda:
+        return _triton()
+    return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
+
+
 def _triton_takes(x: Tensor, packed: Packed) -> bool:
     if not _triton():
         return False

@@ -231,6 +231,11 @@ def _keep_dtype_and_device(model: Any) -> None:
         part.__class__ = type(kind.__name__, (kind,), {**asked, "__module__": kind.__module__})
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether any module computes from packed weights."""
+    return any(isinstance(module, PALETTIZED) for module in model.modules())
+
+
 def dequantize_model(model: Any, dtype: torch.dtype) -> None:
     """Replace palettized modules by dense ones, in place, keeping ties."""
     tied = is_tied(model)

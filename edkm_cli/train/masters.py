@@ -119,8 +119,8 @@ def state_bytes(parameters: list[nn.Parameter], moments: int) -> tuple[float, fl
         parameter.numel() * (moments * _MOMENT_BYTES[parameter.dtype] + _MASTER_BYTES[parameter.dtype])
         for parameter in parameters
     )
-    masters = any(_MASTER_BYTES[parameter.dtype] for parameter in parameters)
-    return state, 6 * 4 * _CHUNK if masters else 0  # the master, the gradient, moments and two results in float32
+    largest = max((parameter.numel() for parameter in parameters if _MASTER_BYTES[parameter.dtype]), default=0)
+    return state, 6 * 4 * min(_CHUNK, largest)  # the master, the gradient, moments and two results in float32
 
 
 _MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.float64: 8}

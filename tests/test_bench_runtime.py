@@ -1,0 +1,45 @@
+"""`edkm bench runtime`: one row for each combination, each product checked, the same figures in table and JSON."""
+
+import pytest
+
+from edkm_cli.bench import runtime
+from edkm_cli.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(runtime, "_BUDGET_SECONDS", 0)
+    monkeypatch.setattr(runtime, "_COPY_BYTES", 1 << 16)
+
+
+def test_there_is_a_row_for_each_combination_with_its_times():
+    lines = []
+    result = runtime.bench_runtime(
+        shapes=("32x48", "16x64"), tokens=(1, 20), bits=(3, 5), granularities=("row:1", "tensor"),
+        dtypes=("bfloat16", "float32"), log=lines.append,
+    )  # fmt: skip
+    assert len(result["rows"]) == len(lines) == 32
+    for row in result["rows"]:
+        for key in ("packed_seconds", "dense_bf16_seconds", "dense_fp32_seconds", "packed_bytes_per_second"):
+            assert row[key] > 0
+    assert result["copy_bytes_per_second"] > 0
+    assert "32x48" in runtime.format_table(result)
+
+
+def test_a_wrong_product_is_no_result(monkeypatch):
+    monkeypatch.setattr(runtime.Ready, "product", lambda self, x, matrices, columns: [x.new_zeros(x.shape[0], 32)])
+    with pytest.raises(RuntimeError, match="wrong by"):
+        runtime.bench_runtime(shapes=("32x48",), tokens=(1,), bits=(3,), log=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"shapes": ("4096",)}, "OUTxIN"),
+        ({"dtypes": ("int8",)}, "--dtype must be one of"),
+        ({"granularities": ("block:5x5",)}, "does not divide"),
+    ],
+)
+def test_values_that_are_none_are_refused(options, rule):
+    with pytest.raises(UserError, match=rule):
+        runtime.bench_runtime(**options, log=lambda line: None)

@@ -1,0 +1,75 @@
+"""`edkm generate`: the pieces are what the model says, packed or dense; conversations keep their turns."""
+
+import pytest
+import torch
+
+from edkm_cli.errors import UserError
+from edkm_cli.generate import Sampling, converse, generate_text, load_writer
+from edkm_cli.kernels import build
+from helpers import byte_tokenizer, cluster, export, tiny_llama
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("generate") / "packed"
+    export(*cluster(tiny_llama()), directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def writer_of(checkpoint, **options):
+    return load_writer(
+        str(checkpoint), **{"chat": False, "dequantize": None, "dtype": "float32", "device": "cpu"} | options
+    )
+
+
+def test_pieces_add_up_to_the_text_that_the_model_generates(checkpoint):
+    writer, pieces = writer_of(checkpoint), []
+    result = generate_text(writer, "Once", chat=False, max_new_tokens=12, emit=pieces.append)
+    ids = writer.tokenizer("Once", return_tensors="pt").input_ids
+    written = writer.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert result["text"] == "Once" + writer.tokenizer.decode(written, skip_special_tokens=True)
+    assert "".join(pieces) == result["text"]
+    assert result["new_tokens"] == len(written)
+
+
+def test_weights_stay_packed_unless_they_are_asked_for(checkpoint):
+    assert writer_of(checkpoint).packed == (build.library() is not None)
+    assert writer_of(checkpoint, dequantize=False).packed
+    dense = writer_of(checkpoint, dequantize=True)
+    assert not dense.packed
+    assert type(dense.model.lm_head) is torch.nn.Linear
+
+
+def test_a_conversation_keeps_its_turns_and_its_system_message(checkpoint):
+    messages, pieces = iter(["Hi", " ", "And you?"]), []
+    result = converse(
+        writer_of(checkpoint, chat=True),
+        ask=lambda: next(messages, None),
+        emit=pieces.append,
+        max_new_tokens=3,
+        sampling=Sampling(0.9, 0.8),
+        system="Be brief.",
+    )
+    assert [m["role"] for m in result["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    answers = [m["content"] for m in result["messages"] if m["role"] == "assistant"]
+    assert "".join(pieces) == "".join(answer + "\n" for answer in answers)
+    assert result["new_tokens"] <= 6
+
+
+def test_the_seed_decides_what_is_sampled(checkpoint):
+    def sampled(seed):
+        writer = writer_of(checkpoint, seed=seed)
+        return generate_text(writer, "One", chat=False, max_new_tokens=8, sampling=Sampling(2.0))["text"]
+
+    assert sampled(1) == sampled(1)
+    assert len({sampled(seed) for seed in range(4)}) > 1
+
+
+def test_a_conversation_without_a_template_is_refused(model_directory):
+    with pytest.raises(UserError, match="needs a chat template"):
+        writer_of(model_directory, chat=True)
