@@ -37,6 +37,7 @@ from edkm_cli.preflight import (
     start_batches,
 )
 from edkm_cli.progress import Clock, Observer
+from edkm_cli.self_text import self_text, store_of
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
@@ -134,27 +135,46 @@ class Run:
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            measured = evaluation_documents(config, tokenizer, config.eval_data)
+            # A text that is yet to be written cannot be measured on: Python's documentation takes its place.
+            own = data.parse_source(config.data[0]).needs_model
+            measured = evaluation_documents(config, tokenizer, config.eval_data or (data.BUILTIN if own else None))
             self.held_out = data.tokenize(measured, tokenizer)
+            dense = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
                 config.data,
                 tokenizer,
                 options=data_options(config),
                 token_limit=needed_tokens(plan),
+                written=self._written(dense, tokenizer),
                 say=self.watch.say,
             )
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
             self.overlap = self.data.found_in(measured)
             if self.overlap[0]:
                 self.watch.say(data.overlap_warning(*self.overlap))
-            self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(self.world)})")
-            dense = self._load_dense()
+            dense = dense if dense is not None else self._load_dense()
             if config.packing and config.steps:
                 require_attention_within_documents(dense)
             return tokenizer, dense
 
+    def _written(self, dense: Any, tokenizer: Any) -> dict[str, data.TokenStore]:
+        """The text that the model writes itself, where `--data self` asks for it; the same on all processes."""
+        if not self.plan.writes_text:
+            return {}
+        self.watch.say("the model writes its own text, once")
+        text = self_text(
+            dense,
+            tokenizer,
+            tokens=needed_tokens(self.plan),
+            seed=self.config.seed,
+            weights_sha256=digest((name, parameter.detach()) for name, parameter in dense.named_parameters()),
+            track=self.watch.track,
+        )
+        return {data.SELF: store_of(self.world.broadcast(text))}
+
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
+        self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(world)})")
         if world.sharded:
             dtype, trust = getattr(torch, plan.dense_dtype), config.trust_remote_code
             return build_sharded(plan.source, world, dtype=dtype, trainable=False, trust_remote_code=trust)

@@ -105,6 +105,11 @@ class RunPlan:
         return bool(self.config.distill and self.config.steps)
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the uncompressed model writes some of the training text itself."""
+        return any(source.needs_model for source in data.parse_sources(list(self.config.data)))
+
+    @property
     def copies_teacher(self) -> bool:
         return self.distills and not self.config.lora_rank
 
@@ -133,6 +138,11 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
+        raise UserError(
+            "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
+            everywhere=True,
+        )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     dense_dtype = choose_dtype(config.dtype, setting.device)

@@ -144,7 +144,9 @@ def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, 
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
-    common += shlex.split("--steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1")
+    common += shlex.split(
+        "--memory small --steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1"
+    )
     common += ["--json", tmp_path / "result.json"]
     peak_of("compress", *common, "--dry-run")
     planned = json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]["total"]
