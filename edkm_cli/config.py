@@ -269,6 +269,13 @@ class CompressConfig:
         50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
     )
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
+    max_perplexity_ratio: float = setting(
+        0.0,
+        "Fail, with the result left in DIR.partial, where the exported perplexity is more than this many times the "
+        "original's; 0 allows any.",
+        OUTPUT,
+        minimum=0,
+    )
     log_with: tuple[str, ...] = setting(
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )

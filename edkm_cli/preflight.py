@@ -154,6 +154,12 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             f"{dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
             everywhere=True,
         )
+    if config.optimizer == "adamw-8bit" and config.steps and dtype != "float32" and not config.lora_rank:
+        raise UserError(
+            f"--optimizer adamw-8bit rounds the updates of {dtype} weights away; give --dtype float32 (with "
+            "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
+            everywhere=True,
+        )
     return RunPlan(
         config=config,
         setting=setting,
