@@ -116,8 +116,8 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "reconstructed in mode straight-through without LoRA or sharding; compensated where lookup tables are "
-            "trained by gradient otherwise; else kmeans",
+            "auto": "reconstructed with --steps 0 in mode straight-through without LoRA or sharding; compensated where "
+            "lookup tables are trained by gradient otherwise; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
             "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",
@@ -132,8 +132,9 @@ class CompressConfig:
     # data
     data: tuple[str, ...] = setting(
         ("builtin",),
-        "Training data: builtin (Python's documentation), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "
-        "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        "Training data: builtin (Python's documentation), self (text that the model writes), wikitext2, alpaca, c4, "
+        "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
+        "gives it a share of the sequences.",
         DATA,
     )
     data_column: str | None = setting(
@@ -268,6 +269,13 @@ class CompressConfig:
         50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
     )
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
+    max_perplexity_ratio: float = setting(
+        0.0,
+        "Fail, with the result left in DIR.partial, where the exported perplexity is more than this many times the "
+        "original's; 0 allows any.",
+        OUTPUT,
+        minimum=0,
+    )
     log_with: tuple[str, ...] = setting(
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )

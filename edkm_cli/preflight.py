@@ -22,6 +22,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+_LONGEST_TOKEN = 20  # characters, on average over any text
 _RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
 
 
@@ -105,6 +106,11 @@ class RunPlan:
         return bool(self.config.distill and self.config.steps)
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the uncompressed model writes some of the training text itself."""
+        return any(source.needs_model for source in data.parse_sources(list(self.config.data)))
+
+    @property
     def copies_teacher(self) -> bool:
         return self.distills and not self.config.lora_rank
 
@@ -133,6 +139,11 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
+        raise UserError(
+            "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
+            everywhere=True,
+        )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     dense_dtype = choose_dtype(config.dtype, setting.device)
@@ -142,6 +153,12 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         raise UserError(
             "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
             f"{dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
+            everywhere=True,
+        )
+    if config.optimizer == "adamw-8bit" and config.steps and dtype != "float32" and not config.lora_rank:
+        raise UserError(
+            f"--optimizer adamw-8bit rounds the updates of {dtype} weights away; give --dtype float32 (with "
+            "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
             everywhere=True,
         )
     return RunPlan(
@@ -230,7 +247,10 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | Non
     split = data.measured_split(source) if name else "test"
     if name:
         data.require_apart(data.parse_sources(list(config.data)), source)
-    return data.documents_of(source, split, tokenizer=tokenizer, reading=data_options(config).reading)
+    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    return data.documents_of(
+        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
+    )
 
 
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
@@ -272,7 +292,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole.
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; before further
+    training it has not been measured yet.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
@@ -283,7 +304,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
         return config.start
     if not trains_luts(config.mode, config.iterations) or config.lora_rank:
         return "kmeans"
-    return "reconstructed" if config.mode == "straight-through" and not sharded else "compensated"
+    whole = config.mode == "straight-through" and not sharded
+    return "reconstructed" if whole and not config.steps else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

@@ -47,7 +47,8 @@ from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import FrozenTeacher, Objective
-from edkm_cli.train.optimizer import parameter_groups
+from edkm_cli.train.masters import state_bytes
+from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
@@ -291,10 +292,15 @@ class Rehearsal:
         if self.setting.gpu:
             size = sum(parameter.numel() for parameter in trained)
             moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
-            a_moment = size * _MOMENT_8BIT_BYTES if config.optimizer == "adamw-8bit" else size_bytes(trained)
-            held.enter_context(self._ledger.more(int(moments * a_moment * self.setting.share), OPTIMIZER))
+            if config.optimizer == "adamw-8bit":
+                state, scratch = moments * size * _MOMENT_8BIT_BYTES, 0.0
+            else:
+                state, scratch = state_bytes(trained, moments)
+            held.enter_context(self._ledger.more(int(state * self.setting.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
+        if needs_masters(groups):
+            return build_optimizer(model, config, World(device="meta"))
         return torch.optim.SGD(groups, momentum=0.9) if config.optimizer == "sgd" else torch.optim.AdamW(groups)
 
     def _step(self, optimizer: Any) -> None:
