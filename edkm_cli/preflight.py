@@ -22,6 +22,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+_LONGEST_TOKEN = 20  # characters, on average over any text
 _RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
 
 
@@ -246,7 +247,10 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | Non
     split = data.measured_split(source) if name else "test"
     if name:
         data.require_apart(data.parse_sources(list(config.data)), source)
-    return data.documents_of(source, split, tokenizer=tokenizer, reading=data_options(config).reading)
+    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    return data.documents_of(
+        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
+    )
 
 
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
