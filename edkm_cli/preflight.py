@@ -22,6 +22,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+_LONGEST_TOKEN = 20  # characters, on average over any text
 _RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
 
 
@@ -246,7 +247,10 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | Non
     split = data.measured_split(source) if name else "test"
     if name:
         data.require_apart(data.parse_sources(list(config.data)), source)
-    return data.documents_of(source, split, tokenizer=tokenizer, reading=data_options(config).reading)
+    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    return data.documents_of(
+        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
+    )
 
 
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
@@ -288,7 +292,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole.
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; before further
+    training it has not been measured yet.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
@@ -299,7 +304,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
         return config.start
     if not trains_luts(config.mode, config.iterations) or config.lora_rank:
         return "kmeans"
-    return "reconstructed" if config.mode == "straight-through" and not sharded else "compensated"
+    whole = config.mode == "straight-through" and not sharded
+    return "reconstructed" if whole and not config.steps else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:
