@@ -7,7 +7,7 @@ SOURCES := edkm_cli examples tests scripts
 # One worker a core, four at most, each with one thread; a worker takes a file at a time, so its fixtures are made once.
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test lint check fix bench clean model
+.PHONY: help venv demo test lint check fix bench fuzz faults clean model
 
 help:  ## what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -41,6 +41,12 @@ check: lint  ## lint and fast tests
 fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+fuzz: venv  ## 20,000 mutated checkpoints (make test draws 2,000)
+	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py
+
+faults: venv  ## 100 faults in the middle of a run (make test injects 6, beside the kills of test_compress_resume.py)
+	EDKM_FAULTS=100 $(BIN)/python -m pytest -q -s tests/test_faults.py tests/test_compress_resume.py
 
 bench: venv  ## the clustering engine on this machine, JSON into out/
 	@mkdir -p out

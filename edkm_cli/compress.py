@@ -16,10 +16,12 @@ from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
+from edkm_cli.evaluate.tables import table_use, table_warnings
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.export.model_card import model_card
-from edkm_cli.format import digest, write_json
+from edkm_cli.export.rehearsal import rehearse_export
+from edkm_cli.format import digest, json_text, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
@@ -32,9 +34,11 @@ from edkm_cli.preflight import (
     needed_bytes,
     needed_tokens,
     plan_run,
+    start_batches,
 )
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.train.loop import train
+from edkm_cli.self_text import self_text, store_of
+from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
@@ -71,7 +75,12 @@ class Run:
     def __init__(self, config: CompressConfig, world: World, watch: Observer):
         require_trackers(config)
         require_optimizer(config, world)
+        require_accumulation(config)
         self.plan = plan_run(config, Setting(world.device, world.size, world.sharded))
+        trust = config.trust_remote_code
+        rehearse_export(
+            self.plan.skeleton(), self.plan.swaps, self.plan.spec, self.plan.clustering, trust_remote_code=trust
+        )
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
         self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
@@ -126,27 +135,46 @@ class Run:
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            measured = evaluation_documents(config, tokenizer, config.eval_data)
+            # A text that is yet to be written cannot be measured on: Python's documentation takes its place.
+            own = data.parse_source(config.data[0]).needs_model
+            measured = evaluation_documents(config, tokenizer, config.eval_data or (data.BUILTIN if own else None))
             self.held_out = data.tokenize(measured, tokenizer)
+            dense = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
                 config.data,
                 tokenizer,
                 options=data_options(config),
                 token_limit=needed_tokens(plan),
+                written=self._written(dense, tokenizer),
                 say=self.watch.say,
             )
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
             self.overlap = self.data.found_in(measured)
             if self.overlap[0]:
                 self.watch.say(data.overlap_warning(*self.overlap))
-            self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(self.world)})")
-            dense = self._load_dense()
+            dense = dense if dense is not None else self._load_dense()
             if config.packing and config.steps:
                 require_attention_within_documents(dense)
             return tokenizer, dense
 
+    def _written(self, dense: Any, tokenizer: Any) -> dict[str, data.TokenStore]:
+        """The text that the model writes itself, where `--data self` asks for it; the same on all processes."""
+        if not self.plan.writes_text:
+            return {}
+        self.watch.say("the model writes its own text, once")
+        text = self_text(
+            dense,
+            tokenizer,
+            tokens=needed_tokens(self.plan),
+            seed=self.config.seed,
+            weights_sha256=digest((name, parameter.detach()) for name, parameter in dense.named_parameters()),
+            track=self.watch.track,
+        )
+        return {data.SELF: store_of(self.world.broadcast(text))}
+
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
+        self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(world)})")
         if world.sharded:
             dtype, trust = getattr(torch, plan.dense_dtype), config.trust_remote_code
             return build_sharded(plan.source, world, dtype=dtype, trainable=False, trust_remote_code=trust)
@@ -162,7 +190,8 @@ class Run:
         """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
         settings = replace(self.config, dtype=self.plan.dtype, mixed_precision=self.plan.mixed_precision)
-        return fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
+        identity = fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
+        return {**identity, "evaluation_sha256": digest([("evaluation", self.held_out)])}
 
     def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
         """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
@@ -216,7 +245,7 @@ class Run:
                 dense,
                 Recipe.of(plan),
                 calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
-                compensation=calibration_batches(self.data, config, config.start_tokens) if plan.compensates else None,
+                fitting=start_batches(self.data, plan),
                 keep_dense=plan.copies_teacher,
                 build=rebuild if world.sharded else None,
                 world=world,
@@ -272,7 +301,11 @@ class Run:
         self._measure("exported", exported, World(device=self.world.device))
         require_same_perplexity(self.perplexity, self.plan.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
+        result["tables"] = table_use(exported)
+        for line in table_warnings(result["tables"]):
+            self.watch.say(line)
         write_json(staging / "report.json", result)
+        require_ratio(self.perplexity, self.config.max_perplexity_ratio, staging)
         source = self.plan.source
         card = model_card(result, base_model=None if source.is_local else source.location)
         (staging / "README.md").write_text(card, encoding="utf-8")
@@ -334,6 +367,17 @@ def require_same_perplexity(perplexity: dict[str, float | None], dtype: str) -> 
         )
 
 
+def require_ratio(perplexity: dict[str, float | None], limit: float, staging: Path) -> None:
+    """Raises UserError where the exported perplexity is more than `limit` times the original's."""
+    original, exported = perplexity["original"], perplexity["exported"]
+    if limit and original is not None and exported is not None and exported > limit * original:
+        raise UserError(
+            f"the exported perplexity must be at most --max-perplexity-ratio {limit:g} times the original's, but is "
+            f"{exported:.4f} to {original:.4f}, {exported / original:.2f} times; the result is in {staging}: train longer, "
+            "use more bits, or allow more"
+        )
+
+
 def _where(world: World) -> str:
     if world.size == 1:
         return world.device
@@ -348,7 +392,7 @@ def finished_report(config: CompressConfig) -> dict[str, Any] | None:
         report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if report_.get("config") != json.loads(json.dumps(asdict(config))):
+    if report_.get("config") != json.loads(json_text(asdict(config))):
         return None
     settle(path)
     return report_

@@ -116,17 +116,25 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "compensated where lookup tables are trained by gradient and LoRA is off, else kmeans",
+            "auto": "reconstructed with --steps 0 in mode straight-through without LoRA or sharding; compensated where "
+            "lookup tables are trained by gradient otherwise; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
+            "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",
         },
     )
-    start_tokens: int = setting(8192, "Training tokens used for --start compensated.", COMPRESSION, minimum=2)
+    start_tokens: int = setting(
+        16384, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
+    )
+    start_passes: int = setting(
+        2, "How often --start reconstructed goes over its tokens in each decoder layer.", COMPRESSION, minimum=0
+    )
     # data
     data: tuple[str, ...] = setting(
         ("builtin",),
-        "Training data: builtin (Python's documentation), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "
-        "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        "Training data: builtin (Python's documentation), self (text that the model writes), wikitext2, alpaca, c4, "
+        "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
+        "gives it a share of the sequences.",
         DATA,
     )
     data_column: str | None = setting(
@@ -261,6 +269,13 @@ class CompressConfig:
         50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
     )
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
+    max_perplexity_ratio: float = setting(
+        0.0,
+        "Fail, with the result left in DIR.partial, where the exported perplexity is more than this many times the "
+        "original's; 0 allows any.",
+        OUTPUT,
+        minimum=0,
+    )
     log_with: tuple[str, ...] = setting(
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )
@@ -272,8 +287,12 @@ class CompressConfig:
     def _contradictions(self) -> list[str]:
         """What no single field shows."""
         found = []
-        if self.start == "compensated" and self.lora_rank:
-            found.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
+        if self.start in ("compensated", "reconstructed") and self.lora_rank:
+            found.append(f"start {self.start} moves the weights, which LoRA keeps; leave start out, or lora_rank")
+        if self.start == "reconstructed" and self.mode != "straight-through":
+            found.append(
+                f"start reconstructed is for mode straight-through, got mode {self.mode}; use start compensated"
+            )
         if self.keep_best and not self.eval_every:
             found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
         if not self.data:

@@ -163,6 +163,8 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
             f"{directory} must be a checkpoint written by edkm compress, but its config.json says otherwise"
         )
     verify_checksums(directory)
+    if (directory / "generation_config.json").is_file():  # transformers reads it together with the weights
+        read_json(directory / "generation_config.json", remedy=_AGAIN)
     stored = stored_tensors(directory)
     expected = expected_tensors(directory, spec, limit=len(stored), trust_remote_code=trust_remote_code)
     for name in sorted(expected.keys() | stored.keys()):
@@ -275,18 +277,22 @@ def expected_tensors(
                 f"{directory}/config.json describes a model that needs {hidden} bytes beside its weights, more than the "
                 f"{_MAX_BUFFER_BYTES} that are given; {_AGAIN}"
             )
-        packed = {path for path, module in model.named_modules() if isinstance(module, PALETTIZED)}
-        described = {}
-        for name, tensor in skeleton_tensors(model).items():
-            path, _, leaf = name.rpartition(".")
-            text = _describe(tensor.dtype, tuple(tensor.shape))
-            own = path in packed and leaf != "bias"
-            described[name] = text if own else _FLOATING.sub("floating", text)
-        return described
+        return describe_tensors(model, skeleton_tensors(model))
     except UserError:
         raise
     except Exception as error:
         raise _no_model(directory, error) from error
+
+
+def describe_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Tensor name -> what it must be in a checkpoint of the palettized `model`."""
+    packed = {path for path, module in model.named_modules() if isinstance(module, PALETTIZED)}
+    described = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        text = _describe(tensor.dtype, tuple(tensor.shape))
+        described[name] = text if path in packed and leaf != "bias" else _FLOATING.sub("floating", text)
+    return described
 
 
 def _bytes(tensor: torch.Tensor) -> int:

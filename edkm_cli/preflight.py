@@ -22,6 +22,8 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 
 _CALIBRATION_LENGTH = 1024
+_LONGEST_TOKEN = 20  # characters, on average over any text
+_RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class RunPlan:
         dense_dtype: of the uncompressed model (`float32`, `bfloat16`, `float16`).
         dtype: of the clustered model; differs where sharded training keeps float32 master weights.
         mixed_precision: `no` or `bf16`.
-        compensates: whether weights start error-compensated.
+        start: how weights start: `kmeans`, `compensated` or `reconstructed`.
     """
 
     config: CompressConfig
@@ -71,7 +73,7 @@ class RunPlan:
     dense_dtype: str
     dtype: str
     mixed_precision: str
-    compensates: bool
+    start: str
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
@@ -104,6 +106,11 @@ class RunPlan:
         return bool(self.config.distill and self.config.steps)
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the uncompressed model writes some of the training text itself."""
+        return any(source.needs_model for source in data.parse_sources(list(self.config.data)))
+
+    @property
     def copies_teacher(self) -> bool:
         return self.distills and not self.config.lora_rank
 
@@ -132,6 +139,11 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
+        raise UserError(
+            "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
+            everywhere=True,
+        )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     dense_dtype = choose_dtype(config.dtype, setting.device)
@@ -141,6 +153,12 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         raise UserError(
             "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
             f"{dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
+            everywhere=True,
+        )
+    if config.optimizer == "adamw-8bit" and config.steps and dtype != "float32" and not config.lora_rank:
+        raise UserError(
+            f"--optimizer adamw-8bit rounds the updates of {dtype} weights away; give --dtype float32 (with "
+            "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
             everywhere=True,
         )
     return RunPlan(
@@ -160,7 +178,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
-        compensates=compensates(config),
+        start=choose_start(config, sharded=setting.sharded),
     )
 
 
@@ -229,7 +247,10 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | Non
     split = data.measured_split(source) if name else "test"
     if name:
         data.require_apart(data.parse_sources(list(config.data)), source)
-    return data.documents_of(source, split, tokenizer=tokenizer, reading=data_options(config).reading)
+    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    return data.documents_of(
+        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
+    )
 
 
 def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
@@ -237,14 +258,26 @@ def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
     return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
 
 
+def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
+    """The texts, (1, length) each, that weights are compensated or reconstructed on; None where they start as they are."""
+    if plan.start == "kmeans":
+        return None
+    length = _RECONSTRUCTION_LENGTH if plan.start == "reconstructed" else _CALIBRATION_LENGTH
+    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
+
+
 def calibration_batches(
-    tokens: Tensor | data.TrainingData, config: CompressConfig, limit: int | None = None
+    tokens: Tensor | data.TrainingData,
+    config: CompressConfig,
+    limit: int | None = None,
+    *,
+    length: int = _CALIBRATION_LENGTH,
 ) -> list[Tensor]:
     """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
-    one block."""
+    one block; of `length` tokens each where there are so many."""
     limit = config.calibration_tokens if limit is None else limit
     count = tokens.tokens if isinstance(tokens, data.TrainingData) else tokens.numel()
-    length = min(_CALIBRATION_LENGTH, count, max(limit, 2))
+    length = min(length, count, max(limit, 2))
     if isinstance(tokens, Tensor) and tokens.is_meta:  # a rehearsal, which knows shapes only
         return [tokens[:length][None]] * max(1, min(count // length, limit // length))
     if isinstance(tokens, data.TrainingData):
@@ -255,12 +288,24 @@ def calibration_batches(
     return [blocks.batch(index, 1) for index in range(count)]
 
 
-def compensates(config: CompressConfig) -> bool:
-    """Whether weights start compensated. `auto`: where no iteration moves the tables that weights were fitted to, and
-    weights are free to move, which those under LoRA are not."""
+def choose_start(config: CompressConfig, *, sharded: bool) -> str:
+    """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
+
+    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; before further
+    training it has not been measured yet.
+    """
+    if config.start == "reconstructed" and sharded:
+        raise UserError(
+            "--start reconstructed trains layers that are whole, but --sharding full divides them; use --start compensated",
+            everywhere=True,
+        )
     if config.start != "auto":
-        return config.start == "compensated"
-    return trains_luts(config.mode, config.iterations) and not config.lora_rank
+        return config.start
+    if not trains_luts(config.mode, config.iterations) or config.lora_rank:
+        return "kmeans"
+    whole = config.mode == "straight-through" and not sharded
+    return "reconstructed" if whole and not config.steps else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

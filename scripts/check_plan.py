@@ -21,7 +21,8 @@ from typing import Any
 from edkm_cli.environment import hardware, versions
 
 # Two steps, because the second has moments from its beginning; two calibration sequences, because the second finds sums.
-SHORT = "--steps 2 --calibration-tokens 2048 --eval-windows 1 --context 512 --save-every 0"
+# --memory small: the peak is then what tensors need, which is what a plan counts best.
+SHORT = "--steps 2 --calibration-tokens 2048 --eval-windows 1 --context 512 --save-every 0 --memory small"
 CASES = (
     "",
     "--gradient-checkpointing",

@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(large, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(cache, "StoreWriter", Full)
-        with pytest.raises(UserError, match=r"No space left on device.*EDKM_CACHE"):
+        with pytest.raises(UserError, match=r"No space left on device.*EDKM_TOKEN_CACHE"):
             opened(large)
     assert stores(large) == []
     assert opened(large).counts.documents > 0
@@ -143,7 +143,7 @@ def test_files_on_a_full_device_are_refused(large, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path, large, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="EDKM_CACHE"):
+    with pytest.raises(UserError, match="EDKM_TOKEN_CACHE"):
         opened(large)
 
 

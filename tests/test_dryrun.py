@@ -144,7 +144,9 @@ def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, 
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
-    common += shlex.split("--steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1")
+    common += shlex.split(
+        "--memory small --steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1"
+    )
     common += ["--json", tmp_path / "result.json"]
     peak_of("compress", *common, "--dry-run")
     planned = json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]["total"]
@@ -234,7 +236,8 @@ class TestParts:
     def test_data_parallel_processes_keep_gradients_in_buckets(self, peaks):
         alone, many = peaks()[0].parts, peaks(Setting("cuda", processes=2))[0].parts
         assert many["weights"] == alone["weights"]
-        assert many["gradients"] == pytest.approx(many["optimizer"] / 2, rel=0.01)
+        assert many["gradients"] == pytest.approx(2 * WIDE_CLUSTERED, rel=0.05)
+        assert many["optimizer"] == alone["optimizer"] > 3 * many["gradients"]  # moments, and halves of masters
 
     def test_sharding_divides_what_parameters_need(self, peaks):
         two, eight = (peaks(Setting("cuda", processes=n, sharded=True))[0].parts for n in (2, 8))

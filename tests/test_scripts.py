@@ -176,7 +176,10 @@ def assert_training_was_measured(result, *, rank):
         assert len(row["all_step_seconds"]) == 2
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
         assert row["peak_memory_bytes"] > 100e6
+        assert 0 <= row["kernel_share"] <= 1
+        assert row["step_cpu_seconds"] > 0
     assert result["tokens_per_second_ratio"] == clustered["tokens_per_second"] / plain["tokens_per_second"]
+    assert result["step_seconds_ratio"] == clustered["step_seconds"] / plain["step_seconds"]
     assert result["peak_memory_bytes_ratio"] == clustered["peak_memory_bytes"] / plain["peak_memory_bytes"]
     assert result["planned_over_measured"] == pytest.approx(1, abs=0.5)
     assert result["config"]["lora_rank"] == rank

@@ -93,7 +93,7 @@ def bench_runtime(
     device: str = "cpu",
     log: Log = print,
 ) -> dict[str, Any]:
-    """The result of `edkm bench runtime` (design section 12's keys). Raises UserError for values that are none."""
+    """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
     sizes, place = [_parse_shape(shape) for shape in shapes], torch.device(device)
     for dtype in dtypes:
         if dtype not in _DTYPES:

@@ -81,6 +81,9 @@ def eval_command(
 
 def inspect_command(
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all tensors and compare them with what export recorded.")
+    ] = False,
     trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -89,7 +92,13 @@ def inspect_command(
     from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
     result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
-    finish(format_inspection(result), result, json_file)
+    text = format_inspection(result)
+    if verify:
+        from edkm_cli.report.verify import verify_checkpoint
+
+        result["verified"] = verify_checkpoint(directory, trust_remote_code=trust_remote_code)
+        text += f"\nverified: {result['verified']['tensors']} tensors are those that were exported"
+    finish(text, result, json_file)
 
 
 def report_command(

@@ -32,7 +32,7 @@ from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.format import write_json
 from edkm_cli.hf import load as load_compressed
-from edkm_cli.preflight import calibration_batches, compensates
+from edkm_cli.preflight import calibration_batches, choose_start
 from edkm_cli.progress import Observer, Progress, Track
 from edkm_cli.settings import from_mapping
 
@@ -130,7 +130,9 @@ def _ours(
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
     # Both begin with the same blocks.
-    limits = [config.calibration_tokens] * (config.importance != "none") + [config.start_tokens] * compensates(config)
+    limits = [config.calibration_tokens] * (config.importance != "none") + [config.start_tokens] * (
+        choose_start(config, sharded=False) != "kmeans"
+    )
     texts = [calibration_batches(tokens, config, limit) for limit in limits]
     dense = config.embedding_bits == 16
     row = {

@@ -8,14 +8,16 @@ measured.
 
 from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.reading import wikitext_rows
-from edkm_cli.data.sources import ALPACA, BUILTIN, WIKITEXT2, Source, parse_source, parse_sources
+from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
 from edkm_cli.data.splits import Reading
+from edkm_cli.data.store import TokenStore
 from edkm_cli.data.text import Documents, documents_of, load_documents, measured_split, require_apart, tokenize
 from edkm_cli.data.training import DataOptions, TrainingData, open_training_data, overlap_warning, training_tokens
 
 __all__ = [
     "ALPACA",
     "BUILTIN",
+    "SELF",
     "WIKITEXT2",
     "Batch",
     "Blocks",
@@ -23,6 +25,7 @@ __all__ = [
     "Documents",
     "Reading",
     "Source",
+    "TokenStore",
     "TrainingData",
     "documents_of",
     "load_documents",

@@ -32,7 +32,9 @@ Say = Callable[[str], None]
 
 
 def cache_root() -> Path:
-    """`tokens/` in $EDKM_CACHE, or in edkm/ of the user's cache directory."""
+    """$EDKM_TOKEN_CACHE; else `tokens/` in $EDKM_CACHE, or in edkm/ of the user's cache directory."""
+    if "EDKM_TOKEN_CACHE" in os.environ:
+        return Path(os.environ["EDKM_TOKEN_CACHE"])
     if "EDKM_CACHE" in os.environ:
         return Path(os.environ["EDKM_CACHE"]) / "tokens"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm" / "tokens"

@@ -61,6 +61,10 @@ def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iter
 
     Raises UserError where it is missing, damaged, empty, or too small to be divided.
     """
+    if source.needs_model:
+        raise UserError(
+            f"--data {source.name} is text that the model writes, of which nothing is held out; give --eval-data"
+        )
     if source.kind == "hub":
         return _hub_split(source, split, reading)
     if is_whole(source):

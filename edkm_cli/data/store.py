@@ -188,5 +188,5 @@ def disk_error(error: OSError, directory: Path) -> UserError:
     """The one line for a cache that cannot be written."""
     return UserError(
         f"tokens are kept in {directory}, which cannot be written to ({error.strerror or error}); free some room there, "
-        "or set EDKM_CACHE to another directory"
+        "or set EDKM_TOKEN_CACHE to another directory"
     )

@@ -40,13 +40,15 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.packing import pack
-from edkm_cli.preflight import RunPlan, calibration_batches
+from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import FrozenTeacher, Objective
-from edkm_cli.train.optimizer import parameter_groups
+from edkm_cli.train.masters import state_bytes
+from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
@@ -147,13 +149,14 @@ class Rehearsal:
                 dense,
                 Recipe.of(plan),
                 calibration=batches if config.importance != "none" else [],
-                compensation=calibration_batches(text, config, config.start_tokens) if plan.compensates else None,
+                fitting=start_batches(text, plan),
                 keep_dense=plan.copies_teacher,
                 build=partial(self._rebuild, dense) if self.setting.sharded else None,
                 world=World(device="meta"),
                 collect=self._collect,
                 start=self._kmeans,
                 compensating=self._compensate,
+                reconstructing=self._reconstruct,
                 duplicate=self._duplicate,
             )
         self._settle(model)
@@ -208,26 +211,41 @@ class Rehearsal:
                 kmeans_start(weight, k, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), k, device=META)
 
+    def _hold(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        """What compensation holds before a layer: first the Hessian, its sorted copy and four float64 matrices of its
+        factorization, then two of these, the weight three times, and its LUTs."""
+        square, size = layer.in_features**2, layer.out_features * layer.in_features
+        converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
+        factoring = 40 * square + converted
+        moving = 16 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
+        with self._ledger.more(max(factoring, moving), CLUSTERING):
+            pass
+
     @torch.no_grad()
     def _compensate(self, model: Any, batches: list[Tensor], **options: Any) -> None:
-        """The pass that `compensate` makes, and what it holds before each layer: first the Hessian, its sorted copy and
-        four float64 matrices of its factorization, then two of these, the weight three times, and its LUTs."""
+        """The pass that `compensate` makes."""
         self._settle(model)
 
-        def hold(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-            square, size = layer.in_features**2, layer.out_features * layer.in_features
-            converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
-            factoring = 40 * square + converted
-            moving = 16 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
-            with self._ledger.more(max(factoring, moving), CLUSTERING):
-                pass
-
-        handles = [layer.register_forward_pre_hook(hold) for layer in clustered_layers(model).values()]
+        handles = [layer.register_forward_pre_hook(self._hold) for layer in clustered_layers(model).values()]
         model.eval()
         with self._ledger.under(ACTIVATIONS), self._gathered(model):
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
         for handle in handles:
             handle.remove()
+
+    def _reconstruct(self, model: Any, batches: list[Tensor], *, passes: int, **options: Any) -> None:
+        """`reconstruct`, of two decoder layers for two steps each: from then on all hold the same."""
+        self._settle(model)
+        with self._ledger.under(ACTIVATIONS):
+            reconstruct(
+                model,
+                batches,
+                passes=passes,
+                world=World(device="meta"),
+                compensation=self._hold,
+                at_most_layers=2,
+                at_most_steps=2,
+            )
 
     def _train(self, model: Any, objective: Objective) -> None:
         """The step that needs the most of a training: the second one, or the only one."""
@@ -274,10 +292,15 @@ class Rehearsal:
         if self.setting.gpu:
             size = sum(parameter.numel() for parameter in trained)
             moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
-            a_moment = size * _MOMENT_8BIT_BYTES if config.optimizer == "adamw-8bit" else size_bytes(trained)
-            held.enter_context(self._ledger.more(int(moments * a_moment * self.setting.share), OPTIMIZER))
+            if config.optimizer == "adamw-8bit":
+                state, scratch = moments * size * _MOMENT_8BIT_BYTES, 0.0
+            else:
+                state, scratch = state_bytes(trained, moments)
+            held.enter_context(self._ledger.more(int(state * self.setting.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
+        if needs_masters(groups):
+            return build_optimizer(model, config, World(device="meta"))
         return torch.optim.SGD(groups, momentum=0.9) if config.optimizer == "sgd" else torch.optim.AdamW(groups)
 
     def _step(self, optimizer: Any) -> None:

@@ -18,6 +18,7 @@ from edkm_cli.evaluate.perplexity import logits_of, perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.hf import load_any
+from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 
@@ -84,12 +85,15 @@ def evaluate_model(
         if reference is not None:
             result["reference"] = reference
             result |= {key: getattr(measured, key) for key in ("kl_per_token", "top1_agreement")}
+    # A dense model is measured in `dtype`, but it weighs what its files do.
+    compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
+    stored = 1.0 if compressed else (models.stored_bytes(source) or size.weights_bytes) / size.weights_bytes
     result |= {
         "dtype": dtype,
         "device": device,
         "weights_bytes": models.stored_bytes(source) or size.weights_bytes,
-        "decoder_bits_per_weight": size.decoder_bits_per_weight,
-        "model_bits_per_weight": size.model_bits_per_weight,
+        "decoder_bits_per_weight": size.decoder_bits_per_weight * stored,
+        "model_bits_per_weight": size.model_bits_per_weight * stored,
     }
     if speed:
         result |= measure_speed(model, tokens)

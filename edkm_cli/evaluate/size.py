@@ -35,7 +35,8 @@ def footprint(model: nn.Module) -> Footprint:
         total_bytes, total_weights = total_bytes + size, total_weights + weights
         if isinstance(module, (nn.Linear, PalettizedLinear)) and module is not head:
             bias = fresh.get("bias")
-            decoder_bytes += size - (0 if bias is None else bias.numel() * bias.element_size())
+            outside = (bias, fresh.get("lut_scale"))  # four bytes a matrix: no part of the design's bits per weight
+            decoder_bytes += size - sum(t.numel() * t.element_size() for t in outside if t is not None)
             decoder_weights += weights - (0 if bias is None else bias.numel())
     return Footprint(
         total_bytes,

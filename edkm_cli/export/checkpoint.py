@@ -10,15 +10,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered
+from edkm_cli.export.record import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.packing import pack
+from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
@@ -56,16 +56,39 @@ def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
     return packed if scale is None else {**packed, "lut_scale": scale}
 
 
-def _dtype(model: nn.Module, name: str) -> torch.dtype | None:
-    """The dtype that a dense tensor has in the model; None for what is packed on writing."""
+def _like(model: nn.Module, name: str, like: Tensor) -> Tensor:
+    """`like`, a meta tensor, in the dtype that the tensor has in the model, where it is not packed on writing.
+
+    Raises ValueError where the model's has another shape.
+    """
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return None if isinstance(module, ClusteredLinear) and leaf in _PACKED else getattr(module, leaf).dtype
+    module: Any = model.get_submodule(path)
+    packed = isinstance(module, ClusteredLinear) and leaf in _PACKED
+    shape = tuple(like.shape) if leaf in _PACKED else tuple(getattr(module, leaf).shape)
+    if leaf == "indices" and isinstance(module, ClusteredLinear):
+        shape = (module.out_features, packed_width(module.in_features, module.clustering.bits))
+    if shape != tuple(like.shape):
+        raise ValueError(f"{name} is {shape} in the model, and {tuple(like.shape)} by its configuration")
+    return like if packed else like.to(getattr(module, leaf).dtype)
 
 
 def is_remote(model: nn.Module) -> bool:
     """Whether the model's class came with its files (`--trust-remote-code`)."""
     return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
+
+
+def announced_tensors(model: Any, spec: QuantizationSpec) -> tuple[Any, dict[str, Tensor]]:
+    """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
+
+    Raises AttributeError for a tensor that the model does not have.
+    """
+    target = skeleton(
+        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
+    )
+    tensors = skeleton_tensors(target)
+    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
+        tensors[name] = _like(model, name, like)
+    return target, tensors
 
 
 def write_weights(
@@ -83,12 +106,7 @@ def write_weights(
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
-    target = skeleton(
-        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
-    )
-    tensors = skeleton_tensors(target)
-    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = like.to(_dtype(model, name) or like.dtype)
+    target, tensors = announced_tensors(model, spec)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -130,6 +148,11 @@ def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, dir
             "weight_map": split.tensor_to_filename,
         }
         (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_config(target, spec, directory)
+
+
+def write_config(target: Any, spec: QuantizationSpec, directory: Path) -> None:
+    """Write the config.json of a palettized model."""
     config = target.config
     config.quantization_config = EdkmConfig(**spec.to_mapping())
     config.architectures = [type(target).__name__]
@@ -160,4 +183,5 @@ def write_checkpoint(
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    write_checksums(directory, written)
+    record_tensors(directory)
+    write_checksums(directory, [*written, RECORD])

@@ -1,7 +1,8 @@
 """Initialization: dense model -> clustered model, in one place.
 
 In this order: the importance of weights is measured on the dense model; k-means, weighted by it, places each layer's LUT
-entries; embeddings are rounded; low-rank updates are added (LoRA); weights compensate one another's rounding errors.
+entries; embeddings are rounded; low-rank updates are added (LoRA); weights compensate one another's rounding errors, or are
+reconstructed decoder layer by decoder layer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
+from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
@@ -40,7 +42,8 @@ class Recipe:
         importance: `gradient`, `activation` or `none`.
         lora_rank: 0 trains the weights themselves.
         lora_alpha: the updates' scale is alpha / rank; None: alpha is twice the rank.
-        seed: of the updates.
+        seed: of the updates, and of the order of the text in a reconstruction.
+        passes: of the reconstruction over its text; None: weights are compensated only.
     """
 
     swaps: Sequence[Swap]
@@ -51,6 +54,7 @@ class Recipe:
     lora_rank: int = 0
     lora_alpha: float | None = None
     seed: int = 0
+    passes: int | None = None
 
     @classmethod
     def of(cls, plan: RunPlan) -> Recipe:
@@ -64,6 +68,7 @@ class Recipe:
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             seed=config.seed,
+            passes=config.start_passes if plan.start == "reconstructed" else None,
         )
 
     @property
@@ -76,7 +81,7 @@ def initialize(
     recipe: Recipe,
     *,
     calibration: Sequence[Tensor] = (),
-    compensation: Sequence[Tensor] | None = None,
+    fitting: Sequence[Tensor] | None = None,
     keep_dense: bool = False,
     build: Build | None = None,
     world: World = ALONE,
@@ -84,6 +89,7 @@ def initialize(
     collect: Callable[..., dict[str, Tensor]] = collect_importance,
     start: Callable[..., Tensor] = shared_kmeans_start,
     compensating: Callable[..., None] = compensate,
+    reconstructing: Callable[..., None] = reconstruct,
     duplicate: Callable[[Any], Any] = copy.deepcopy,
 ) -> tuple[Any, Any | None]:
     """(the clustered model, the dense one or None). All processes of `world` call this alike.
@@ -91,11 +97,13 @@ def initialize(
     Args:
         dense: a dense causal LM. It is changed in place, unless `build` makes another one.
         calibration: token ids, (batch, sequence) int64, that the importance is measured on.
-        compensation: token ids that weights are compensated on, all of one shape; None leaves them as they are.
+        fitting: token ids that weights are compensated or reconstructed on, all of one shape; None leaves them as they
+            are.
         keep_dense: return the dense model, too: a frozen copy, or where `build` made another one, `dense` itself.
         build: makes the model anew part by part, for one that is sharded and never whole.
-        collect, start, compensating, duplicate: the costly steps, for a rehearsal or a measurement that needs them done
-            otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate` and `deepcopy` are.
+        collect, start, compensating, reconstructing, duplicate: the costly steps, for a rehearsal or a measurement that
+            needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`, `reconstruct`
+            and `deepcopy` are.
 
     Raises UserError where calibration inputs or weights are not finite.
     """
@@ -122,8 +130,10 @@ def initialize(
             _add_lora(model, recipe)
 
     model = (build or _in_place(dense))(prepare=prepare, finish=finish)
-    if compensation is not None:
-        compensating(model, list(compensation), world=world, track=track)
+    if fitting is not None and recipe.passes is None:
+        compensating(model, list(fitting), world=world, track=track)
+    elif fitting is not None:
+        reconstructing(model, list(fitting), passes=recipe.passes, seed=recipe.seed, world=world, track=track)
     return model, kept
 
 

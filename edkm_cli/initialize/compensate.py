@@ -106,12 +106,12 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     return tiled.repeat_interleave(tile_rows, 0)
 
 
-class _Compensation:
+class Compensation:
     """The hook before each layer. Layers that follow each other with one input share its factor."""
 
-    def __init__(self, world: World, progress: Iterator[Any]):
+    def __init__(self, world: World = ALONE, progress: Iterator[Any] | None = None):
         self.rows: dict[Any, Tensor] = {}  # of sharded layers, what this process keeps
-        self._world, self._progress = world, progress
+        self._world, self._progress = world, progress or iter(())
         self._done: set[Any] = set()
         self._input: Tensor | None = None
         self._factor = self._order = torch.empty(0)
@@ -162,7 +162,7 @@ def compensate(
     """
     layers = clustered_layers(model)
     progress = iter(track(range(len(layers)), "compensation", len(layers)))
-    compensation = _Compensation(world, progress)
+    compensation = Compensation(world, progress)
     handles = [layer.register_forward_pre_hook(compensation) for layer in layers.values()]
     was_training = model.training
     model.eval()

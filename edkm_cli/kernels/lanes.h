@@ -135,6 +135,23 @@ INLINE vi splat_int(int32_t x) { return x - (vi){}; }
 INLINE vf keep(vf x, vi mask) { return (vf)((vi)x & mask); }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
+/* a < b ? yes : no, lane by lane, and a sum that takes `more` where two integers are equal: one masked instruction each. */
+INLINE vf choose_if_less(vf a, vf b, vf yes, vf no) {
+#ifdef __AVX512F__
+    return (vf)_mm512_mask_mov_ps((__m512)no, _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ), (__m512)yes);
+#else
+    return choose(a < b, yes, no);
+#endif
+}
+
+INLINE vf add_if_equal(vf sum, vi a, vi b, vf more) {
+#ifdef __AVX512F__
+    return (vf)_mm512_mask_add_ps((__m512)sum, _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b), (__m512)sum, (__m512)more);
+#else
+    return sum + keep(more, a == b);
+#endif
+}
+
 INLINE vf least(vf a, vf b) {
 #ifdef __AVX512F__
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);

@@ -11,9 +11,8 @@ INLINE vi nearest_lanes(vf w, const float *c, int k) {
     vi index = {};
     for (int j = 1; j < k; j++) {
         vf distance = keep(w - c[j], magnitude);
-        vi closer = distance < best;
+        index = (vi)choose_if_less(distance, best, (vf)splat_int(j), (vf)index);
         best = least(distance, best);
-        index = (index & ~closer) | (splat_int(j) & closer);
     }
     return index;
 }
@@ -24,7 +23,7 @@ INLINE vf snap_lanes(vf w, const float *c, int k) {
     vf best = keep(w - c[0], magnitude), entry = splat(c[0]);
     for (int j = 1; j < k; j++) {
         vf distance = keep(w - c[j], magnitude);
-        entry = choose(distance < best, splat(c[j]), entry);
+        entry = choose_if_less(distance, best, splat(c[j]), entry);
         best = least(distance, best);
     }
     return entry;
@@ -90,7 +89,7 @@ void edkm_sum_by_entry(
                 for (int64_t v = 0; v * LANES < count; v++) {
                     vi index = nearest_lanes(*(vf *)(w + v * LANES), c, 8);
                     vf upstream = keep(*(vf *)(g + v * LANES), valid(v, count));
-                    for (int j = 0; j < 8; j++) part[j] += keep(upstream, index == splat_int(j));
+                    for (int j = 0; j < 8; j++) part[j] = add_if_equal(part[j], index, splat_int(j), upstream);
                 }
                 for (int j = 0; j < 8; j++) to[j] += total(part[j]);
             } else {

@@ -132,7 +132,7 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
 
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
-    """Bits a weight over the compressed linears, LUTs included."""
+    """Bits a weight over the compressed linears, LUTs included (but not the four bytes a matrix that scale float8 ones)."""
     lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
     total = weights = 0.0
     for swap in swaps:
@@ -157,6 +157,16 @@ def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSp
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
+    _keep_dtype_and_device(model)
+
+
+def empty_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) -> None:
+    """As `palettize_embeddings`, without reading a weight: for a model on the meta device."""
+    tied = is_tied(model)
+    for swap in swaps:
+        if swap.role in (EMBEDDING, HEAD) and not swap.reason:
+            dense: Any = model.get_submodule(swap.name)
+            model.set_submodule(swap.name, _empty(model, dense, swap, spec, tied=tied).to("meta"))
     _keep_dtype_and_device(model)
 
 

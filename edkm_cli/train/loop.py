@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -51,13 +52,26 @@ def make_accelerator(config: CompressConfig, world: World, mixed_precision: str,
     AcceleratorState._reset_state()  # a second run in one process may choose another precision
     # Buffers are packed indices, the same everywhere: nothing to broadcast before each forward.
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=mixed_precision,
         cpu=world.device == "cpu",
         log_with=list(config.log_with) or None,
         project_dir=str(project) if config.log_with else None,
         kwargs_handlers=[parallel],
     )
+    accelerator.gradient_accumulation_steps = 1  # `step` divides the loss itself
+    return accelerator
+
+
+def require_accumulation(config: CompressConfig) -> None:
+    """Raises UserError where `accelerate launch` was told another accumulation than this run."""
+    asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if asked not in ("1", str(config.gradient_accumulation)):
+        raise UserError(
+            f"accelerate launch says {asked} gradient accumulation steps and --gradient-accumulation "
+            f"{config.gradient_accumulation}; give both the same number, or only --gradient-accumulation",
+            everywhere=True,
+        )
 
 
 def train(
@@ -100,7 +114,10 @@ def train(
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
     with metrics, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
-            record = training.step(step)
+            try:
+                record = training.step(step)
+            except UserError as error:
+                raise UserError(f"{error}{checkpoints.kept()}", everywhere=error.everywhere) from error
             done = step + 1
             if config.eval_every and (done % config.eval_every == 0 or done == config.steps):
                 record["perplexity"] = measure(model)

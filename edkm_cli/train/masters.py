@@ -113,6 +113,20 @@ class MasterOptimizer(torch.optim.Optimizer):
         w.add_(momentum, alpha=-lr)
 
 
+def state_bytes(parameters: list[nn.Parameter], moments: int) -> tuple[float, float]:
+    """(bytes of an optimizer's state, bytes of its own that a step needs) for parameters with so many moments each."""
+    state = sum(
+        parameter.numel() * (moments * _MOMENT_BYTES[parameter.dtype] + _MASTER_BYTES[parameter.dtype])
+        for parameter in parameters
+    )
+    largest = max((parameter.numel() for parameter in parameters if _MASTER_BYTES[parameter.dtype]), default=0)
+    return state, 6 * 4 * min(_CHUNK, largest)  # the master, the gradient, moments and two results in float32
+
+
+_MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.float64: 8}
+_MASTER_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4, torch.float64: 0}
+
+
 def _chunks(parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """(part of the parameter, of its gradient, of its state by name): flat views, this process's share if sharded."""
     assert parameter.grad is not None

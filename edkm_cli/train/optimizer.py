@@ -24,6 +24,9 @@ def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str,
     layers = clustered_layers(model).values()
     luts = {id(layer.centroids) for layer in layers}
     weights = {id(layer.weight) for layer in layers}
+    for layer in layers:
+        low_rank = layer.low_rank()
+        weights |= {id(low_rank.a), id(low_rank.b)} if low_rank is not None else set()
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
     for parameter in model.parameters():
         if parameter.requires_grad:

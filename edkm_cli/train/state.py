@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.distributed import ALONE, World, assign, full
+from edkm_cli.distributed import ALONE, World, assign, full, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, json_text, sha256_of, sync, write_json
 
 # Where they are, in the unfinished result.
 CHECKPOINTS = "checkpoints"
@@ -33,6 +33,7 @@ CHECKPOINTS = "checkpoints"
 # What may differ between a run and its resumption without changing the result.
 _FREE = (
     *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
+    "max_perplexity_ratio",
     *("data_workers", "rebuild_cache"),
 )
 # These decide together, by their product with the number of processes, what a step sees.
@@ -47,7 +48,7 @@ def fingerprint(config: CompressConfig, model_sha256: str, tokens_sha256: str, *
     on with the same data, equal to rounding.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json_text(settings))  # as it is read from the mark: infinity is null there
     sequences = config.batch_size * config.gradient_accumulation * processes
     return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": tokens_sha256}
 
@@ -71,10 +72,20 @@ class Checkpoints:
         self._keep, self._world = keep, world
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write the state after `step` optimizer steps: to a temporary directory, fsync, rename, then prune."""
+        """Write the state after `step` optimizer steps: to a temporary directory, fsync, rename, then prune.
+
+        Raises UserError, and keeps what there is, if anything in it is NaN or Inf: a run could never go on from it.
+        """
         target = self.directory / f"step-{step:06d}"
         unfinished = target.with_name(target.name + ".tmp")
         state = _State(model, optimizer)
+        broken = state.first_broken()
+        if self._world.any(broken is not None):
+            raise UserError(
+                f"the state after step {step} must be finite, but {broken or 'a tensor'} is not: training diverged and "
+                f"nothing was saved of it; lower --learning-rate, or use --dtype float32{self.kept()}",
+                everywhere=True,
+            )
         with ExitStack() as stack:
             writer = None
             if self._world.main:
@@ -94,6 +105,11 @@ class Checkpoints:
             sync(self.directory)
             for old in self._all()[: -self._keep]:
                 shutil.rmtree(old)
+
+    def kept(self) -> str:
+        """What a message adds about the newest checkpoint that is there."""
+        found = self._all()
+        return f" (the checkpoint {found[-1]} is kept)" if found else ""
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if path.suffix != ".tmp")
@@ -191,6 +207,13 @@ class _State:
                     self._tensors[f"optimizer.{key}.{name}"] = value
                 elif isinstance(value, (int, float)):
                     self._numbers[f"optimizer.{key}.{name}"] = value
+
+    def first_broken(self) -> str | None:
+        """The name of the first tensor that holds NaN or Inf on this process."""
+        for name, tensor in self._tensors.items():
+            if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
+                return name
+        return None
 
     def announced(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}

@@ -1,0 +1,226 @@
+"""The reconstructed start: each decoder layer trained, by itself, to give what it gave before it was compressed.
+
+Compensation (`edkm_cli.initialize.compensate`) makes up for errors inside one matrix. Errors of a decoder layer's matrices
+can also make up for one another, and for those of the layers before: so each layer is compensated and then trained for
+a few small steps, weights, LUT entries and norms, to map the inputs that it now gets to the outputs that it had for the
+inputs it used to get (block-wise reconstruction: BRECQ, arXiv 2102.05426; EfficientQAT, arXiv 2407.11062). Then
+the next layer. Gradients pass the rounding straight through, as in training.
+
+The loss is the squared error relative to the squared norm, token by token: the first tokens of a text have activations a
+thousand times as large as all others and would be all that counts.
+
+Only one decoder layer trains at a time, and of the text only the hidden states at its two ends are kept. No second model is
+needed: until a layer is compensated, its weights are those of the uncompressed model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.config import UserError
+from edkm_cli.distributed import ALONE, World
+from edkm_cli.initialize.compensate import Compensation
+from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.precision import bfloat16_products
+from edkm_cli.progress import Track, no_progress
+
+# Highest learning rates of Adam, by the root mean square of what is trained: models differ tenfold in the size of their
+# weights. A weight crosses half the gap of a 3-bit table in some fifty steps; an entry moves many weights at once.
+_WEIGHTS_RATE, _LUTS_RATE, _REST_RATE = 5e-3, 1e-3, 5e-3
+_BETAS = (0.9, 0.95)
+_WARMUP = 0.1
+
+
+class _Reached(Exception):
+    """Leaves a forward pass that is only wanted for the inputs of the first decoder layer."""
+
+
+def reconstruct(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    passes: int = 2,
+    seed: int = 0,
+    world: World = ALONE,
+    track: Track = no_progress,
+    compensation: Callable[..., None] | None = None,
+    at_most_layers: int | None = None,
+    at_most_steps: int | None = None,
+) -> None:
+    """Compensate and train all `ClusteredLinear` layers of a causal LM, decoder layer by decoder layer, in place.
+
+    Layers outside of the decoder's list keep their weights. Several processes all do the same, and take the first
+    one's result.
+
+    Args:
+        model: with `ClusteredLinear` layers whose weights are those of the uncompressed model, in mode
+            `straight-through`, not sharded, without low-rank updates.
+        batches: token ids, (1, sequence) int64, all of one shape, the same on all processes. Kept are three hidden
+            states of each token.
+        passes: how often each layer's training goes over the text; 0 compensates only.
+        seed: of the order of the text.
+        compensation: a hook before each clustered layer in place of `Compensation`, for a rehearsal.
+        at_most_layers, at_most_steps: stop early, for a rehearsal: a number of decoder layers, of steps in each.
+
+    Raises UserError if the loss is not finite, or the model does not name its decoder layers.
+    """
+    blocks = list(decoder_blocks(model).values())
+    texts = [batch.to(world.device) for batch in batches]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), bfloat16_products():
+        arguments = _arguments(model, blocks, texts[0])
+        exact = [_entering(model, blocks[0], text) for text in texts]
+    compressed = exact
+    order = torch.Generator().manual_seed(seed)
+    count = len(blocks[:at_most_layers])
+    for index in track(range(count), "reconstruction", count):
+        block = _Block(blocks[index], arguments[index])
+        with bfloat16_products():
+            exact = block.outputs(exact, dense=True)
+            block.compensate(compressed, compensation or Compensation(world))
+            picks = [*_picks(len(texts), passes, order)][:at_most_steps]
+            block.fit(compressed, exact, picks)
+            for parameter in block.module.parameters():
+                world.broadcast(parameter.data)  # processors may differ in the last bit
+            compressed = block.outputs(compressed)
+    model.train(was_training)
+
+
+def _arguments(model: Any, blocks: list[nn.Module], text: Tensor) -> list[dict[str, Any]]:
+    """What each decoder layer is called with besides the hidden states: positions and masks, the same for every text of a
+    shape."""
+    seen: dict[nn.Module, dict[str, Any]] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[module] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+    handles = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
+    try:
+        model(input_ids=text, use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [seen[block] for block in blocks]
+
+
+def _entering(model: Any, first: nn.Module, text: Tensor) -> Tensor:
+    """The hidden states (1, sequence, hidden) that enter the first decoder layer."""
+    seen: list[Tensor] = []
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        raise _Reached
+
+    handle = first.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        model(input_ids=text, use_cache=False, logits_to_keep=1)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+class _Block:
+    """One decoder layer and how to call it."""
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]):
+        self.module, self._arguments = module, arguments
+        self._layers: list[ClusteredLinear] = list(clustered_layers(module).values())
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        output = self.module(hidden, **self._arguments)
+        return output[0] if isinstance(output, tuple) else output
+
+    @torch.no_grad()
+    def outputs(self, hidden: list[Tensor], *, dense: bool = False) -> list[Tensor]:
+        """Of the compressed layer, or with `dense` of the weights as they are."""
+        self.module.eval()
+        for layer in self._layers:
+            layer.dense = dense
+        try:
+            return [self._run(x) for x in hidden]
+        finally:
+            for layer in self._layers:
+                layer.dense = False
+
+    @torch.no_grad()
+    def compensate(self, hidden: list[Tensor], compensation: Callable[..., None]) -> None:
+        """`edkm_cli.initialize.compensate` on the inputs that the layer gets now."""
+        handles = [layer.register_forward_pre_hook(compensation) for layer in self._layers]
+        try:
+            self._run(torch.cat(hidden))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def fit(self, hidden: list[Tensor], wanted: list[Tensor], picks: list[int]) -> None:
+        """Train weights, tables, norms and biases, one of the texts a step."""
+        if not picks or not self._layers:
+            return
+        kept = [(parameter, parameter.requires_grad, parameter.dtype) for parameter in self.module.parameters()]
+        for parameter, _, _ in kept:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.float()  # 16 bits would swallow small steps
+        groups = self._parameters()
+        for group in groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(True)
+        fused = None if hidden[0].is_meta else True  # a step needs no memory of its own
+        optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=fused)
+        self.module.train()
+        for step, pick in enumerate(picks):
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * _rate_factor(step, len(picks))
+            with torch.enable_grad():
+                loss = relative_error(self._run(hidden[pick].float()), wanted[pick].float())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.module.eval()
+        if not loss.is_meta and not math.isfinite(loss.item()):
+            raise UserError(
+                "the reconstruction of a decoder layer must stay finite, but its error is not; use --start compensated"
+            )
+        for parameter, flag, dtype in kept:
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(flag)
+
+    def _parameters(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, one for each parameter: clustered weights, their tables, norms and biases. Linears that
+        were skipped keep their weights."""
+        rates = {id(layer.weight): _WEIGHTS_RATE for layer in self._layers}
+        rates |= {id(layer.centroids): _LUTS_RATE for layer in self._layers}
+        trained = [p for p in self.module.parameters() if id(p) in rates or p.dim() == 1]
+        return [{"params": [p], "peak": rates.get(id(p), _REST_RATE) * _size(p)} for p in trained]
+
+
+def _size(parameter: Tensor) -> float:
+    """The root mean square; 1 on the meta device, which has none."""
+    return 1.0 if parameter.is_meta else float(parameter.detach().float().square().mean().sqrt())
+
+
+def relative_error(output: Tensor, wanted: Tensor) -> Tensor:
+    """Squared error by squared norm of each token's hidden state, averaged over tokens; both (batch, sequence, hidden)."""
+    error = (output - wanted).square().sum(-1)
+    return (error / wanted.square().sum(-1).clamp_min(1e-12)).mean()
+
+
+def _picks(count: int, passes: int, order: torch.Generator) -> Iterator[int]:
+    for _ in range(passes):
+        yield from torch.randperm(count, generator=order, device="cpu").tolist()
+
+
+def _rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine to a twentieth."""
+    warm = max(1, round(_WARMUP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))

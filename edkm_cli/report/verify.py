@@ -1,0 +1,93 @@
+"""`edkm inspect --verify`: is every byte of a checkpoint what export wrote, and does it say the truth about itself?
+
+`edkm_cli.hf.check_checkpoint` looks at headers and checksums. Here the tensors are read, too: each must have the sha256
+and the statistics that export recorded in tensors.json, tables must be finite and ascending, padding zero, and the sizes
+in report.json those of the files. What is not recorded cannot be verified, and that is said, too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.evaluate.size import footprint
+from edkm_cli.export.record import RECORD, tensor_record
+from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json
+from edkm_cli.hf import check_checkpoint, read_config, skeleton
+from edkm_cli.models import weight_files_bytes
+from edkm_cli.nn.palettized import PalettizedLinear
+from edkm_cli.packing import unpack
+
+_REMEDY = "copy or export the checkpoint again"
+
+
+def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Read a whole checkpoint and compare it with what export recorded; returns the counts of what was compared.
+
+    Raises UserError naming the first thing that differs, or the record that is missing.
+    """
+    directory = Path(directory)
+    spec = check_checkpoint(directory, trust_remote_code=trust_remote_code)
+    for name in (CHECKSUMS, RECORD):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory} holds no {name}, so it cannot be verified; {_REMEDY}")
+    recorded = read_json(directory / RECORD, remedy=_REMEDY)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    model = skeleton(config, spec, trust_remote_code=trust_remote_code)
+    modules = dict(model.named_modules())
+    found = 0
+    for file in sorted(directory.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                tensor = opened.get_tensor(name)
+                if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
+                    raise UserError(
+                        f"{file}: {name[:100]} is not the tensor that export recorded in {RECORD}; {_REMEDY}"
+                    )
+                _check_values(file, name, tensor, modules.get(name.rpartition(".")[0]), spec)
+                found += 1
+    if found != len(recorded):
+        raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {found}; {_REMEDY}")
+    compared = _check_report(directory, model)
+    return {"tensors": found, "report": compared}
+
+
+def _check_values(file: Path, name: str, tensor: Tensor, module: Any, spec: QuantizationSpec) -> None:
+    """What holds for tensors of any checkpoint, whoever recorded them."""
+    leaf = name.rpartition(".")[2]
+    if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+        raise UserError(f"{file}: {name} must be finite, but holds NaN or Inf; {_REMEDY}")
+    if leaf == "lut" and isinstance(module, PalettizedLinear):
+        values = tensor.float()
+        if not bool((values[:, 1:] >= values[:, :-1]).all()):
+            raise UserError(f"{file}: the entries of {name} must ascend, but do not; {_REMEDY}")
+    if leaf == "indices" and module is not None:
+        columns = module.in_features if isinstance(module, PalettizedLinear) else module.columns
+        used = columns * module.bits % 8
+        if used and bool((tensor[:, -1] >> used).any()):
+            raise UserError(f"{file}: the last bits of the rows of {name} must be zero, but are not; {_REMEDY}")
+        if not isinstance(module, PalettizedLinear) and not bool(unpack(tensor, module.bits, columns).all()):
+            raise UserError(f"{file}: {name} holds index 0, which an embedding does not use; {_REMEDY}")
+
+
+def _check_report(directory: Path, model: Any) -> bool:
+    """Compare the sizes in report.json with the files'; False where there is no report."""
+    if not (directory / "report.json").is_file():
+        return False
+    report = read_json(directory / "report.json", remedy=_REMEDY)
+    size = footprint(model)
+    facts = {
+        "weights_bytes": weight_files_bytes(directory),
+        "decoder_bits_per_weight": size.decoder_bits_per_weight,
+        "model_bits_per_weight": size.model_bits_per_weight,
+    }
+    for key, actual in facts.items():
+        said = report.get(key)
+        if not isinstance(said, (int, float)) or abs(said - actual) > 1e-6 * actual:
+            raise UserError(f"{directory / 'report.json'} says {key} {str(said)[:40]}, but it is {actual}; {_REMEDY}")
+    return True

@@ -1,0 +1,40 @@
+"""--json: nothing that is no regular file is replaced, and the result is printed whatever happens to the file."""
+
+import json
+import os
+
+import pytest
+
+from edkm_cli.cli.options import check_json_target, finish
+from edkm_cli.config import UserError
+from edkm_cli.format import json_text
+
+
+def test_a_pipe_is_written_to_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_json_target(pipe)
+    finish("text", {"a": 1}, pipe)
+    assert json.loads(os.read(reader, 1000)) == {"a": 1}
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    check_json_target(tmp_path / "link.json")
+    finish("text", {"a": 1}, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
+
+
+def test_the_result_is_printed_where_the_file_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(UserError, match="printed above"):
+        finish("the result", {"a": 1}, tmp_path / "gone" / "file.json")
+    assert "the result" in capsys.readouterr().out
+
+
+def test_what_is_not_finite_is_null():
+    assert json.loads(json_text({"a": [float("nan"), 1.0], "b": float("inf")})) == {"a": [None, 1.0], "b": None}

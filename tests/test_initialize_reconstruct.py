@@ -1,0 +1,116 @@
+"""The reconstructed start against its compensated one, on layers whose outputs can be computed by hand."""
+
+import copy
+
+import pytest
+import torch
+
+from edkm_cli.clustering import snap
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.initialize.compensate import compensate
+from edkm_cli.initialize.reconstruct import reconstruct, relative_error
+from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.preflight import choose_start
+from helpers import cluster, tiny_llama, tiny_qwen
+
+
+def texts(count=4, length=32):
+    return list(torch.randint(0, 257, (count, 1, length), generator=torch.Generator().manual_seed(0)))
+
+
+def outputs(model, ids):
+    """Hidden states after each decoder layer."""
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[1:-1]
+
+
+def clustered(dense, **options):
+    return cluster(copy.deepcopy(dense), granularity="row:1", embedding_bits=None, **options)[0]
+
+
+@pytest.mark.parametrize("family", [tiny_llama, tiny_qwen])
+def test_the_first_layer_comes_closer_to_what_it_gave_before(family):
+    dense = family(hidden=32, inner=64) if family is tiny_llama else family()
+    fitted, compensated = clustered(dense), clustered(dense)
+    compensate(compensated, texts())
+    reconstruct(fitted, texts(), passes=6)
+    ids = torch.cat(texts())
+    wanted, ours, theirs = outputs(dense, ids)[0], outputs(fitted, ids)[0], outputs(compensated, ids)[0]
+    assert relative_error(ours, wanted) < 0.95 * relative_error(theirs, wanted)
+
+
+def test_without_passes_it_is_compensation_layer_by_layer():
+    dense = tiny_llama(hidden=32, inner=64)
+    fitted, compensated = clustered(dense), clustered(dense)
+    compensate(compensated, texts())
+    reconstruct(fitted, texts(), passes=0)
+    for one, other in zip(clustered_layers(fitted).values(), clustered_layers(compensated).values(), strict=True):
+        # Products of bfloat16 factors move a weight here and there; what is chosen stays the same nearly everywhere.
+        same = snap(one.weight, one.centroids, granularity="row:1") == snap(
+            other.weight, other.centroids, granularity="row:1"
+        )
+        assert same.float().mean() > 0.9
+
+
+def test_tables_and_norms_train_and_flags_and_dtypes_are_given_back():
+    model = clustered(tiny_llama(hidden=32, inner=64))
+    before = {name: (p.detach().clone(), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    model.train()
+    reconstruct(model, texts(), passes=1)
+    assert model.training
+    for name, parameter in model.named_parameters():
+        value, flag, dtype = before[name]
+        assert (parameter.requires_grad, parameter.dtype, parameter.grad) == (flag, dtype, None)
+        inside = "layers." in name
+        assert torch.equal(value, parameter) != inside, name
+
+
+def test_the_same_seed_gives_the_same_weights():
+    dense = tiny_llama()
+    states = []
+    for seed in (1, 1, 2):
+        model = clustered(dense)
+        reconstruct(model, texts(), passes=1, seed=seed)
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_weights_in_16_bits_train_in_float32_and_are_stored_as_they_were():
+    model = clustered(tiny_llama().to(torch.bfloat16))
+    reconstruct(model, texts(), passes=1)
+    assert {layer.weight.dtype for layer in clustered_layers(model).values()} == {torch.bfloat16}
+    assert {layer.centroids.dtype for layer in clustered_layers(model).values()} == {torch.float32}
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = clustered(tiny_llama())
+    model.model.layers[0].input_layernorm.weight.data.fill_(float("inf"))
+    with pytest.raises(UserError, match="finite"):
+        reconstruct(model, texts(), passes=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharded", "start"),
+    [
+        ({"steps": 0}, False, "reconstructed"),
+        ({"steps": 0}, True, "compensated"),
+        ({}, False, "compensated"),
+        ({"mode": "soft", "iterations": 0}, False, "compensated"),
+        ({"mode": "soft"}, False, "kmeans"),
+        ({"lora_rank": 4}, False, "kmeans"),
+        ({"start": "kmeans"}, False, "kmeans"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_best_start_that_a_run_can_have(changes, sharded, start):
+    assert choose_start(CompressConfig(**changes), sharded=sharded) == start
+
+
+def test_a_reconstruction_that_cannot_be_had_is_refused_before_the_run():
+    with pytest.raises(UserError, match="use --start compensated"):
+        choose_start(CompressConfig(start="reconstructed"), sharded=True)
+    with pytest.raises(UserError, match="straight-through"):
+        CompressConfig(start="reconstructed", mode="hard")
+    with pytest.raises(UserError, match="LoRA keeps"):
+        CompressConfig(start="reconstructed", lora_rank=4)

@@ -1,0 +1,23 @@
+"""What is not finite is never saved."""
+
+import pytest
+import torch
+from torch import nn
+
+from edkm_cli.errors import UserError
+from edkm_cli.train.state import Checkpoints
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_state_is_refused_and_the_last_good_one_stays(value, tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model, optimizer)
+    with torch.no_grad():
+        model.weight[1, 2] = value
+    with pytest.raises(UserError, match=r"parameter\.weight is not.*step-000001 is kept"):
+        checkpoints.save(2, model, optimizer)
+    fresh = nn.Linear(3, 2)
+    assert checkpoints.load_newest(fresh, torch.optim.AdamW(fresh.parameters())) == 1
+    assert bool(fresh.weight.isfinite().all())
