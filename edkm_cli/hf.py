@@ -163,6 +163,8 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
             f"{directory} must be a checkpoint written by edkm compress, but its config.json says otherwise"
         )
     verify_checksums(directory)
+    if (directory / "generation_config.json").is_file():  # transformers reads it together with the weights
+        read_json(directory / "generation_config.json", remedy=_AGAIN)
     stored = stored_tensors(directory)
     expected = expected_tensors(directory, spec, limit=len(stored), trust_remote_code=trust_remote_code)
     for name in sorted(expected.keys() | stored.keys()):

@@ -73,6 +73,10 @@ def _check(found: Tensor, x: Tensor, dense: Tensor) -> None:
         raise RuntimeError(f"a packed product is wrong by {error}, more than rounding explains ({limit})")
 
 
+def _flags(**values: Sequence[Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, given in values.items() for value in given)
+
+
 def _copy_bytes_per_second(place: torch.device) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
@@ -124,7 +128,8 @@ def bench_runtime(
                     )
                     log(_line(rows[-1]))
     return {
-        "command": "edkm bench runtime",
+        "command": "edkm bench runtime "
+        + _flags(shape=shapes, tokens=tokens, bits=bits, granularity=granularities, dtype=dtypes),
         "rows": rows,
         "copy_bytes_per_second": copied,
         "versions": versions(),
