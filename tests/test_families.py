@@ -32,7 +32,7 @@ def check(model_type, dtype, folder):
         written = loaded.generate(ids[:1], max_new_tokens=2, min_new_tokens=2, do_sample=False)
         assert written.shape == (1, 19)
         loaded.dequantize()
-        assert torch.equal(loaded(ids).logits, snapped)
+        assert (loaded(ids).logits.float() - snapped.float()).norm() <= limit * snapped.float().norm()
 
 
 @pytest.mark.parametrize("model_type", FAST)
