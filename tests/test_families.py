@@ -24,9 +24,11 @@ def check(model_type, dtype, folder):
         snapped = clustered(ids).logits
         loaded = hf.load(export(clustered, spec, folder / "out"), dtype=dtype)
         assert is_tied(loaded) is tied
-        assert torch.equal(loaded(ids).logits, snapped)
+        packed = loaded(ids).logits  # sums in another order than the dense model's
+        limit = 1e-4 if dtype == torch.float32 else 0.05
+        assert (packed.float() - snapped.float()).norm() <= limit * snapped.float().norm()
         loaded.save_pretrained(folder / "again")
-        assert torch.equal(hf.load(folder / "again", dtype=dtype)(ids).logits, snapped)
+        assert torch.equal(hf.load(folder / "again", dtype=dtype)(ids).logits, packed)
         written = loaded.generate(ids[:1], max_new_tokens=2, min_new_tokens=2, do_sample=False)
         assert written.shape == (1, 19)
         loaded.dequantize()
