@@ -204,7 +204,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor, gathered on all processes where it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if tensor.dtype == torch.uint16:  # gloo moves no numbers of this type
+        from torch.distributed.tensor import DTensor
+
+        mine: Any = tensor
+        wide = mine.to_local().to(torch.int32)
+        whole = DTensor.from_local(
+            wide, mine.device_mesh, mine.placements, shape=mine.shape, stride=mine.stride(), run_check=False
+        )
+        return whole.full_tensor().to(torch.uint16)
+    return tensor.full_tensor()
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def evaluate_model(
             result |= {key: getattr(measured, key) for key in ("kl_per_token", "top1_agreement")}
     # A dense model is measured in `dtype`, but it weighs what its files do.
     compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
-    stored = 1.0 if compressed else (models.stored_bytes(source) or size.weights_bytes) / size.weights_bytes
+    stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
     result |= {
         "dtype": dtype,
         "device": device,
@@ -107,3 +107,15 @@ def evaluate_model(
     result["seconds"] = time.perf_counter() - start
     result["peak_memory_bytes"] = peak_memory_bytes(device)
     return result
+
+
+def _tensor_bytes(source: models.ModelSource) -> int | None:
+    """Bytes of the tensors in a model's files on this machine, without headers; None for a hub model."""
+    stored, path = models.stored_bytes(source), source.path
+    if stored is None or path is None or path.is_file():
+        return stored
+    headers = 0
+    for file in path.glob("*.safetensors"):
+        with open(file, "rb") as opened:
+            headers += 8 + int.from_bytes(opened.read(8), "little")
+    return stored - headers
