@@ -196,7 +196,7 @@ def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
         text=True,
     )
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (out / "edkm_save_every=1.partial" / "checkpoints" / "step-000001").is_dir():
+    while not [*(out / "edkm_save_every=1.partial" / "checkpoints").glob("step-*")]:  # the first is soon replaced
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)

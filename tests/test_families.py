@@ -1,4 +1,4 @@
-"""Every family of models: read whole, swapped, exported, loaded and decoded again with the same logits to the bit."""
+"""Every family of models: read whole, swapped, exported, loaded and decoded again, the same tensors and logits."""
 
 import pytest
 import torch
@@ -15,17 +15,20 @@ def check(model_type, dtype, folder):
     model = family(model_type, dtype)
     tied = is_tied(model)
     ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
+    limit = 1e-4 if dtype == torch.float32 else 0.05
     model.save_pretrained(folder / "dense")
     with torch.no_grad():
         original = model(ids).logits
         dense = models.load_dense(models.resolve(str(folder / "dense")), dtype=str(dtype).removeprefix("torch."))
-        assert torch.equal(dense(ids).logits, original)
+        read = dense.state_dict()
+        assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+        # Where a tensor lies in memory may decide how experts' products are summed.
+        assert (dense(ids).logits.float() - original.float()).norm() <= limit * original.float().norm()
         clustered, spec = cluster(dense)
         snapped = clustered(ids).logits
         loaded = hf.load(export(clustered, spec, folder / "out"), dtype=dtype)
         assert is_tied(loaded) is tied
         packed = loaded(ids).logits  # sums in another order than the dense model's
-        limit = 1e-4 if dtype == torch.float32 else 0.05
         assert (packed.float() - snapped.float()).norm() <= limit * snapped.float().norm()
         loaded.save_pretrained(folder / "again")
         assert torch.equal(hf.load(folder / "again", dtype=dtype)(ids).logits, packed)
