@@ -214,7 +214,7 @@ def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
 def test_the_command_prints_the_table_and_writes_json_and_figures(one_process, model_directory, text_file, tmp_path):
     pytest.importorskip("matplotlib")
     status, text, error = run("compare", "--model", model_directory, "--methods", "fp16,rtn:group-size=0", "--data",
-                              text_file, "--eval-data", text_file, "--context", 32, "--eval-windows", 3, "--device",
+                              text_file, "--context", 32, "--eval-windows", 3, "--device",
                               "cpu", "-o", tmp_path / "out", "--json", tmp_path / "c.json")  # fmt: skip
     assert status == 0, error
     result = json.loads((tmp_path / "c.json").read_text())
