@@ -102,4 +102,7 @@ def _run(arguments):
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        runpy.run_path("/dev/stdin" if arguments[0] == "-" else arguments[0], run_name="__main__")
+        if arguments[0] == "-":
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})  # noqa: S102 - what python - does
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")

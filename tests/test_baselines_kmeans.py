@@ -9,6 +9,7 @@ from edkm_cli.baselines import dkm, kmeans
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.nn.swap import decoder_bits_per_weight, plan_swaps
 from edkm_cli.preflight import calibration_batches
 from edkm_cli.train.losses import next_token_loss
@@ -62,9 +63,8 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
 )
 def test_tables_are_counted_as_for_our_own_checkpoints(method, granularity, lut_dtype):
     model = tiny_llama()
-    expected = decoder_bits_per_weight(
-        plan_swaps(model, embedding_bits=None), bits=3, granularity=granularity, lut_dtype=lut_dtype
-    )
+    spec = QuantizationSpec(3, granularity, lut_dtype, None)
+    expected = decoder_bits_per_weight(plan_swaps(model, embedding_bits=None), spec)
     options = {"steps": 0} if method is dkm else {"importance": "none"}
     outcome = method.quantize(model, texts(1), bits=3, granularity=granularity, lut_dtype=lut_dtype, **options)
     assert outcome.bits_per_weight == pytest.approx(expected)

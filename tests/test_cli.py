@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
+from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, run, tiny_llama
 from processes import PATIENCE_SECONDS
 
 
@@ -154,6 +154,7 @@ class TestErrors:
     def test_damaged_checkpoints(self, tmp_path):
         model, spec = cluster(tiny_llama())
         directory = export(model, spec, tmp_path / "one")
+        byte_tokenizer().save_pretrained(directory)
         file = directory / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
         for command in ("inspect", "eval", "generate"):

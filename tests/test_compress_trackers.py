@@ -69,4 +69,4 @@ def test_a_missing_package_is_one_line_before_any_work(model_directory, text_fil
 
 def test_an_unknown_tracker_is_named(model_directory, text_file, tmp_path):
     line = refused(*compress_arguments(model_directory, text_file, tmp_path / "out", "--log-with", "paper"))
-    assert "log_with must be of tensorboard, wandb, got 'paper'" in line
+    assert "log_with must be one of tensorboard, wandb, got 'paper'" in line

@@ -23,7 +23,7 @@ def files_of(directory):
     return {
         path.name: path.read_bytes()
         for path in directory.iterdir()
-        if path.suffix in (".safetensors", ".json") and path.name != "checksums.json"
+        if path.suffix in (".safetensors", ".json") and path.name not in ("checksums.json", "tensors.json")
     }
 
 
