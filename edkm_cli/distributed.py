@@ -206,7 +206,7 @@ def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor, gathered on all processes where it is sharded."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    if tensor.dtype == torch.uint16:  # gloo moves no numbers of this type
+    if tensor.dtype in (torch.int16, torch.uint16):  # gloo moves no numbers of these types
         from torch.distributed.tensor import DTensor
 
         mine: Any = tensor
@@ -214,7 +214,7 @@ def full(tensor: Tensor) -> Tensor:
         whole = DTensor.from_local(
             wide, mine.device_mesh, mine.placements, shape=mine.shape, stride=mine.stride(), run_check=False
         )
-        return whole.full_tensor().to(torch.uint16)
+        return whole.full_tensor().to(tensor.dtype)
     return tensor.full_tensor()
 
 

@@ -91,7 +91,7 @@ def test_a_finished_run(copied, tmp_path):
     assert all(chart.get("role") == "img" and chart.get("aria-label") for chart in charts)
     assert "hard loss" in content
     tables = [caption.text for caption in tree.iter("caption")]
-    for name in ("Perplexity by stage", "Bytes by part", "Relative squared error", "LUT entries"):
+    for name in ("Perplexity by stage", "Bytes by part", "Relative squared error", "Table entries"):
         assert name in tables  # every figure has its table
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["finished"]

@@ -185,7 +185,8 @@ def training_section(run: RunFiles) -> Markup | None:
 
 def _objective(settings: Mapping[str, Any]) -> str:
     """What a run was trained on, in words."""
-    labels, hidden = (float(settings.get(name) or 0) for name in ("label_weight", "hidden_weight"))
+    given = (settings.get(name) for name in ("label_weight", "hidden_weight"))
+    labels, hidden = (value if isinstance(value, (int, float)) else 0 for value in given)
     if not settings.get("distill", True):
         return "the next-token loss"
     terms = ["the KL divergence from the original's predictions"]
