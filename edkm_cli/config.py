@@ -116,8 +116,8 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "reconstructed with --steps 0 in mode straight-through without LoRA or sharding; compensated where "
-            "lookup tables are trained by gradient otherwise; else kmeans",
+            "auto": "reconstructed with --steps 0 and --data self, in mode straight-through without LoRA or sharding; "
+            "compensated where lookup tables are trained by gradient otherwise; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
             "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",

@@ -292,8 +292,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; before further
-    training it has not been measured yet.
+    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; it has been
+    measured on text that the model wrote itself and without further training, so `auto` takes it there only.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
@@ -305,7 +305,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     if not trains_luts(config.mode, config.iterations) or config.lora_rank:
         return "kmeans"
     whole = config.mode == "straight-through" and not sharded
-    return "reconstructed" if whole and not config.steps else "compensated"
+    measured = not config.steps and set(config.data) == {data.SELF}
+    return "reconstructed" if whole and measured else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

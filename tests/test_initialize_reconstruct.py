@@ -93,8 +93,9 @@ def test_weights_that_are_not_finite_are_refused():
 @pytest.mark.parametrize(
     ("changes", "sharded", "start"),
     [
-        ({"steps": 0}, False, "reconstructed"),
-        ({"steps": 0}, True, "compensated"),
+        ({"steps": 0, "data": ("self",)}, False, "reconstructed"),
+        ({"steps": 0, "data": ("self",)}, True, "compensated"),
+        ({"steps": 0}, False, "compensated"),
         ({}, False, "compensated"),
         ({"mode": "soft", "iterations": 0}, False, "compensated"),
         ({"mode": "soft"}, False, "kmeans"),
