@@ -13,7 +13,7 @@ from edkm_cli.cli.bench import ablate_command, bench_clustering_command, bench_r
 from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_command, report_command
 from edkm_cli.cli.compare import compare_command
 from edkm_cli.cli.compress import compress_command
-from edkm_cli.cli.options import RANK, first_process
+from edkm_cli.cli.options import first_process, rank
 from edkm_cli.errors import PeerLost, Preempted, UserError
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def root(
 
 
 def _speaker() -> str:
-    return "" if first_process() else f" (process {RANK})"
+    return "" if first_process() else f" (process {rank()})"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -38,7 +38,6 @@ _CONFIG_FILE = Annotated[
         show_default=False,
     ),
 ]
-RANK = os.environ.get("RANK", "")
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
@@ -135,7 +134,13 @@ def _shown(default: Any) -> str:
 
 def first_process() -> bool:
     """Whether this process speaks to the user: the only one, or the first of those that torchrun started."""
-    return RANK in ("", "0")
+    return rank() in ("", "0")
+
+
+def rank() -> str:
+    """Number of this process among those of torchrun, and an empty string without it. Read at each call: a process
+    forked from one that imported this module has a number of its own."""
+    return os.environ.get("RANK", "")
 
 
 def require_model(model: str) -> None:
