@@ -96,7 +96,12 @@ class PalettizedLinear(_Packed):
         buffers = self._buffers
         lut: Any = buffers["lut"] if "lut_scale" not in buffers else self._scaled_table()
         kept = self._kept
-        if kept is None or kept.indices is not buffers["indices"] or kept.table is not lut or kept.bias is not self.bias:
+        if (
+            kept is None
+            or kept.indices is not buffers["indices"]
+            or kept.table is not lut
+            or kept.bias is not self.bias
+        ):
             kept = self._kept = Packed(self.indices, lut, self.bias, self.bits, self.tile)
         return kept
 
@@ -318,9 +323,10 @@ class PalettizedHead(_RowScaled):
         indices, scale, bias, bits, _ = packed = self.packed()
         if indices.device != x.device:  # a device map may part it from the embedding
             indices, scale = indices.to(x.device), scale.to(x.device)
-        elif not torch.compiler.is_compiling():
-            if (outs := self._ready.product(x, (packed,), self.columns)) is not None:
-                return outs[0]
+            packed = Packed(indices, scale, bias, bits, None)
+        outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.columns)
+        if outs is not None:
+            return outs[0]
         return row_scaled_linear(x, indices, scale, bias, bits=bits)
 
 
