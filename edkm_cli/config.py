@@ -110,6 +110,12 @@ class CompressConfig:
         COMPRESSION,
         choices={"gradient": "squared gradients of the loss", "activation": "squared inputs", "none": "nothing"},
     )
+    centroid_weighting: str = setting(
+        "importance",
+        "What weighs each weight in the clustering updates (--iterations) of modes hard and soft.",
+        COMPRESSION,
+        choices={"importance": "what --importance measures", "uniform": "nothing, as in the papers"},
+    )
     calibration_tokens: int = setting(4096, "Training tokens used to measure the importance.", COMPRESSION, minimum=2)
     start: str = setting(
         "auto",
@@ -117,7 +123,7 @@ class CompressConfig:
         COMPRESSION,
         choices={
             "auto": "reconstructed with --steps 0 and --data self, in mode straight-through without LoRA or sharding; "
-            "compensated where lookup tables are trained by gradient otherwise; else kmeans",
+            "compensated where lookup tables are trained by gradient otherwise, or updated by importance; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
             "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",

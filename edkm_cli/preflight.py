@@ -291,8 +291,8 @@ def calibration_batches(
 def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
-    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; it has been
+    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
+    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; it has been
     measured on text that the model wrote itself and without further training, so `auto` takes it there only.
     """
     if config.start == "reconstructed" and sharded:
@@ -302,7 +302,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
         )
     if config.start != "auto":
         return config.start
-    if not trains_luts(config.mode, config.iterations) or config.lora_rank:
+    weighted = config.centroid_weighting == "importance" and config.importance != "none"
+    if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     whole = config.mode == "straight-through" and not sharded
     measured = not config.steps and set(config.data) == {data.SELF}

@@ -57,6 +57,7 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
             layer.clustering,
             temperature=layer.temperature,
             name=layer.name,
+            importance=layer.importance,
         )
         # peft asks the wrapped layer for its shape; a linear without memory answers, and nothing stays wrapped.
         LoraLayer.__init__(self, nn.Linear(self.in_features, self.out_features, bias=False, device="meta"))
@@ -80,6 +81,7 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
             self.clustering,
             temperature=self.temperature,
             name=self.name,
+            importance=self.importance,
         )
         return layer.train(self.training)
 
