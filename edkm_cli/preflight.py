@@ -298,8 +298,9 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; it has been
-    measured on text that the model wrote itself and without further training, so `auto` takes it there only.
+    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are
+    whole; it has been measured on text that the model wrote itself and without further training, so `auto` takes it
+    there only.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(

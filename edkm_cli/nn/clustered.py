@@ -111,7 +111,8 @@ class ClusteredLinear(nn.Module):
     ) -> ClusteredLinear:
         """Take over a linear's parameters; centroids start at the importance-weighted k-means of its weight.
 
-        `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles that do not fit.
+        `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles
+        that do not fit.
         """
         centroids = kmeans_start(
             linear.weight.detach(),
