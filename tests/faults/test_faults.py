@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from faulty import Fault, command
 
+from edkm_cli.environment import hardware, versions
 from edkm_cli.report.verify import verify_checkpoint
 from helpers import assert_same_run, settings, weights_of
 from processes import PATIENCE_SECONDS, together, wait_for_steps
@@ -61,6 +62,15 @@ class Bench:
         assert status == 0
         self.names = json.loads((folder / "names.json").read_text())
         self.rows = []
+
+    def note(self, **row):
+        """A row of the table, which is written at once."""
+        self.rows.append(row)
+        target = os.environ.get("EDKM_FAULTS_JSON")
+        if target:
+            held = sum(row["held"] for row in self.rows)
+            facts = {"points": len(self.rows), "held": held, "versions": versions(), "hardware": hardware()}
+            Path(target).write_text(json.dumps({**facts, "rows": self.rows}, indent=1) + "\n")
 
     def begin(self, output, fault=None, *, model=None, record=None):
         log = self.folder / f"{output.name}.log"
@@ -117,11 +127,7 @@ def everyone(fork_server):
 
 @pytest.fixture(scope="module")
 def bench(everyone, model_directory, text_file, tmp_path_factory):
-    found = Bench(everyone, model_directory, text_file, tmp_path_factory.mktemp("faults"))
-    yield found
-    target = os.environ.get("EDKM_FAULTS_JSON")
-    if target:
-        Path(target).write_text(json.dumps({"points": len(found.rows), "rows": found.rows}, indent=1) + "\n")
+    return Bench(everyone, model_directory, text_file, tmp_path_factory.mktemp("faults"))
 
 
 def drawn():
@@ -137,10 +143,12 @@ def test_a_fault_loses_nothing_and_a_resumed_run_ends_the_same(bench, tmp_path, 
     draw = random.Random(f"{kind} {number}")
     output = bench.folder / f"{list(POINTS).index(kind)}-{number}"
     inject = globals()["_" + "_".join(kind.replace(",", "").replace("-", " ").split())]
-    status, line = inject(bench, output, draw, number)
-    bench.rows.append(
-        {"fault": kind, "number": number, "exit_status": status, "said": line.replace(str(bench.folder), "")}
-    )
+    try:
+        status, line = inject(bench, output, draw, number)
+    except AssertionError as error:
+        bench.note(fault=kind, number=number, held=False, line=str(error)[-1000:])
+        raise
+    bench.note(fault=kind, number=number, held=True, exit_status=status, line=line.replace(str(bench.folder), ""))
 
 
 def _simple(bench, output, fault, statuses):
