@@ -241,21 +241,29 @@ def needed_tokens(plan: RunPlan) -> int:
     return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
 
 
-def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | None = None) -> data.Documents:
-    """A text that perplexities are measured on: `name` of --eval-data, or the held-out part of the first --data."""
-    source = data.parse_source(name or config.data[0], "--eval-data" if name else "--data")
-    split = data.measured_split(source) if name else "test"
-    if name:
-        data.require_apart(data.parse_sources(list(config.data)), source)
+def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, data.Documents]:
+    """The texts that are measured, by name: each --eval-data, or the held-out part of the first --data.
+
+    A text that is yet to be written by the model cannot be measured on: Python's documentation takes its place.
+
+    Raises UserError where one cannot be had, or is trained on.
+    """
+    trained = data.parse_sources(list(config.data))
+    names = config.eval_data or ((data.BUILTIN,) if trained[0].needs_model else ())
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
-    return data.documents_of(
-        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
-    )
-
-
-def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
-    """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
-    return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
+    found = {}
+    for name in names or config.data[:1]:
+        source = data.parse_source(name, "--eval-data" if names else "--data")
+        if names:
+            data.require_apart(trained, source)
+        found[name if names else f"held-out part of {name}"] = data.documents_of(
+            source,
+            data.measured_split(source) if names else "test",
+            tokenizer=tokenizer,
+            reading=data_options(config).reading,
+            characters=needed,
+        )
+    return found
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
