@@ -241,24 +241,27 @@ def needed_tokens(plan: RunPlan) -> int:
     return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
 
 
+def evaluation_names(config: CompressConfig) -> dict[str, str]:
+    """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
+    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place."""
+    own = data.parse_source(config.data[0]).needs_model
+    names = config.eval_data or ((data.BUILTIN,) if own else ())
+    return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
+
+
 def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, data.Documents]:
-    """The texts that are measured, by name: each --eval-data, or the held-out part of the first --data.
-
-    A text that is yet to be written by the model cannot be measured on: Python's documentation takes its place.
-
-    Raises UserError where one cannot be had, or is trained on.
-    """
+    """The texts that are measured, by name. Raises UserError where one cannot be had, or is trained on."""
     trained = data.parse_sources(list(config.data))
-    names = config.eval_data or ((data.BUILTIN,) if trained[0].needs_model else ())
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
     found = {}
-    for name in names or config.data[:1]:
-        source = data.parse_source(name, "--eval-data" if names else "--data")
-        if names:
+    for name, text in evaluation_names(config).items():
+        held_out = name != text
+        source = data.parse_source(text, "--data" if held_out else "--eval-data")
+        if not held_out:
             data.require_apart(trained, source)
-        found[name if names else f"held-out part of {name}"] = data.documents_of(
+        found[name] = data.documents_of(
             source,
-            data.measured_split(source) if names else "test",
+            "test" if held_out else data.measured_split(source),
             tokenizer=tokenizer,
             reading=data_options(config).reading,
             characters=needed,

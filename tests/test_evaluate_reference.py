@@ -61,7 +61,8 @@ def test_logits_that_are_more_than_a_product_are_kept_themselves(tmp_path, model
 
 def test_a_window_that_was_not_seen_is_an_error(tmp_path):
     kept = remembered(tiny_llama(), tmp_path)
-    assert kept.knows(TOKENS[None, :16])
+    assert kept.knows_text(TOKENS, context=16)
+    assert not kept.knows_text(TOKENS, context=17)
     with pytest.raises(KeyError):
         list(kept(torch.zeros(1, 16, dtype=torch.int64)))
 

@@ -107,9 +107,9 @@ class RememberedPredictions:
         for hidden in opened.get_tensor("hidden").split(CHUNK_TOKENS):
             yield nn.functional.linear(hidden.to(ids.device), **weights)
 
-    def knows(self, ids: Tensor) -> bool:
-        """Whether a window was seen."""
-        return _file_of(ids) in self._files
+    def knows_text(self, tokens: Tensor, context: int) -> bool:
+        """Whether the first window of `context` tokens of a text (tokens,) was seen."""
+        return _file_of(tokens[: min(context, tokens.numel())]) in self._files
 
 
 _HEAD = "head.safetensors"
