@@ -15,21 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
+from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.kernels.tiles import Packed
 from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
 
 _FILL_ROWS = 1024
+_UNCHANGED = (
+    "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
+    "model.dequantize() makes"
+)
 
 
 class _Packed(nn.Module):
-    """Shared by the three modules: packed indices, and buffers whose dtype no cast changes."""
+    """Shared by the three modules: packed indices, and buffers whose dtype no cast changes.
+
+    `dtype` is that of the dense weight the module stands for, and follows casts of the model.
+    """
 
     indices: Tensor
+    dtype: torch.dtype
 
     @property
     def weight(self) -> Tensor:
@@ -42,6 +51,7 @@ class _Packed(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -63,8 +73,22 @@ class _DecodedWeight(Tensor):
         made._module = module
         return made
 
+    _is_hf_initialized = True  # what the files hold is not drawn at random, nor is any other weight of a packed module
+
+    @property  # type: ignore[override]
+    def data(self) -> _DecodedWeight:
+        """Itself: nothing here requires a gradient."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UserError(_UNCHANGED)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:  # what was decoded would change, and be forgotten
+            raise UserError(_UNCHANGED)
+
         def decoded(weight: _DecodedWeight) -> Tensor:
             return weight._module.dequantize(weight.dtype)
 
@@ -73,27 +97,57 @@ class _DecodedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-class PalettizedLinear(_Packed):
-    """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits)."""
+class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
+    """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits).
+
+    An `nn.Linear`, so that what adapts linears (peft) adapts it.
+    """
 
     lut: Tensor
+    bias: Any
 
-    def __init__(self, in_features: int, out_features: int, spec: QuantizationSpec, *, bias: Tensor | None, name: str):
-        super().__init__()
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        spec: QuantizationSpec,
+        *,
+        bias: Tensor | None,
+        name: str,
+        dtype: torch.dtype | None = None,
+    ):
+        nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits
         self.granularity = spec.granularity
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
+        self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
         self._ready = Ready()
+        self._kept: Packed | None = None
         self._table: Tensor | None = None
         self._table_key: tuple[int, ...] = ()
         self.shared: SharedInput | None = None
 
     def packed(self) -> Packed:
-        """The tensors as the kernels take them."""
-        lut = self.lut if "lut_scale" not in self._buffers else self._scaled_table()
-        return Packed(self.indices, lut, self.bias, self.bits, self.tile)
+        """The tensors as the kernels take them: the same object until one is replaced."""
+        buffers = self._buffers
+        lut: Any = buffers["lut"] if "lut_scale" not in buffers else self._scaled_table()
+        kept = self._kept
+        if (
+            kept is None
+            or kept.indices is not buffers["indices"]
+            or kept.table is not lut
+            or kept.bias is not self.bias
+        ):
+            kept = self._kept = Packed(self.indices, lut, self.bias, self.bits, self.tile)
+        return kept
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._kept, self._ready = None, Ready()  # what is replaced must not stay in memory
+        if self.shared is not None:
+            self.shared.forget()
+        return super()._apply(fn, recurse)
 
     def _scaled_table(self) -> Tensor:
         """`table()` of a float8 LUT with a scale, computed once for as long as both stay what they are."""
@@ -116,11 +170,10 @@ class PalettizedLinear(_Packed):
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
-        dtype = self.table().dtype if self.bias is None else self.bias.dtype
-        return (self.out_features, self.in_features), dtype, self.indices.device
+        return (self.out_features, self.in_features), self.dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
-        if unwatched(x, self.bias):
+        if not torch.compiler.is_compiling():
             if self.shared is not None and (found := self.shared.product(self, x)) is not None:
                 return found
             if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
@@ -137,10 +190,10 @@ class _RowScaled(_Packed):
 
     scale: Tensor
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, own: bool = True):
-        super().__init__()
+    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
+        nn.Module.__init__(self)
         assert spec.embedding_bits is not None
-        self.rows, self.columns, self.bits = rows, columns, spec.embedding_bits
+        self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
@@ -228,17 +281,12 @@ class PalettizedEmbedding(_RowScaled):
 
     def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
         rows, columns = dense.weight.shape
-        super().__init__(rows, columns, spec)
+        super().__init__(rows, columns, spec, dtype=dense.weight.dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, dense.padding_idx
-        self.dtype = dense.weight.dtype  # it follows casts of the model
         self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
         like = copy.copy(dense)
         like._parameters = {}
         self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
-        return super()._apply(fn, recurse)
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
@@ -258,11 +306,13 @@ class PalettizedEmbedding(_RowScaled):
         return _subclass_with(self._like[0], weight, 1.0 if self.embed_scale is None else self.embed_scale)
 
 
-class PalettizedHead(_RowScaled):
+class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     """The output embedding. Tied, it has no tensors of its own and decodes those of the input embedding.
 
     A reference, not shared buffers: moving a module to a device copies each buffer it holds, which would untie them.
     """
+
+    bias: Any
 
     def __init__(
         self,
@@ -272,11 +322,13 @@ class PalettizedHead(_RowScaled):
         *,
         bias: Tensor | None,
         tied_to: PalettizedEmbedding | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
-        super().__init__(rows, columns, spec, own=tied_to is None)
+        super().__init__(rows, columns, spec, dtype=dtype, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
         self._ready = Ready()
+        self._kept: Packed | None = None
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
@@ -287,20 +339,27 @@ class PalettizedHead(_RowScaled):
         """(shape, dtype, device) of `weight`."""
         if self.tied_to is not None:
             return self.tied_to.weight_like()
-        dtype = self.scale.dtype if self.bias is None else self.bias.dtype
-        return (self.rows, self.columns), dtype, self.indices.device
+        return (self.rows, self.columns), self.dtype, self.indices.device
 
     def packed(self) -> Packed:
         """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
         source = self if self.tied_to is None else self.tied_to
-        return Packed(source.indices, source.scale, self.bias, self.bits, None)
+        kept, indices, scale = self._kept, source.indices, source.scale
+        if kept is None or kept.indices is not indices or kept.table is not scale or kept.bias is not self.bias:
+            kept = self._kept = Packed(indices, scale, self.bias, self.bits, None)
+        return kept
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._kept, self._ready = None, Ready()
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         indices, scale, bias, bits, _ = packed = self.packed()
         if indices.device != x.device:  # a device map may part it from the embedding
-            packed = Packed(indices.to(x.device), scale.to(x.device), bias, bits, None)
-            indices, scale = packed[:2]
-        elif unwatched(x, bias) and (outs := self._ready.product(x, (packed,), self.columns)) is not None:
+            indices, scale = indices.to(x.device), scale.to(x.device)
+            packed = Packed(indices, scale, bias, bits, None)
+        outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.columns)
+        if outs is not None:
             return outs[0]
         return row_scaled_linear(x, indices, scale, bias, bits=bits)
 
