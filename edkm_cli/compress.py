@@ -135,7 +135,7 @@ class Run:
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
-        with self.clock.phase("load"), data.unchanged([*config.data, *filter(None, [config.eval_data])]):
+        with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
             documents = evaluation_documents(config, tokenizer)
             self.measured = Measurements(
