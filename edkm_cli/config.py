@@ -74,6 +74,12 @@ class CompressConfig:
         COMPRESSION,
         choices=(*range(2, 9), 16),
     )
+    embedding_group: int = setting(
+        0,
+        "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
+        COMPRESSION,
+        minimum=0,
+    )
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
     )
@@ -323,6 +329,8 @@ class CompressConfig:
             found += misfits(self.target, bits=self.bits, granularity=self.granularity, lut_dtype=self.lut_dtype)
             if self.target == "lut-b" and self.lut_scale is None:
                 found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+        if self.embedding_group and self.embedding_bits == 16:
+            found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
         if not self.data:
             found.append("data must name at least one data set or file")
         return found

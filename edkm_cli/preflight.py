@@ -179,6 +179,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             granularity=granularity,
             lut_dtype=config.lut_dtype,
             embedding_bits=embedding_bits(config),
+            embedding_group=config.embedding_group or None,
             skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         ),
         dense_dtype=dense_dtype,

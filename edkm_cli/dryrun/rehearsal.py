@@ -317,7 +317,7 @@ class Rehearsal:
             if shape not in seen:
                 seen.add(shape)
                 with self._ledger.under(CLUSTERING), self._gathered(model):
-                    pack(layer.snapped()[0], self.config.bits)
+                    pack(layer.snapped()[0], layer.clustering.bits)
 
     # Several processes.
 
