@@ -200,6 +200,7 @@ class Run:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
         self.perplexity.update(found["perplexity"])
+        self.plan = self.plan.with_bits(found.get("module_bits", {}))
         return True
 
     def _measure(self, name: str, model: Any, world: World | None = None) -> None:
@@ -251,6 +252,7 @@ class Run:
                 world=world,
                 track=self.watch.track,
             )
+        self.plan = plan.after_start(model)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
 
     def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
@@ -259,7 +261,8 @@ class Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            output.mark({"fingerprint": identity, "perplexity": self.perplexity})
+            bits = self.plan.spec.module_bits
+            output.mark({"fingerprint": identity, "perplexity": self.perplexity, "module_bits": bits})
             return str(staging)
 
         return Path(self.world.on_main(begin))

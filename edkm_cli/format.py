@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,7 +97,9 @@ class QuantizationSpec:
         if self.embedding_group is not None and (
             not _is_int(self.embedding_group) or self.embedding_group < 1 or self.embedding_bits is None
         ):
-            faults.append(f"embedding_group must be a positive number, with embedding_bits, got {self.embedding_group!r}")
+            faults.append(
+                f"embedding_group must be a positive number, with embedding_bits, got {self.embedding_group!r}"
+            )
         faults += _module_bits_faults(self.module_bits)
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
@@ -126,6 +128,11 @@ class QuantizationSpec:
         mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
         unused = () if self.format_version == MIXED_VERSION else ("embedding_group", "module_bits")
         return {key: value for key, value in mapping.items() if key not in unused}
+
+    def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
+        """The same, with these bits of linears by module path, in the lowest version that can hold them."""
+        own = {name: count for name, count in bits.items() if count != self.bits}
+        return replace(self, module_bits=own, format_version=0) if own or self.module_bits else self
 
     def bits_of(self, name: str) -> int:
         """Bits of an index of the linear `name`."""

@@ -120,7 +120,8 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    linear = f"{config.bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
+    bits = f"{config.bits:g} on average by sensitivity:" if config.allocation == "sensitivity" else f"{config.bits}"
+    linear = f"{bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
     other = f"{config.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
