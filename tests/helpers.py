@@ -158,6 +158,7 @@ def assert_same_run(found, wanted):
     assert weights_of(found) == weights_of(wanted)
     reports = [json.loads((path / "report.json").read_text()) for path in (found, wanted)]
     assert reports[0]["perplexity"] == reports[1]["perplexity"]
+    assert reports[0]["texts"] == reports[1]["texts"]
     assert metrics_of(found) == metrics_of(wanted)
     assert sorted(os.listdir(found)) == sorted(os.listdir(wanted))
 

@@ -115,11 +115,11 @@ class TrainingData:
         return int(seen.sum()), len(wanted)
 
 
-def overlap_warning(found: int, of: int) -> str:
-    """What is said where a measured text is trained on, too."""
+def overlap_warning(name: str, found: int, of: int) -> str:
+    """What is said where some of the measured text `name` is trained on, too."""
     return (
-        f"WARNING: {found} of {of} documents and lines that perplexity is measured on are in the training data, too: the "
-        "perplexity will look better than it is; take them out of one of the two"
+        f"WARNING: {found} of {of} documents and lines of {name}, on which perplexity is measured, are in the training "
+        "data, too: the perplexity will look better than it is; take them out of one of the two"
     )
 
 
