@@ -37,6 +37,16 @@ def configs_directory() -> Path:
     return beside if (beside / "models.yaml").is_file() else package / "configs"
 
 
+def ready_file(path: str | Path) -> Path:
+    """A file as it was named, or, where there is none and the name is `configs/FILE` or FILE, the one that comes with
+    edkm: so the ready configurations work from any directory, and in an installed copy."""
+    named = Path(path).expanduser()
+    shipped = configs_directory() / named.name
+    if not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file():
+        return shipped
+    return named
+
+
 @dataclass(frozen=True)
 class CompressConfig:
     """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
@@ -385,7 +395,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
 
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
-    values = read_yaml(file) if file is not None else {}
+    values = read_yaml(ready_file(file)) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
     if values.get("target") in TARGETS:
         values = {**TARGETS[values["target"]].settings, **values}
