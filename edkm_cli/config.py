@@ -38,13 +38,11 @@ def configs_directory() -> Path:
 
 
 def ready_file(path: str | Path) -> Path:
-    """A file as it was named, or, where there is none and the name is `configs/FILE` or FILE, the one that comes with
-    edkm: so the ready configurations work from any directory, and in an installed copy."""
+    """A file as it was named; where there is none, the one of edkm's own that `configs/FILE` or FILE names."""
     named = Path(path).expanduser()
     shipped = configs_directory() / named.name
-    if not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file():
-        return shipped
-    return named
+    own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
+    return shipped if own else named
 
 
 @dataclass(frozen=True)
