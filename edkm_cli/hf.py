@@ -94,7 +94,8 @@ class EdkmQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Adapters on packed layers train: their products are differentiable in the input."""
+        return True
 
 
 def stored_names(files: Iterable[str | Path]) -> set[str]:

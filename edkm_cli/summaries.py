@@ -237,3 +237,22 @@ def task_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
             shown = f"{value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
             rows.append([task, key, shown, f"{facts['samples']:,}", str(facts["num_fewshot"])])
     return rows
+
+
+def export_summary(result: dict[str, Any]) -> str:
+    """What `edkm export` prints."""
+    same = "equal to the source"
+    if result["rounded"]:
+        same += f", but {result['rounded']} rounded; largest difference {result['largest_difference']:.3g}"
+    facts = [
+        ["format", result["format"]],
+        ["written", f"{result['output']}, {megabytes(result['weights_bytes'])}"],
+        ["read back", f"{result['tensors']} tensors, {same}"],
+    ]
+    if "perplexity" in result:
+        measured = result["perplexity"]
+        facts.append(["perplexity", f"{measured['export']:.4f}, of the source {measured['source']:.4f}"])
+    facts.append(["time", duration(result["seconds"])])
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
+    return "\n".join([*lines, *(f"note: {note}" for note in result.get("notes", ()))])

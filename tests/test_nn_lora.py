@@ -11,6 +11,7 @@ from edkm_cli.config import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.lora import ClusteredLora, add_lora, dense_weights, lora_layers, merge_lora, save_adapter
+from families import family
 from helpers import cluster, export, tiny_llama
 
 MODES = ["straight-through", "hard", "soft"]
@@ -66,6 +67,22 @@ def test_only_updates_and_trained_entries_require_gradients_and_names_stay(mode)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     entries = {f"{path}.centroids" for path in paths} if mode == "straight-through" else set()
     assert trained == added | entries
+
+
+def test_of_a_model_with_fused_experts_every_clustered_layer_and_nothing_else_gets_an_update(tmp_path):
+    """peft would take `mlp.down_proj` of the first, dense layer for the experts' fused parameter of that name."""
+    model, spec = cluster(family("deepseek_v3"))
+    paths = list(clustered_layers(model))
+    assert "model.layers.0.mlp.down_proj" in paths
+    add_lora(model, rank=2, alpha=4.0)
+    assert list(lora_layers(model)) == paths
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not [name for name in trained if ".experts." in name]
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(3))
+    for layer in lora_layers(model).values():
+        torch.nn.init.normal_(layer.low_rank().b, std=0.02, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(load(export(model, spec, tmp_path))(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ from edkm_cli.cli.bench import ablate_command, bench_clustering_command, bench_r
 from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_command, report_command
 from edkm_cli.cli.compare import compare_command
 from edkm_cli.cli.compress import compress_command
+from edkm_cli.cli.export import export_command
 from edkm_cli.cli.options import first_process, rank
 from edkm_cli.errors import PeerLost, Preempted, UserError
 
@@ -31,6 +32,7 @@ app.command("eval")(eval_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("report")(report_command)
+app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("ablate")(ablate_command)
 app.add_typer(bench_app, name="bench")

@@ -47,6 +47,7 @@ class _Options(NamedTuple):
     iterations: int
     mode: str
     lut_dtype: torch.dtype | None
+    lut_scale: float | None
     scaling: float
     name: str
 
@@ -76,7 +77,7 @@ def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: tor
     if options.mode == "soft":
         passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
         return passes.soft(final, spread.tau, dtype)
-    lut = round_lut(final, options.lut_dtype).to(final.dtype)
+    lut = round_lut(final, options.lut_dtype, options.lut_scale).to(final.dtype)
     snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
     if finite is False:  # None where a GPU has not been asked
         raise non_finite(options.name)
@@ -91,7 +92,7 @@ def _weight_gradients(
     if options.mode == "straight-through":
         entries = None
         if wanted[1]:
-            lut = round_lut(start, options.lut_dtype).to(start.dtype)
+            lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
             entries = kernels.sum_by_entry(weight.detach(), lut, grad, options.tile).to(centroids.dtype)
         return grad if wanted[0] else None, entries
     passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
@@ -204,6 +205,7 @@ def clustered_linear(
     iterations: int = 1,
     mode: str = "soft",
     lut_dtype: str | torch.dtype | None = None,
+    lut_scale: float | None = None,
     new_centroids: Tensor | None = None,
     low_rank: LowRank | None = None,
     name: str = "weight",
@@ -226,6 +228,7 @@ def clustered_linear(
             forward uses the nearest entry of the rounded LUT; the weight gets dL/dw~ as it is, an entry the sum of
             dL/dw~ over the weights assigned to it.
         lut_dtype: what the exported LUT is stored as (float32, float16, bfloat16, float8_e4m3fn); None: not rounded.
+        lut_scale: fixed scale of float8 tables; None: the matrix's own.
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.
         low_rank: clusters `effective_weight(weight, low_rank)` in place of the weight. A weight that requires no
@@ -244,7 +247,7 @@ def clustered_linear(
     tile = checked_tile(weight, centroids, granularity, layer=name)
     a, b, scaling = (None, None, 0.0) if low_rank is None else _checked_low_rank(weight, low_rank, name)
     dtype = parse_lut_dtype(lut_dtype)
-    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, scaling, name)
+    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, lut_scale, scaling, name)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.compensate import compensate
@@ -189,10 +190,26 @@ def cluster_linears(
             name=swap.name,
             world=world,
         )
+        _require_range(centroids, recipe.clustering, swap.name)
         clustered = ClusteredLinear(
             linear.weight, linear.bias, centroids, recipe.clustering, temperature=recipe.temperature, name=swap.name
         )
         model.set_submodule(swap.name.removeprefix(prefix), clustered)
+
+
+def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None:
+    """Raises UserError for tables that a fixed scale of float8 entries does not reach."""
+    if clustering.lut_scale is None or centroids.is_meta:
+        return
+    largest, reach = float(centroids.abs().max()), 448 * clustering.lut_scale
+    if largest > reach:
+        scale = clustering.lut_scale
+        while 448 * scale < largest:
+            scale *= 2
+        raise UserError(
+            f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}; use "
+            f"--lut-scale {scale:g}"
+        )
 
 
 def _whole(importance: Tensor | None, swap: Swap, world: World) -> Tensor | None:

@@ -41,7 +41,7 @@ class Clustering:
 
     `method` is `edkm` (closed form, nothing weight-sized saved for backward) or `dkm` (the dense reference, which keeps
     every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`. `granularity`
-    may be given as a text, `row:1`.
+    may be given as a text, `row:1`. `lut_scale` fixes the scale of float8 tables; None: each matrix has its own.
     """
 
     bits: int
@@ -50,6 +50,7 @@ class Clustering:
     method: str = "edkm"
     mode: str = "straight-through"
     iterations: int = 1
+    lut_scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
@@ -145,6 +146,7 @@ class ClusteredLinear(nn.Module):
             iterations=options.iterations,
             mode=options.mode,
             lut_dtype=options.lut_dtype,
+            lut_scale=options.lut_scale,
             new_centroids=new_centroids,
             low_rank=self.low_rank(),
             name=self.name,
@@ -168,7 +170,14 @@ class ClusteredLinear(nn.Module):
         )
         if options.mode == "soft":
             return soft
-        hard = snap(weight, final, granularity=options.granularity, lut_dtype=options.lut_dtype, name=self.name)
+        hard = snap(
+            weight,
+            final,
+            granularity=options.granularity,
+            lut_dtype=options.lut_dtype,
+            scale=options.lut_scale,
+            name=self.name,
+        )
         return soft + (hard.to(soft.dtype) - soft).detach()
 
     @torch.no_grad()
@@ -204,7 +213,7 @@ class ClusteredLinear(nn.Module):
             self._memo = None
 
     def _lut(self) -> Tensor:
-        return round_lut(self.centroids.detach(), self.clustering.lut_dtype)
+        return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
 
     @torch.no_grad()
     def hard_weight(self) -> Tensor:
@@ -214,6 +223,7 @@ class ClusteredLinear(nn.Module):
             self.centroids,
             granularity=self.clustering.granularity,
             lut_dtype=self.clustering.lut_dtype,
+            scale=self.clustering.lut_scale,
             name=self.name,
         )
 
@@ -238,7 +248,7 @@ class ClusteredLinear(nn.Module):
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:
         """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
-        scale = lut_scale(self.centroids, self.clustering.lut_dtype)
+        scale = lut_scale(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
         return None if scale is None else scale.reshape(1)
 
     def extra_repr(self) -> str:

@@ -31,6 +31,7 @@ from edkm_cli.config import UserError
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
 _ADAPTER = "default"
+_INSIDE = "clustered"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -110,9 +111,11 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int = 0) -> Non
         raise UserError(f"--lora-alpha must be a positive number, got {alpha}; twice the rank is usual")
     names, training = list(clustered_layers(model)), model.training
     if names:  # a part of a model may have none
-        config = _config(names, rank, alpha)
+        config = _config([f"{_INSIDE}.{name}" for name in names], rank, alpha)
         config._register_custom_module({ClusteredLinear: partial(ClusteredLora, seed=seed)})
-        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+        # Of a model whose configuration it knows to have fused experts, peft would take names that end in `down_proj` for
+        # those experts. Inside a module without configuration, the names are what they say.
+        inject_adapter_in_model(config, nn.ModuleDict({_INSIDE: model}), adapter_name=_ADAPTER)
         model.train(training)
     # peft's own freezing takes all that a tuner layer holds for the adapter's, also w0.
     model.requires_grad_(False)
@@ -135,8 +138,6 @@ def merge_lora(model: nn.Module) -> None:
     """
     for name, layer in lora_layers(model).items():
         model.set_submodule(name, layer.without_update())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import packed as paths
@@ -24,12 +25,20 @@ from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
 
 _FILL_ROWS = 1024
+_UNCHANGED = (
+    "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
+    "model.dequantize() makes"
+)
 
 
 class _Packed(nn.Module):
-    """Shared by the three modules: packed indices, and buffers whose dtype no cast changes."""
+    """Shared by the three modules: packed indices, and buffers whose dtype no cast changes.
+
+    `dtype` is that of the dense weight the module stands for, and follows casts of the model.
+    """
 
     indices: Tensor
+    dtype: torch.dtype
 
     @property
     def weight(self) -> Tensor:
@@ -42,6 +51,7 @@ class _Packed(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -63,8 +73,22 @@ class _DecodedWeight(Tensor):
         made._module = module
         return made
 
+    _is_hf_initialized = True  # what the files hold is not drawn at random, nor is any other weight of a packed module
+
+    @property  # type: ignore[override]
+    def data(self) -> _DecodedWeight:
+        """Itself: nothing here requires a gradient."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UserError(_UNCHANGED)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:  # what was decoded would change, and be forgotten
+            raise UserError(_UNCHANGED)
+
         def decoded(weight: _DecodedWeight) -> Tensor:
             return weight._module.dequantize(weight.dtype)
 
@@ -73,17 +97,31 @@ class _DecodedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-class PalettizedLinear(_Packed):
-    """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits)."""
+class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
+    """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits).
+
+    An `nn.Linear`, so that what adapts linears (peft) adapts it.
+    """
 
     lut: Tensor
+    bias: Any
 
-    def __init__(self, in_features: int, out_features: int, spec: QuantizationSpec, *, bias: Tensor | None, name: str):
-        super().__init__()
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        spec: QuantizationSpec,
+        *,
+        bias: Tensor | None,
+        name: str,
+        dtype: torch.dtype | None = None,
+    ):
+        nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits
         self.granularity = spec.granularity
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
+        self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
         self._ready = Ready()
         self._table: Tensor | None = None
@@ -116,8 +154,7 @@ class PalettizedLinear(_Packed):
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
-        dtype = self.table().dtype if self.bias is None else self.bias.dtype
-        return (self.out_features, self.in_features), dtype, self.indices.device
+        return (self.out_features, self.in_features), self.dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
         if unwatched(x, self.bias):
@@ -137,10 +174,10 @@ class _RowScaled(_Packed):
 
     scale: Tensor
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, own: bool = True):
-        super().__init__()
+    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
+        nn.Module.__init__(self)
         assert spec.embedding_bits is not None
-        self.rows, self.columns, self.bits = rows, columns, spec.embedding_bits
+        self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
@@ -228,17 +265,12 @@ class PalettizedEmbedding(_RowScaled):
 
     def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
         rows, columns = dense.weight.shape
-        super().__init__(rows, columns, spec)
+        super().__init__(rows, columns, spec, dtype=dense.weight.dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, dense.padding_idx
-        self.dtype = dense.weight.dtype  # it follows casts of the model
         self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
         like = copy.copy(dense)
         like._parameters = {}
         self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
-        return super()._apply(fn, recurse)
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
@@ -258,11 +290,13 @@ class PalettizedEmbedding(_RowScaled):
         return _subclass_with(self._like[0], weight, 1.0 if self.embed_scale is None else self.embed_scale)
 
 
-class PalettizedHead(_RowScaled):
+class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     """The output embedding. Tied, it has no tensors of its own and decodes those of the input embedding.
 
     A reference, not shared buffers: moving a module to a device copies each buffer it holds, which would untie them.
     """
+
+    bias: Any
 
     def __init__(
         self,
@@ -272,8 +306,9 @@ class PalettizedHead(_RowScaled):
         *,
         bias: Tensor | None,
         tied_to: PalettizedEmbedding | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
-        super().__init__(rows, columns, spec, own=tied_to is None)
+        super().__init__(rows, columns, spec, dtype=dtype, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
         self._ready = Ready()
@@ -287,8 +322,7 @@ class PalettizedHead(_RowScaled):
         """(shape, dtype, device) of `weight`."""
         if self.tied_to is not None:
             return self.tied_to.weight_like()
-        dtype = self.scale.dtype if self.bias is None else self.bias.dtype
-        return (self.rows, self.columns), dtype, self.indices.device
+        return (self.rows, self.columns), self.dtype, self.indices.device
 
     def packed(self) -> Packed:
         """The tensors as the kernels take them, its own or those of the embedding it is tied to."""

@@ -173,7 +173,7 @@ def empty_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) 
 def freeze_dense_embeddings(model: Any) -> None:
     """Embeddings are palettized before training and do not train; dense ones (embedding_bits 16) do not either."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, (nn.Embedding, nn.Linear)):
+        if isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(module, PALETTIZED):
             module.weight.requires_grad_(False)
 
 
@@ -181,11 +181,11 @@ def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: 
     """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
     rows, columns = swap.shape[:2]
     if swap.role == LINEAR:
-        return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name)
+        return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name, dtype=dense.weight.dtype)
     if swap.role == EMBEDDING:
         return PalettizedEmbedding(dense, spec)
     if not tied:
-        return PalettizedHead(rows, columns, spec, bias=dense.bias)
+        return PalettizedHead(rows, columns, spec, bias=dense.bias, dtype=dense.weight.dtype)
     # transformers ties parameters by name; here there is nothing left for it to tie.
     model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
     return PalettizedHead(rows, columns, spec, bias=dense.bias, tied_to=model.get_input_embeddings())

@@ -1,0 +1,134 @@
+"""`edkm export`: a compressed checkpoint in the format of another runtime, read back and compared before it appears."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli import data as texts
+from edkm_cli import models
+from edkm_cli.config import UserError
+from edkm_cli.environment import versions
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.formats import find
+from edkm_cli.export.formats.options import Options
+from edkm_cli.export.parity import Parity, require_parity, require_same_perplexity
+from edkm_cli.export.source import Compressed
+from edkm_cli.format import write_json
+from edkm_cli.hf import load
+from edkm_cli.progress import Track, no_progress
+
+RECORD = "export.json"
+_SPARE_BYTES = 50_000_000
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What perplexities are measured on: the first `count` windows of `context` tokens."""
+
+    tokens: Tensor
+    context: int
+    count: int
+
+
+def export_model(
+    directory: str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    options: Options,
+    verify: str = "weights",
+    data: str = "builtin",
+    context: int = 1024,
+    max_windows: int = 4,
+    overwrite: bool = False,
+    track: Track = no_progress,
+) -> dict[str, Any]:
+    """Write a checkpoint in another format and return the result (its keys: docs/results.md).
+
+    The export is written beside its place, read back, compared with the source weight by weight, and moved into place if
+    it is the same. With `verify` `perplexity` both are measured as well, on `max_windows` windows of `data`.
+
+    Raises UserError for what the format cannot hold, before any work, and for an export that differs from its source; then
+    nothing is left behind.
+    """
+    form = find(to)
+    if verify not in ("weights", "perplexity"):
+        raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
+    begin = time.perf_counter()
+    with Compressed(directory, trust_remote_code=options.trust_remote_code) as source:
+        form.check(source, options)
+        tokens = _tokens(source, data) if verify == "perplexity" else None
+        place = OutputDirectory(output, overwrite=overwrite)
+        if place.path.resolve() == source.directory.resolve():
+            raise UserError(f"--output must be another directory than the source, got {output}; choose another")
+        place.hold()
+        try:
+            place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
+            folder = place.begin()
+            place.mark({"format": to, "source": str(source.directory)})
+            form.write(source, folder, options, track)
+            parity = require_parity(source, folder, form, options, track=track)
+            measured = None
+            if tokens is not None:
+                windows = Windows(tokens, context, max_windows)
+                measured = _perplexities(source, folder, form, options, windows, parity, track)
+            facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
+            write_json(folder / RECORD, facts)
+            place.commit()
+        except BaseException:
+            shutil.rmtree(place.partial, ignore_errors=True)
+            raise
+        finally:
+            place.release()
+        return {
+            "source": str(source.directory),
+            "output": str(place.path),
+            **facts,
+            **({"perplexity": measured, "data": data} if measured else {}),
+            "weights_bytes": sum(file.stat().st_size for file in place.path.rglob("*") if _holds_weights(file)),
+            "seconds": round(time.perf_counter() - begin, 3),
+        }
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin") and file.is_file()
+
+
+def _tokens(source: Compressed, data: str) -> Tensor:
+    """The text that perplexities are measured on, read before the work."""
+    late = models.LateTokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
+    split = texts.measured_split(texts.parse_source(data))
+    return texts.tokenize(texts.load_documents(data, split, tokenizer=late), late.tokenizer)
+
+
+def _perplexities(
+    source: Compressed, folder: Path, form: Any, options: Options, windows: Windows, parity: Parity, track: Track
+) -> dict[str, float]:
+    """Of the source and of the export read back, both in float32; one of them in memory at a time."""
+
+    def measure(name: str, model: Any) -> float:
+        return perplexity(
+            model,
+            windows.tokens,
+            context=windows.context,
+            max_windows=windows.count,
+            track=track,
+            description=f"perplexity, {name}",
+        ).perplexity
+
+    found = {
+        "source": measure(
+            "source", load(source.directory, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
+        ),
+        "export": measure("export", form.load(folder, source, options)),
+    }
+    require_same_perplexity(found["source"], found["export"], exact=not parity.rounded)
+    return found

@@ -1,0 +1,37 @@
+"""The formats of `edkm export`, one module each, found by name.
+
+A format is a module with these functions; `source` is the compressed checkpoint (`edkm_cli.export.source.Compressed`) and
+`options` what the command was given (`edkm_cli.export.formats.options.Options`):
+
+    check(source, options)            raises UserError, before any work, for what the format cannot hold, with the options
+                                      of `edkm compress` that would fit
+    needed_bytes(source, options)     disk that the export takes, about
+    write(source, folder, options, track)
+                                      write the export into an empty folder, one tensor after another
+    read(folder, options)             yield (name in the dense model, float32 tensor) of an export, by the format's own
+                                      rules: nothing of the writer is used
+    stated(source, name, options)     (the tensor that `read` must give, the same before the format's rounding)
+    load(folder, source, options)     a float32 causal LM with what the export holds, to measure its perplexity
+    facts(source, options)            what export.json says of the format, a map
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from edkm_cli.config import UserError
+
+FORMATS: dict[str, str] = {
+    "dense": "dense",
+    "squeezellm": "squeezellm",
+    "any-precision": "any_precision",
+    "lut-b": "lut_b",
+}
+
+
+def find(name: str) -> Any:
+    """The module of a format. Raises UserError for a name that is none."""
+    if name not in FORMATS:
+        raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
+    return import_module(f"{__name__}.{FORMATS[name]}")

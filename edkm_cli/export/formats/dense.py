@@ -1,0 +1,134 @@
+"""`dense`: a plain Hugging Face model in float16, bfloat16 or float32, which every other converter reads.
+
+Each weight is its table entry, rounded once to the dtype. `auto` is the dtype of the tables, which rounds no entry
+(bfloat16 for float8 tables, whose scale is a power of two); embeddings, whose numbers are products with a float32 scale,
+are rounded.
+
+Some families (mixtures of experts) have other tensors in memory than in the files of the hub. transformers undoes its
+own conversion here, decoder layer by decoder layer, and reads the export back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.export.formats.folder import stored as stored_tensors
+from edkm_cli.export.formats.folder import write_config, write_tensors
+from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.source import Compressed
+from edkm_cli.models import quiet_bars
+from edkm_cli.progress import Track, no_progress
+
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+_AUTO = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}
+
+
+def check(source: Compressed, options: Options) -> None:
+    """Any checkpoint can be written dense."""
+
+
+def facts(source: Compressed, options: Options) -> dict[str, Any]:
+    """What export.json says."""
+    return {"dtype": str(_dtype(source, options)).removeprefix("torch.")}
+
+
+def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
+    """Write the model, one decoder layer after another."""
+    dtype = _dtype(source, options)
+    conversions = _dense_skeleton(source)
+
+    def parts(make: Any) -> Iterator[dict[str, Tensor]]:
+        for _, names in groupby(source.tensors, key=_layer):
+            yield _in_files(conversions, {name: make(name) for name in names})
+
+    meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")))
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for part in meta for name, tensor in part.items()}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        real = parts(lambda name: rounded(source.dense(name), dtype, name))
+        for part in track(real, "writing dense weights", len(meta)):
+            yield from part.items()
+
+    write_tensors(folder, announced, tensors())
+    write_config(source.directory, folder, {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def needed_bytes(source: Compressed, options: Options) -> int:
+    """Disk that the export takes."""
+    return source.parameters() * _dtype(source, options).itemsize
+
+
+def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
+    """(name, float32 tensor) of the dense model: as the files hold them, or where transformers converts a family's
+    tensors while it loads, as it loads them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = options.trust_remote_code
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    if not _conversions(empty):
+        return ((name, tensor.float()) for name, tensor in stored_tensors(folder))
+    model = _from_pretrained(folder, options)
+    tied = set(model.all_tied_weights_keys)
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+
+
+def load(folder: Path, source: Compressed, options: Options) -> Any:
+    """The model as transformers loads it."""
+    return _from_pretrained(folder, options).eval()
+
+
+def _from_pretrained(folder: Path, options: Options) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_bars(True):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+
+
+def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
+    """The source's tensor, rounded once, and before."""
+    exact = source.dense(name)
+    return exact.to(_dtype(source, options)).float(), exact
+
+
+def _dtype(source: Compressed, options: Options) -> torch.dtype:
+    return options.torch_dtype(_AUTO[source.spec.lut_dtype])
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else ""
+
+
+def _dense_skeleton(source: Compressed) -> Any:
+    """The dense model on the meta device where its family has other tensors in files than in memory, else None."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(source.config, trust_remote_code=source.trust_remote_code)
+    return model if _conversions(model) else None
+
+
+def _conversions(model: Any) -> bool:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some tensors of the dense model as the files of its family hold them."""
+    if model is None:
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, tensors).items()}

@@ -1,0 +1,98 @@
+"""What the formats that are Hugging Face directories share: files written tensor by tensor, and read back by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from torch import Tensor
+
+from edkm_cli.format import SafetensorsWriter, read_json
+
+MAX_SHARD_SIZE = "5GB"
+INDEX = "model.safetensors.index.json"
+# What belongs to a model beside its weights.
+_BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+           "*.model", "chat_template*", "*.py")  # fmt: skip
+
+Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def write_tensors(
+    folder: Path, announced: Announced, tensors: Iterable[tuple[str, Tensor]], *, max_shard_size: str = MAX_SHARD_SIZE
+) -> None:
+    """Write safetensors files, with an index where there are several; `tensors` come in any order, each once.
+
+    Raises ValueError where they are not those announced.
+    """
+    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in announced.items()}
+    split = split_torch_state_dict_into_shards(
+        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    with ExitStack() as stack:
+        writers = {
+            file: stack.enter_context(SafetensorsWriter(folder / file, {name: announced[name] for name in names}))
+            for file, names in split.filename_to_tensors.items()
+        }
+        for name, tensor in tensors:
+            writers[split.tensor_to_filename[name]].write(name, tensor)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_tensors(folder: Path) -> dict[str, Any]:
+    """Name -> the opened safetensors file that holds it; `file.get_tensor(name)` reads it."""
+    places: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        opened = safe_open(path, framework="pt")
+        places |= dict.fromkeys(opened.keys(), opened)
+    return places
+
+
+def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all safetensors files of a folder, one after another."""
+    for name, opened in read_tensors(folder).items():
+        yield name, opened.get_tensor(name)
+
+
+def write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
+    """config.json of `source` without its quantization, with `changes`; and what else belongs to the model."""
+    config = read_json(source / "config.json", remedy="copy or export the checkpoint again")
+    config.pop("quantization_config", None)
+    config.pop("torch_dtype", None)  # the older name of `dtype`
+    text = json.dumps({**config, **changes}, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    copy_beside(source, folder)
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template, generation settings and the model's own Python files."""
+    for pattern in _BESIDE:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_remote_code: bool = False) -> Any:
+    """The dense float32 causal LM that a folder's config.json describes, filled with `tensors` by name.
+
+    Raises KeyError for a tensor that the model does not have.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    places = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in tensors:
+            places[name].copy_(tensor)
+    return model.eval()

@@ -1,0 +1,121 @@
+"""A compressed checkpoint, read tensor by tensor: what every other format is made from and compared with.
+
+The tensors of a checkpoint stand under the names of the dense model here: `P.weight` for a module that stores `P.indices`.
+Memory holds what one of them needs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from edkm_cli.clustering import lookup
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.hf import check_checkpoint, read_config, skeleton, skeleton_tensors
+from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.packing import unpack
+
+
+@dataclass(frozen=True)
+class DenseTensor:
+    """A tensor of the dense model: its `shape`, and the `module` path if the checkpoint stores it packed.
+
+    `linear` says that it is a weight with lookup tables; an embedding or output embedding has a scale for each row.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    module: str = ""
+    linear: bool = False
+
+
+class Compressed:
+    """The checkpoint in `directory`; use as a context manager.
+
+    Attributes:
+        spec, config: its quantization and its model's configuration.
+        tensors: the tensors of the dense model by name, in the order of the model; a tied head is not among them.
+
+    Raises UserError on construction for a directory that is none, truncated or altered.
+    """
+
+    def __init__(self, directory: str | Path, *, trust_remote_code: bool = False):
+        self.directory = Path(directory)
+        self.trust_remote_code = trust_remote_code
+        self.spec: QuantizationSpec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
+        self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        self.model = skeleton(self.config, self.spec, trust_remote_code=trust_remote_code)
+        self._modules = {path: module for path, module in self.model.named_modules() if isinstance(module, PALETTIZED)}
+        self.tensors: dict[str, DenseTensor] = {}
+        for name, like in skeleton_tensors(self.model).items():
+            path, _, leaf = name.rpartition(".")
+            if path not in self._modules or leaf == "bias":
+                self.tensors[name] = DenseTensor(name, tuple(like.shape))
+            elif leaf == "indices":
+                module: Any = self._modules[path]
+                shape = (like.shape[0], module.in_features if _is_linear(module) else module.columns)
+                self.tensors[f"{path}.weight"] = DenseTensor(f"{path}.weight", shape, path, _is_linear(module))
+        self._files = ExitStack()
+        self._places: dict[str, Any] = {}
+        for file in sorted(self.directory.glob("model*.safetensors")):
+            opened = self._files.enter_context(safe_open(file, framework="pt"))
+            self._places |= dict.fromkeys(opened.keys(), opened)
+
+    def __enter__(self) -> Compressed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    @property
+    def linears(self) -> list[DenseTensor]:
+        """The weights with lookup tables."""
+        return [tensor for tensor in self.tensors.values() if tensor.linear]
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as the files hold it."""
+        return self._places[name].get_tensor(name)
+
+    def indices(self, path: str) -> Tensor:
+        """The indices of a packed module, (rows, columns) uint8."""
+        module: Any = self._modules[path]
+        columns = module.in_features if _is_linear(module) else module.columns
+        return unpack(self.stored(f"{path}.indices"), module.bits, columns)
+
+    def scale(self, path: str) -> float:
+        """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
+        name = f"{path}.lut_scale"
+        return float(self.stored(name)) if name in self._places else 1.0
+
+    def table(self, path: str) -> Tensor:
+        """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""
+        return self.stored(f"{path}.lut").float() * self.scale(path)
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor of the dense model in float32, exactly as docs/format.md defines it."""
+        tensor = self.tensors[name]
+        if not tensor.module:
+            return self.stored(name).float()
+        indices = self.indices(tensor.module)
+        if tensor.linear:
+            return lookup(indices, self.table(tensor.module), granularity=self.spec.granularity)
+        module: Any = self._modules[tensor.module]
+        middle = 2 ** (module.bits - 1)
+        return self.stored(f"{tensor.module}.scale") * (indices.to(torch.int16) - middle).float()
+
+    def parameters(self) -> int:
+        """Numbers in the dense model."""
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors.values())
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, PalettizedLinear)
