@@ -130,18 +130,21 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "reconstructed with --steps 0 and --data self, in mode straight-through without LoRA or sharding; "
-            "compensated where lookup tables are trained by gradient otherwise; else kmeans",
+            "auto": "reconstructed in mode straight-through without LoRA or sharding; compensated where lookup tables "
+            "are trained by gradient otherwise; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
-            "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",
+            "reconstructed": "compensated, and making up for the errors of the layers before, too",
         },
     )
     start_tokens: int = setting(
-        16384, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
+        24576, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
     )
     start_passes: int = setting(
-        2, "How often --start reconstructed goes over its tokens in each decoder layer.", COMPRESSION, minimum=0
+        0,
+        "How often --start reconstructed also trains each decoder layer on its tokens.",
+        COMPRESSION,
+        minimum=0,
     )
     # data
     data: tuple[str, ...] = setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,13 @@ def bfloat16_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def bfloat16_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Linears on bfloat16 tensors inside, where the processor multiplies them faster than float32: half the time of
+    `bfloat16_products`, which convert both factors of each product."""
+    fast = torch.cpu._is_avx512_bf16_supported() if device.type == "cpu" else device.type == "cuda"
+    return torch.autocast(device.type, torch.bfloat16) if fast else nullcontext()
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from edkm_cli.models import cache_directory
 from edkm_cli.precision import bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 
-SEQUENCE_TOKENS = 256
-_TOGETHER = 128  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
+SEQUENCE_TOKENS = 512
+_TOGETHER = 64  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
 
 
 def first_tokens(tokenizer: Any) -> list[int]:

@@ -53,7 +53,7 @@ def test_a_seed_gives_one_text_and_training_mode_is_given_back():
 def test_what_was_written_is_read_the_second_time(tmp_path, monkeypatch):
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
     model, tokenizer = tiny_llama(), byte_tokenizer()
-    options = {"tokens": 300, "seed": 0, "weights_sha256": "a"}
+    options = {"tokens": SEQUENCE_TOKENS + 1, "seed": 0, "weights_sha256": "a"}
     first = self_text(model, tokenizer, **options)
     assert first.shape == (2, SEQUENCE_TOKENS)
     assert torch.equal(self_text(None, tokenizer, **options), first)  # no model needed
