@@ -68,10 +68,12 @@ class ClusteredLinear(nn.Module):
 
     `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
     in mode `straight-through` and without iterations, where they are trained; else they are the warm start of the
-    iterations.
+    iterations, and `importance` says how much each weight counts in them: (in,) or (out, in), as `relative_importance`
+    gives it, a parameter that never trains (so that sharding shares it out); None: all alike.
     """
 
     bias: nn.Parameter | None
+    importance: nn.Parameter | None
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class ClusteredLinear(nn.Module):
         *,
         temperature: float,
         name: str,
+        importance: Tensor | None = None,
     ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -89,6 +92,8 @@ class ClusteredLinear(nn.Module):
         self.weight = nn.Parameter(weight.detach())
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
         self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.trains_luts)
+        kept = None if importance is None else nn.Parameter(importance.detach(), requires_grad=False)
+        self.register_parameter("importance", kept)
         self.dense = False
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
@@ -106,7 +111,8 @@ class ClusteredLinear(nn.Module):
     ) -> ClusteredLinear:
         """Take over a linear's parameters; centroids start at the importance-weighted k-means of its weight.
 
-        `importance` is (in,) or (out, in), or None. Raises UserError for NaN or Inf, or tiles that do not fit.
+        `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles
+        that do not fit.
         """
         centroids = kmeans_start(
             linear.weight.detach(),
@@ -149,6 +155,7 @@ class ClusteredLinear(nn.Module):
             lut_scale=options.lut_scale,
             new_centroids=new_centroids,
             low_rank=self.low_rank(),
+            importance=self.importance,
             name=self.name,
         )
 
@@ -167,6 +174,7 @@ class ClusteredLinear(nn.Module):
             granularity=options.granularity,
             temperature=self.temperature,
             iterations=options.iterations,
+            importance=self.importance,
         )
         if options.mode == "soft":
             return soft
@@ -199,6 +207,7 @@ class ClusteredLinear(nn.Module):
             granularity=self.clustering.granularity,
             temperature=self.temperature,
             iterations=self.clustering.iterations,
+            importance=self.importance,
             name=self.name,
         )
 
