@@ -168,7 +168,7 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
     assert torch.allclose(last.centroids, start.centroids, atol=1e-5)
 
 
-def test_a_run_starts_compensated_unless_told_otherwise(model_directory, text_file, tmp_path):
+def test_a_run_starts_reconstructed_unless_told_otherwise(model_directory, text_file, tmp_path):
     config = CompressConfig(
         model=str(model_directory),
         data=(str(text_file),),
@@ -186,7 +186,7 @@ def test_a_run_starts_compensated_unless_told_otherwise(model_directory, text_fi
         result = compress(replace(config, start=start, output=str(tmp_path / start)))
         assert result["perplexity"]["exported"] == result["perplexity"]["start"]
         weights[start] = (tmp_path / start / "model.safetensors").read_bytes()
-    assert weights["auto"] == weights["compensated"]
+    assert weights["auto"] == weights["reconstructed"]
     assert len(set(weights.values())) == 3
 
 

@@ -100,10 +100,10 @@ def test_weights_that_are_not_finite_are_refused():
     [
         ({"steps": 0, "data": ("self",)}, False, "reconstructed"),
         ({"steps": 0, "data": ("self",)}, True, "compensated"),
-        ({"steps": 0}, False, "compensated"),
-        ({}, False, "compensated"),
+        ({}, False, "reconstructed"),
+        ({}, True, "compensated"),
         ({"mode": "soft", "iterations": 0}, False, "compensated"),
-        ({"mode": "soft"}, False, "kmeans"),
+        ({"mode": "soft"}, False, "compensated"),
         ({"lora_rank": 4}, False, "kmeans"),
         ({"start": "kmeans"}, False, "kmeans"),
     ],
