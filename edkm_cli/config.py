@@ -154,8 +154,8 @@ class CompressConfig:
     )
     # data
     data: tuple[str, ...] = setting(
-        ("builtin",),
-        "Training data: builtin (Python's documentation), self (text that the model writes), wikitext2, alpaca, c4, "
+        ("self",),
+        "Training data: self (text that the model writes), builtin (Python's documentation), wikitext2, alpaca, c4, "
         "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
         "gives it a share of the sequences.",
         DATA,
@@ -237,8 +237,11 @@ class CompressConfig:
     distill: bool = setting(
         True, "Train to predict what the uncompressed model predicts; without it, only the text.", TRAINING
     )
-    label_weight: float = setting(
-        1.0, "Weight of the next-token loss beside distillation; 0 uses the teacher only.", TRAINING, minimum=0
+    label_weight: float | None = setting(
+        None,
+        "Weight of the next-token loss beside distillation; default: 1, or 0 (the teacher only) with --data self.",
+        TRAINING,
+        minimum=0,
     )
     hidden_weight: float = setting(
         0.0,
@@ -312,6 +315,13 @@ class CompressConfig:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         refuse([*faults(self), *self._contradictions()])
+
+    @property
+    def labels(self) -> float:
+        """The weight of the next-token loss beside distillation. Text that the model wrote has nothing to teach it."""
+        if self.label_weight is not None:
+            return self.label_weight
+        return 0.0 if set(self.data) == {"self"} else 1.0
 
     def _contradictions(self) -> list[str]:
         """What no single field shows."""
