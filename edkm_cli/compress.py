@@ -206,6 +206,7 @@ class Run:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
         self.measured.restore(found["measured"])
+        self.plan = self.plan.with_bits(found.get("module_bits", {}))
         return True
 
     def _measure(self, stage: str, model: Any) -> None:
@@ -234,6 +235,7 @@ class Run:
                 world=world,
                 track=self.watch.track,
             )
+        self.plan = plan.after_start(model)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
 
     def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
@@ -242,8 +244,8 @@ class Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            perplexity, found = self.measured.perplexity, self.measured.state()
-            output.mark({"fingerprint": identity, "perplexity": perplexity, "measured": found})
+            found = {"measured": self.measured.state(), "module_bits": self.plan.spec.module_bits}
+            output.mark({"fingerprint": identity, "perplexity": self.measured.perplexity, **found})
             return str(staging)
 
         return Path(self.world.on_main(begin))
