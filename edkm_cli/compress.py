@@ -135,7 +135,7 @@ class Run:
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
-        with self.clock.phase("load"):
+        with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
             documents = evaluation_documents(config, tokenizer)
             self.measured = Measurements(
@@ -382,9 +382,9 @@ def finished_report(config: CompressConfig) -> dict[str, Any] | None:
     path = Path(config.output).expanduser().absolute()
     try:
         report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    if report_.get("config") != json.loads(json_text(asdict(config))):
+    if not isinstance(report_, dict) or report_.get("config") != json.loads(json_text(asdict(config))):
         return None
     settle(path)
     return report_

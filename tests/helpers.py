@@ -35,14 +35,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def tiny_llama(*, tied: bool = True, bias: bool = False, hidden: int = 24, inner: int = 40, seed: int = 0, **more):
+def tiny_llama(
+    *, tied: bool = True, bias: bool = False, hidden: int = 24, inner: int = 40, layers: int = 2, seed: int = 0, **more
+):
     """LLaMA with grouped-query attention (4 heads, 2 key-value heads) and widths that are no multiples of 16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=257,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

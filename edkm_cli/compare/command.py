@@ -273,7 +273,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """A result's file; None where there is none."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return stored if isinstance(stored, dict) and isinstance(stored.get("settings"), dict) else None
 

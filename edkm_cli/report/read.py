@@ -13,6 +13,7 @@ from typing import Any
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.directory import MARKER
+from edkm_cli.settings import shown
 
 STAGES = ("original", "start", "trained", "exported")
 _NUMBERS = (
@@ -157,7 +158,7 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} must be JSON that edkm compress wrote, but cannot be read ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, got a {type(value).__name__}; run edkm compress again")
@@ -169,10 +170,10 @@ def _checked_report(path: Path) -> dict[str, Any]:
     faults = []
     for key in _NUMBERS:
         if (number(report.get(key)) or 0.0) < 0 or number(report.get(key)) is None:
-            faults.append(f"{key} must be a number from 0, got {json.dumps(report.get(key))[:40]}")
+            faults.append(f"{key} must be a number from 0, got {shown(report.get(key))[:40]}")
     for key, kind in _CONTAINERS.items():
         if not isinstance(report.get(key), kind):
-            faults.append(f"{key} must be a {kind.__name__}, got {json.dumps(report.get(key))[:40]}")
+            faults.append(f"{key} must be a {kind.__name__}, got {shown(report.get(key))[:40]}")
     for key in ("swapped", "skipped"):
         if isinstance(report.get(key), list) and not all(isinstance(entry, dict) for entry in report[key]):
             faults.append(f"{key} must list objects")
@@ -204,7 +205,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
         try:
             values = json.loads(line)
             step = int(values["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if index == len(lines) - 1:
                 break
             raise UserError(
