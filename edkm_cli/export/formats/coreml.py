@@ -33,10 +33,8 @@ from edkm_cli.format import sync
 from edkm_cli.progress import Track, no_progress
 
 PACKAGE = "model.mlpackage"
-FAMILIES = ("llama", "mistral", "qwen2")
 _MAP = "edkm.tensors"  # in the package's metadata: name of an operation -> name of the tensor it holds
 _LENGTH = "edkm.length"
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def check(source: Compressed, options: Options) -> None:
@@ -45,17 +43,6 @@ def check(source: Compressed, options: Options) -> None:
     config = source.config
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"--to coreml knows the decoders of {', '.join(FAMILIES)}, not of {config.model_type}; use another --to"
-        )
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise UserError(f"--to coreml knows decoders with silu, got {config.hidden_act}; use another --to")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _FIXED_ROPE:
-        raise UserError(
-            f"--to coreml needs rotary angles that are fixed ({', '.join(_FIXED_ROPE)}), got {rope}; use another --to"
-        )
     first, last = lengths(options)
     limit = config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
