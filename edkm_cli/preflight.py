@@ -7,7 +7,9 @@ follow from it, too.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.allotment import spread_evenly
+from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.targets import check_shape
 
@@ -62,6 +65,7 @@ class RunPlan:
         dtype: of the clustered model; differs where sharded training keeps float32 master weights.
         mixed_precision: `no` or `bf16`.
         start: how weights start: `kmeans`, `compensated` or `reconstructed`.
+        allotted: whether the bits of each linear in `spec` are final; before, they only have the right sum.
     """
 
     config: CompressConfig
@@ -75,6 +79,15 @@ class RunPlan:
     dtype: str
     mixed_precision: str
     start: str
+    allotted: bool = False
+
+    def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
+        """The plan after the linears have been given their bits, by module path."""
+        return replace(self, spec=self.spec.with_bits(bits), allotted=True)
+
+    def after_start(self, model: Any) -> RunPlan:
+        """The plan with the bits that the linears of the clustered model have."""
+        return self.with_bits({name: layer.clustering.bits for name, layer in clustered_layers(model).items()})
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
@@ -89,7 +102,7 @@ class RunPlan:
     def clustering(self) -> Clustering:
         config = self.config
         return Clustering(
-            bits=config.bits,
+            bits=self.spec.bits,
             granularity=self.spec.granularity,
             lut_dtype=config.lut_dtype,
             method=config.method,
@@ -146,6 +159,12 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
             everywhere=True,
         )
+    if setting.sharded and config.allocation == "sensitivity":
+        raise UserError(
+            "--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use "
+            "--allocation uniform",
+            everywhere=True,
+        )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     if config.target is not None:
@@ -174,18 +193,25 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         architecture=architecture,
         parameters=parameters,
         swaps=swaps,
-        spec=QuantizationSpec(
-            bits=config.bits,
-            granularity=granularity,
-            lut_dtype=config.lut_dtype,
-            embedding_bits=embedding_bits(config),
-            skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
-        ),
+        spec=_spec(config, granularity, swaps),
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
         start=choose_start(config, sharded=setting.sharded),
     )
+
+
+def _spec(config: CompressConfig, granularity: Granularity, swaps: tuple[Swap, ...]) -> QuantizationSpec:
+    """The checkpoint's; where matrices will differ in bits, with any that take the same room."""
+    spec = QuantizationSpec(
+        bits=math.floor(config.bits),
+        granularity=granularity,
+        lut_dtype=config.lut_dtype,
+        embedding_bits=embedding_bits(config),
+        embedding_group=config.embedding_group or None,
+        skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
+    )
+    return spec.with_bits(spread_evenly([swap for swap in swaps if swap.clustered], spec, config.bits))
 
 
 def choose_device(device: str) -> str:
@@ -247,21 +273,32 @@ def needed_tokens(plan: RunPlan) -> int:
     return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
 
 
-def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | None = None) -> data.Documents:
-    """A text that perplexities are measured on: `name` of --eval-data, or the held-out part of the first --data."""
-    source = data.parse_source(name or config.data[0], "--eval-data" if name else "--data")
-    split = data.measured_split(source) if name else "test"
-    if name:
-        data.require_apart(data.parse_sources(list(config.data)), source)
+def evaluation_names(config: CompressConfig) -> dict[str, str]:
+    """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
+    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place."""
+    own = data.parse_source(config.data[0]).needs_model
+    names = config.eval_data or ((data.BUILTIN,) if own else ())
+    return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
+
+
+def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, data.Documents]:
+    """The texts that are measured, by name. Raises UserError where one cannot be had, or is trained on."""
+    trained = data.parse_sources(list(config.data))
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
-    return data.documents_of(
-        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
-    )
-
-
-def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
-    """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
-    return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
+    found = {}
+    for name, text in evaluation_names(config).items():
+        held_out = name != text
+        source = data.parse_source(text, "--data" if held_out else "--eval-data")
+        if not held_out:
+            data.require_apart(trained, source)
+        found[name] = data.documents_of(
+            source,
+            "test" if held_out else data.measured_split(source),
+            tokenizer=tokenizer,
+            reading=data_options(config).reading,
+            characters=needed,
+        )
+    return found
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
@@ -325,6 +362,8 @@ def needed_bytes(plan: RunPlan) -> int:
     trained = plan.parameters
     if config.lora_rank:
         updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
-        luts = sum(plan.spec.granularity.groups(*swap.shape) for swap in plan.clustered)
-        trained = updates + luts * 2**config.bits
+        luts = sum(
+            plan.spec.granularity.groups(*swap.shape) * 2 ** plan.spec.bits_of(swap.name) for swap in plan.clustered
+        )
+        trained = updates + luts
     return int(plan.parameters * 1.1) + 50_000_000 + kept * 12 * trained
