@@ -66,7 +66,9 @@ class DecoderStep:
                 self._block((layer.down,), sizes.inner),
             )
             first = index * _LAYER
-            self._numbers[first : first + _KEYS] = array("q", (*blocks, *(0 if n is None else n.data_ptr() for n in norms)))
+            self._numbers[first : first + _KEYS] = array(
+                "q", (*blocks, *(0 if n is None else n.data_ptr() for n in norms))
+            )
         compiled = library()
         assert compiled is not None, "callers ask `supports` first"
         self._function = compiled.edkm_decoder_step

@@ -24,6 +24,7 @@ from edkm_cli.nn.palettized import PalettizedLinear
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _ROOM = 256  # tokens for which a cache gets more room at a time
 _PLAIN_OPTIONS = ("cache_position", "return_dict", "use_cache", "logits_to_keep")
+_INPUTS = ("input_ids", "past_key_values")
 _PATHS = (
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn",
@@ -33,17 +34,18 @@ _PATHS = (
 def shorten(model: Any) -> None:
     """Let the decoder of a packed causal LM take the shortcut, where its layers are of a kind that can."""
     decoder = getattr(model, "base_model", None)
-    layers = getattr(decoder, "layers", None)
+    layers: Any = getattr(decoder, "layers", None)
     known = isinstance(layers, nn.ModuleList) and len(layers) and {type(m).__name__ for m in layers} <= set(_LAYERS)
     if known and type(layers[0]).__module__.startswith("transformers.") and os.environ.get("EDKM_ONE_TOKEN") != "0":
         assert decoder is not None
         decoder._shortcut = _Shortcut()
-        decoder.__class__ = _class_with_shortcut(type(decoder))
+        kind: Any = type(decoder)
+        decoder.__class__ = _class_with_shortcut(kind)
 
 
 @functools.cache
-def _class_with_shortcut(kind: type) -> type:
-    plain: Any = kind.forward  # type: ignore[attr-defined]
+def _class_with_shortcut(kind: Any) -> Any:
+    plain = kind.forward
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +59,7 @@ def _class_with_shortcut(kind: type) -> type:
     return type(kind.__name__, (kind,), {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__})
 
 
-def _restore(kind: type) -> Any:
+def _restore(kind: Any) -> Any:
     made = _class_with_shortcut(kind)
     return made.__new__(made)
 
@@ -142,8 +144,8 @@ class _Shortcut:
             weights.append(found)
         sizes = _sizes(decoder)
         dtype = weights[0].input_norm.dtype
-        for parent, name, module in self._modules:  # a hook or a forward of its own wants to be called
-            if parent.get(name) is not module or module._forward_hooks or module._forward_pre_hooks:
+        for holder, leaf, module in self._modules:  # a hook or a forward of its own wants to be called
+            if holder.get(leaf) is not module or module._forward_hooks or module._forward_pre_hooks:
                 return
             if "forward" in module.__dict__:
                 return
@@ -174,16 +176,14 @@ def _past(cache: Any, layers: int) -> int | None:
 
 def _plain(given: dict[str, Any], past: int, config: Any) -> bool:
     """Whether nothing is asked for that only the forward of transformers does."""
-    for name, value in given.items():
-        if name == "attention_mask" and value is not None:
-            if type(value) is not Tensor or tuple(value.shape) != (1, past + 1) or not bool(value.all()):
-                return False
-        elif name == "position_ids" and value is not None and tuple(value.shape) != (1, 1):
-            return False
-        elif name == "use_cache" and value is False:
-            return False
-        elif name not in ("input_ids", "past_key_values", "attention_mask", "position_ids", *_PLAIN_OPTIONS) and value:
-            return False
+    rest = {name: value for name, value in given.items() if name not in _PLAIN_OPTIONS and value is not None}
+    mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
+    if mask is not None and (type(mask) is not Tensor or tuple(mask.shape) != (1, past + 1) or not bool(mask.all())):
+        return False
+    if positions is not None and tuple(positions.shape) != (1, 1):
+        return False
+    if given.get("use_cache") is False or any(bool(value) for name, value in rest.items() if name not in _INPUTS):
+        return False
     wanted = ("output_attentions", "output_hidden_states")
     return not any(getattr(config, name, False) for name in wanted) and given.get("return_dict") is not False
 
@@ -199,7 +199,7 @@ class _Room:
 
 def _room(layer: Any, past: int) -> _Room:
     """Room for one more token after `past`. A cache that somebody cropped, reordered or shares gets memory of its own."""
-    room = getattr(layer, "_edkm_room", None)
+    room: Any = getattr(layer, "_edkm_room", None)
     mine = room is not None and room.seen[0] is layer.keys and room.seen[1] is layer.values
     if not mine or room.keys.shape[2] <= past:
         room = layer._edkm_room = _Room(layer.keys, layer.values, past + max(_ROOM, past // 2))
