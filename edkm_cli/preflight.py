@@ -148,12 +148,23 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
     else:
         source = models.resolve(config.model)
-        if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-            raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
-        architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
+        own = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
+        if own and not config.dequantize:
+            raise UserError(
+                f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
+                "from what is left of it"
+            )
+        architecture = models.load_config(
+            source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
+        )
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and config.dequantize:
+        raise UserError(
+            "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first",
+            everywhere=True,
+        )
     if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
         raise UserError(
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
