@@ -146,7 +146,7 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
 
 
 def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
-    """(levels int8, scale of each row float16) of an embedding."""
+    """(levels (rows, columns) int8, scales (rows, groups) float16) of an embedding."""
     middle = 2 ** ((source.spec.embedding_bits or 8) - 1)
     data = (source.indices(path).to(torch.int16) - middle).to(torch.int8)
     return data, rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
@@ -223,7 +223,8 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     tensor = source.tensors[name]
     if tensor.module and not tensor.linear:
         data, scale = _embedding(source, tensor.module)
-        return (data.float() * scale.float()).half().float(), exact
+        scale = scale.float().repeat_interleave(data.shape[1] // scale.shape[1], 1)  # of each column
+        return (data.float() * scale).half().float(), exact
     return exact.half().float(), exact
 
 
