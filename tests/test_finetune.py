@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,9 +68,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_adapter(packed, text_file, t
         if record["step"] == 5:
             raise Preempted("stopped")
 
-    with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(Metrics, "write", stop_at_five)
+    monkeypatch.setattr(Metrics, "write", stop_at_five)
+    with pytest.raises(Preempted):
         finetune(packed, interrupted)
+    monkeypatch.setattr(Metrics, "write", write)
     assert not (tmp_path / "resumed").exists()
     with pytest.raises(UserError, match="--resume"):
         finetune(packed, interrupted)
@@ -151,8 +154,6 @@ def test_the_merged_model_is_an_ordinary_checkpoint_with_the_same_embeddings(pac
         if name.endswith("indices") and "proj" in name and not torch.equal(tensor, before.state_dict()[name])
     ]
     assert len(changed) == 14
-    status, out, err = run("eval", merged[0], "--data", "builtin", "--context", 64, "--max-windows", 1)
-    assert status == 0, err
 
 
 def test_a_merged_model_that_is_worse_than_allowed_is_no_success(packed, tuned, tmp_path):
@@ -165,6 +166,11 @@ def test_a_merged_model_that_is_worse_than_allowed_is_no_success(packed, tuned, 
                            "--max-perplexity-ratio", 0)  # fmt: skip
     assert status == 0, err
     assert [word in out for word in ("compressed", "with the adapter", "merged")] == [True] * 3
+
+
+def test_every_key_of_both_reports_is_explained(tuned, merged):
+    page = (Path(edkm_cli.__file__).parent.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    assert (tuned[1].keys() | merged[1].keys()) - set(re.findall(r"`(\w+)`", page)) == set()
 
 
 def refused_after_work(*arguments):

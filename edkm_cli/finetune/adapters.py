@@ -35,7 +35,7 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     everything = ALL_LINEAR in targets
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type] - any number will do
+        lora_alpha=alpha,  # type: ignore[arg-type]
         target_modules=ALL_LINEAR if everything else list(targets),
         bias="none",
         task_type="CAUSAL_LM",
