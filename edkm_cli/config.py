@@ -6,6 +6,7 @@ Nothing here imports torch, so `--help` and the checks of a configuration are in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from edkm_cli.settings import (
     refuse,
     setting,
 )
+from edkm_cli.targets import TARGETS, misfits
 
 
 def configs_directory() -> Path:
@@ -53,6 +55,18 @@ class CompressConfig:
         "Number format of the lookup tables' entries.",
         COMPRESSION,
         choices=("float16", "bfloat16", "float32", "float8_e4m3fn"),
+    )
+    lut_scale: float | None = setting(
+        None,
+        "Scale of all float8 lookup tables, a power of two; default: each matrix has its own.",
+        COMPRESSION,
+        positive=True,
+    )
+    target: str | None = setting(
+        None,
+        "Format that edkm export shall write without loss: sets bits, granularity and number format of the tables.",
+        COMPRESSION,
+        choices=tuple(TARGETS),
     )
     embedding_bits: int = setting(
         8,
@@ -110,6 +124,12 @@ class CompressConfig:
         COMPRESSION,
         choices={"gradient": "squared gradients of the loss", "activation": "squared inputs", "none": "nothing"},
     )
+    centroid_weighting: str = setting(
+        "importance",
+        "What weighs each weight in the clustering updates (--iterations) of modes hard and soft.",
+        COMPRESSION,
+        choices={"importance": "what --importance measures", "uniform": "nothing, as in the papers"},
+    )
     calibration_tokens: int = setting(4096, "Training tokens used to measure the importance.", COMPRESSION, minimum=2)
     start: str = setting(
         "auto",
@@ -117,7 +137,7 @@ class CompressConfig:
         COMPRESSION,
         choices={
             "auto": "reconstructed with --steps 0 and --data self, in mode straight-through without LoRA or sharding; "
-            "compensated where lookup tables are trained by gradient otherwise; else kmeans",
+            "compensated where lookup tables are trained by gradient otherwise, or updated by importance; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
             "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",
@@ -295,6 +315,14 @@ class CompressConfig:
             )
         if self.keep_best and not self.eval_every:
             found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
+        if self.lut_scale is not None and math.frexp(self.lut_scale)[0] != 0.5:
+            found.append(f"lut_scale must be a power of two, such as 0.0625, got {self.lut_scale:g}")
+        if self.lut_scale is not None and self.lut_dtype != "float8_e4m3fn":
+            found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {self.lut_dtype}; leave it out")
+        if self.target is not None:
+            found += misfits(self.target, bits=self.bits, granularity=self.granularity, lut_dtype=self.lut_dtype)
+            if self.target == "lut-b" and self.lut_scale is None:
+                found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
         if not self.data:
             found.append("data must name at least one data set or file")
         return found
@@ -307,4 +335,6 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     """
     values = read_yaml(file) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
+    if values.get("target") in TARGETS:
+        values = {**TARGETS[values["target"]].settings, **values}
     return from_mapping(CompressConfig, values)

@@ -20,6 +20,7 @@ from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.targets import check_shape
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
@@ -94,6 +95,7 @@ class RunPlan:
             method=config.method,
             mode=config.mode,
             iterations=config.iterations,
+            lut_scale=config.lut_scale,
         )
 
     @property
@@ -146,6 +148,10 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
+    if config.target is not None:
+        for swap in swaps:
+            if swap.clustered:
+                check_shape(config.target, swap.name, swap.shape)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
     tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
@@ -291,9 +297,10 @@ def calibration_batches(
 def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
-    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no iteration moves
-    the tables that weights are fitted to. Reconstruction trains straight through, on layers that are whole; it has been
-    measured on text that the model wrote itself and without further training, so `auto` takes it there only.
+    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
+    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are
+    whole; it has been measured on text that the model wrote itself and without further training, so `auto` takes it
+    there only.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
@@ -302,7 +309,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
         )
     if config.start != "auto":
         return config.start
-    if not trains_luts(config.mode, config.iterations) or config.lora_rank:
+    weighted = config.centroid_weighting == "importance" and config.importance != "none"
+    if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     whole = config.mode == "straight-through" and not sharded
     measured = not config.steps and set(config.data) == {data.SELF}

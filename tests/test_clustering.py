@@ -8,7 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edkm_cli import kernels
-from edkm_cli.clustering import clustered_linear, dense_dkm, fused_dkm, iterate_centroids, kmeans_start
+from edkm_cli.clustering import (
+    clustered_linear,
+    dense_dkm,
+    fused_dkm,
+    iterate_centroids,
+    kmeans_start,
+    relative_importance,
+)
 from edkm_cli.config import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import TorchPasses, layout_c
@@ -39,6 +46,16 @@ def run(function, weight, start, upstream, **options):
     return [t.detach().double() for t in (clustered, centroids, *grads)]
 
 
+def importances(shape, granularity, seed=0):
+    """No importance, that of columns, and that of weights, over six orders of magnitude and with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(shape, generator=generator).mul(3).exp() * (torch.rand(shape, generator=generator) > 0.1)
+    relative = [
+        relative_importance(raw, torch.empty(shape), granularity=granularity) for raw in (weights.mean(0), weights)
+    ]
+    return dict(zip(("none", "columns", "weights"), (None, *relative), strict=True))
+
+
 def assert_no_worse_than_twice_dense(weight, start, upstream, **options):
     """The tolerance rule: error against float64 at most twice that of dense DKM in the same precision.
 
@@ -57,22 +74,24 @@ def assert_no_worse_than_twice_dense(weight, start, upstream, **options):
 
 
 @QUICK
-@example(torch.float32, "row:1", 3, 3, 1e-3, 7)
-@example(torch.bfloat16, "tensor", 3, 3, 1e-3, 7)
+@example(torch.float32, "row:1", 3, 3, 1e-3, "none", 7)
+@example(torch.bfloat16, "tensor", 3, 3, 1e-3, "none", 7)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from(GRANULARITIES),
     st.integers(1, 4),
     st.integers(1, 5),
     st.sampled_from([1e-3, 0.02, 0.3, 10.0]),
+    st.sampled_from(["none", "columns", "weights"]),
     st.integers(0, 10**6),
 )
-def test_fused_is_as_accurate_as_dense(dtype, granularity, bits, iterations, temperature, seed):
+def test_fused_is_as_accurate_as_dense(dtype, granularity, bits, iterations, temperature, importance, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(SHAPE, generator=generator) * 0.05).to(dtype)
     start = kmeans_start(weight, 2**bits, granularity=granularity)
     upstream = torch.randn(SHAPE, generator=generator).double()
     options = {"granularity": granularity, "temperature": temperature, "iterations": iterations}
+    options["importance"] = importances(SHAPE, granularity, seed)[importance]
     assert_no_worse_than_twice_dense(weight, start, upstream, **options)
 
 
@@ -82,7 +101,54 @@ def test_both_paths_agree_with_dense(path, granularity, dtype):
     torch.manual_seed(3)
     weight, upstream = (torch.randn(SHAPE) * 0.02).to(dtype), torch.randn(SHAPE).double()
     start = kmeans_start(weight, 8, granularity=granularity)
-    assert_no_worse_than_twice_dense(weight, start, upstream, granularity=granularity, temperature=0.02, iterations=3)
+    options = {"granularity": granularity, "temperature": 0.02, "iterations": 3}
+    for importance in importances(SHAPE, granularity).values():
+        assert_no_worse_than_twice_dense(weight, start, upstream, importance=importance, **options)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row:1", "block:2x16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uniform_importance_changes_nothing(path, granularity, dtype):
+    """Values to the bit. With a table of distinct values, one addition of float32 in the weight's gradient moves."""
+    torch.manual_seed(10)
+    weight, upstream = (torch.randn(SHAPE) * 0.02).to(dtype), torch.randn(SHAPE).double()
+    start = kmeans_start(weight, 8, granularity=granularity)
+    options = {"granularity": granularity, "temperature": 0.02, "iterations": 3}
+    plain = run(fused_dkm, weight, start, upstream, **options)
+    for raw in (torch.full(SHAPE[1:], 0.3), torch.full(SHAPE, 1e-9), torch.zeros(SHAPE)):
+        importance = relative_importance(raw, weight, granularity=granularity)
+        uniform = run(fused_dkm, weight, start, upstream, importance=importance, **options)
+        for number, (ours, wanted) in enumerate(zip(uniform, plain, strict=True)):
+            if number == 2 and granularity == "tensor" and dtype == torch.bfloat16:
+                torch.testing.assert_close(ours, wanted, rtol=2**-7, atol=1e-6 * float(wanted.abs().max()))
+            else:
+                assert torch.equal(ours, wanted), number
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row:1", "block:2x24"])
+def test_hard_attention_weighted_by_importance_stays_at_the_weighted_kmeans(path, granularity):
+    """The start is the optimum of weighted k-means, which the unweighted updates leave and the weighted ones do not."""
+    torch.manual_seed(11)
+    weight, importance = torch.randn(SHAPE), torch.randn(SHAPE).mul(2).exp()
+    start = kmeans_start(weight, 8, granularity=granularity, importance=importance)
+    options = {"granularity": granularity, "temperature": 1e-6, "iterations": 3}
+    relative = relative_importance(importance, weight, granularity=granularity)
+    kept = iterate_centroids(weight, start, importance=relative, **options)
+    torch.testing.assert_close(kept, start, rtol=0.02, atol=0.02)  # the ratios have 8 bits of mantissa
+    assert (iterate_centroids(weight, start, **options) - start).abs().max() > 0.1
+
+
+def test_importance_that_does_not_fit_is_refused():
+    weight, start = torch.randn(4, 8), torch.zeros(4, 8)
+    for importance, message in (
+        (torch.ones(4), "must be"),
+        (torch.full((8,), -1.0), "not negative"),
+        (torch.full((4, 8), float("nan")), "finite"),
+    ):
+        with pytest.raises(UserError, match=f"q_proj.*{message}"):
+            relative_importance(importance, weight, granularity="row:1", layer="q_proj")
+    with pytest.raises(UserError, match=r"\(in,\) or \(out, in\)"):
+        fused_dkm(weight, start, granularity="row:1", temperature=0.02, iterations=1, importance=torch.ones(4))
 
 
 @pytest.mark.parametrize("k", [2, 3, 21, 256])
@@ -139,8 +205,10 @@ def test_gradcheck_passes(granularity, iterations, temperature):
     weight = torch.randn(4, 8, dtype=torch.float64)
     start = kmeans_start(weight, 4, granularity=granularity).double().requires_grad_()
     options = {"granularity": granularity, "temperature": temperature, "iterations": iterations}
-    assert torch.autograd.gradcheck(lambda w, c: fused_dkm(w, c, **options), (weight.requires_grad_(), start))
-    assert torch.autograd.gradcheck(lambda w, c: dense_dkm(w, c, **options), (weight, start))
+    for importance in (None, torch.rand(8), torch.rand(4, 8)):
+        options["importance"] = importance
+        assert torch.autograd.gradcheck(lambda w, c: fused_dkm(w, c, **options), (weight.requires_grad_(), start))
+        assert torch.autograd.gradcheck(lambda w, c: dense_dkm(w, c, **options), (weight, start))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

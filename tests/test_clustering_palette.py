@@ -105,3 +105,10 @@ def test_a_float8_table_is_as_exact_for_small_weights_as_for_large_ones(deviatio
 
 def test_a_float8_table_of_zeros_stays_one():
     assert torch.equal(round_lut(torch.zeros(2, 8), "float8_e4m3fn"), torch.zeros(2, 8))
+
+
+def test_a_fixed_scale_is_taken_as_it_is_and_limits_what_tables_reach():
+    centroids = torch.tensor([[1e-5, 0.03, 1.0, 40.0]])
+    wanted = (centroids * 16).clamp(max=448).to(torch.float8_e4m3fn).float() / 16
+    assert torch.equal(round_lut(centroids, "float8_e4m3fn", 2.0**-4), wanted)
+    assert wanted[0, 3] == 28

@@ -23,7 +23,7 @@ from helpers import settings, weights_of
     [
         {},
         {"distill": False},
-        {"mode": "soft", "iterations": 2},
+        {"mode": "soft", "iterations": 2, "centroid_weighting": "uniform"},
         {"mode": "hard", "temperature_schedule": "cosine"},
         {"mode": "soft", "iterations": 0},
         {"gradient_accumulation": 2, "batch_size": 2},

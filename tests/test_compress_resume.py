@@ -23,7 +23,7 @@ from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, wa
     "changes",
     [
         {},
-        {"mode": "soft"},
+        {"mode": "soft", "centroid_weighting": "uniform"},
         {"mode": "hard", "temperature_schedule": "cosine", "granularity": "tensor", "dtype": "bfloat16"},
         {"lora_rank": 2},
         {"lora_rank": 2, "mode": "soft", "distill": False},

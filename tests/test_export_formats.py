@@ -1,18 +1,21 @@
 """Every format of `edkm export`: what it holds is the source, and what is damaged does not pass."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from edkm_cli import hf
+from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.parity import require_same_perplexity
+from edkm_cli.export.parity import require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
+from edkm_cli.packing import pack
 from families import family
 from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
 
@@ -89,6 +92,122 @@ def damage(folder, name, change):
     tensors = load_file(file)
     changed = change(tensors.pop(name))
     save_file(tensors if changed is None else {**tensors, name: changed.contiguous()}, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    """3 bits, E4M3 tables of 8 x 64 tiles with one scale: what lut-b holds."""
+    options = {"granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4}
+    return checkpoint(tmp_path_factory.mktemp("tiles"), **options)
+
+
+def source_of(name, rows, tiles):
+    return tiles if name == "lut-b" else rows
+
+
+PACKED = ["squeezellm", "any-precision", "lut-b"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_format_holds_the_source_exactly(name, rows, tiles, text_file, tmp_path):
+    result = export_model(
+        source_of(name, rows, tiles),
+        name,
+        tmp_path / "out",
+        options=Options(),
+        verify="perplexity",
+        data=str(text_file),
+        context=64,
+        max_windows=2,
+    )
+    assert (result["rounded"], result["largest_difference"]) == (0, 0)
+    assert result["perplexity"]["export"] == pytest.approx(result["perplexity"]["source"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "names"), [(4, PACKED[:2]), (6, PACKED[1:2])])
+def test_rows_that_share_a_table_are_exact_at_other_bits(bits, names, tmp_path):
+    source = checkpoint(tmp_path / "source", bits=bits, granularity="row:8")
+    for name in names:
+        assert export_model(source, name, tmp_path / name, options=Options())["rounded"] == 0
+
+
+def test_a_word_of_squeezellm_is_what_its_packing_loop_makes():
+    """Three words of 32 indices, written out as squeezellm/quant.py does: ten, one over the border, ten, one, ten."""
+    index = [(7 * i + i * i) % 8 for i in range(32)]
+    value = sum(one << (3 * place) for place, one in enumerate(index))
+    words = torch.tensor([[value >> shift & 0xFFFFFFFF] for shift in (0, 32, 64)]).to(torch.int32)
+    assert find("squeezellm")._indices_of_words(words, 3)[0].tolist() == index
+
+
+@pytest.mark.parametrize("columns", [32, 96, 1024, 1056, 2080])
+def test_planes_of_any_precision_are_decoded_at_every_width(columns):
+    form = find("any-precision")
+    indices = torch.randint(0, 8, (4, columns), generator=torch.Generator().manual_seed(columns), dtype=torch.uint8)
+    assert torch.equal(form._decoded(form._planes(indices, 3)), indices.long())
+
+
+def test_tiles_of_lut_b_keep_leading_dimensions_such_as_experts():
+    form = find("lut-b")
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 8, (3, 16, 128), generator=generator, dtype=torch.uint8)
+    codebook = torch.randn(3, 2, 2, 8, generator=generator).to(torch.float8_e4m3fn)
+    packed = torch.stack([pack(expert, 3) for expert in indices])
+    weight = form.decoded(form.tiled_bytes(packed), codebook)
+    for expert in range(3):
+        table = codebook[expert].float().view(4, 8)
+        assert torch.equal(weight[expert], lookup(indices[expert], table, granularity="block:8x64"))
+
+
+QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+DAMAGE = {
+    "a table entry": {
+        "squeezellm": (f"{QUERY}.lookup_table", lambda t: t + torch.eye(*t.shape) / 512),
+        "any-precision": (f"{QUERY}.lut3", lambda t: t + torch.eye(*t.shape, dtype=t.dtype) / 512),
+        "lut-b": (f"{QUERY}.weight_codebook", lambda t: (t.view(torch.uint8) ^ 1).view(t.dtype)),
+    },
+    "a row of indices": {
+        "squeezellm": (f"{DOWN}.qweight", lambda t: t[:, torch.arange(t.shape[1]).roll(1)]),
+        "any-precision": (f"{DOWN}.qweight", lambda t: t.roll(1, 1)),
+        "lut-b": (f"{DOWN}.weight_packed", lambda t: t.view(*t.shape[:2], 8, 24).roll(1, 2).reshape(t.shape)),
+    },
+    "the order of tiles, words or planes": {
+        "squeezellm": (f"{DOWN}.qweight", lambda t: t.flip(0)),
+        "any-precision": (f"{DOWN}.qweight", lambda t: t.flip(0)),
+        "lut-b": (f"{DOWN}.weight_packed", lambda t: t.transpose(0, 1).reshape(t.shape)),
+    },
+    "a lost bias": dict.fromkeys(PACKED, (f"{DOWN}.bias", lambda t: None)),
+    "a bias for another": dict.fromkeys(PACKED, (f"{DOWN}.bias", lambda t: t.flip(0))),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("name", PACKED)
+def test_damage_is_found_and_named(name, what, rows, tiles, tmp_path):
+    tensor, change = DAMAGE[what][name]
+    form, options = find(name), Options()
+    with Compressed(source_of(name, rows, tiles)) as source:
+        form.write(source, tmp_path, options)
+        require_parity(source, tmp_path, form, options)
+        damage(tmp_path, tensor, change)
+        with pytest.raises(UserError, match=re.escape(tensor.rpartition(".")[0])):
+            require_parity(source, tmp_path, form, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("squeezellm", {"bits": 5}, "squeezellm holds 3 and 4 bits, got 5; use --bits 4"),
+        ("any-precision", {"bits": 2}, "use --bits 3"),
+        ("any-precision", {"lut_dtype": "bfloat16"}, "got bfloat16; use --lut-dtype float16"),
+        ("lut-b", {}, "lut-b holds tables of block:8x64, got row:1; use --granularity block:8x64"),
+        ("lut-b", {"granularity": "block:8x64", "lut_dtype": "float8_e4m3fn"}, "must have one scale for all matrices"),
+        ("squeezellm", {"granularity": "block:8x64"}, "use --granularity row:1 or tensor"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_with_what_would_fit(name, options, message, tmp_path):
+    source = checkpoint(tmp_path / "source", **options)
+    assert message in refused("export", source, "--to", name, "--output", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(

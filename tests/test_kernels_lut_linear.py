@@ -205,10 +205,10 @@ def test_several_matrices_share_a_call():
     if build.library() is None:
         pytest.skip("no C compiler here")
     matrices = [random_packed("row:1", rows, 72, 3, seed=rows) for rows in (33, 16, 7)]
-    prepared = paths.prepare(matrices, 72)
+    products = paths.products(matrices, 72)
     for tokens in (1, 20):
         x = torch.randn(tokens, 72, generator=torch.Generator().manual_seed(6))
-        for packed, found in zip(matrices, paths.prepared_linears(x, prepared), strict=True):
+        for packed, found in zip(matrices, products(x), strict=True):
             assert torch.equal(found, call(x, packed))
 
 

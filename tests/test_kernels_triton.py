@@ -47,16 +47,23 @@ def assert_near(ours, exact, plain, what):
 
 
 def check_groups(dtype, shape, tile, k):
-    from edkm_cli.kernels import TorchPasses, attention_triton, closed_form
+    from edkm_cli.kernels import attention_triton
 
     weight, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     start = torch.linspace(-1.5, 1.5, k).repeat(shape[0] // tile[0], 1)
     assert attention_triton.supports(weight, tile, k)
-    results = []
+    for importance in (None, torch.rand(shape[1]).bfloat16(), torch.randn(shape).exp()):
+        check_group(weight, grad, start, tile, k, importance)
+
+
+def check_group(weight, grad, start, tile, k, importance):
+    from edkm_cli.kernels import TorchPasses, attention_triton, closed_form
+
+    dtype, shape, results = weight.dtype, tuple(weight.shape), []
     for passes, real in (
-        (attention_triton.TritonPasses(weight, tile), torch.float32),
-        (TorchPasses(weight.double(), tile), torch.float64),
-        (TorchPasses(weight, tile), torch.float32),
+        (attention_triton.TritonPasses(weight, tile, importance), torch.float32),
+        (TorchPasses(weight.double(), tile, importance), torch.float64),
+        (TorchPasses(weight, tile, importance), torch.float32),
     ):
         spread = closed_form.relative_temperature(*passes.spread(), 0.05)
         final = closed_form.iterate(passes, start.to(real), spread.tau, 3)
@@ -65,7 +72,7 @@ def check_groups(dtype, shape, tile, k):
         backward = closed_form.backward(passes, start.to(real), spread, 3, upstream, torch.ones_like(final))
         results.append((final, soft, *backward))
     for what, ours, exact, plain in zip(("centroids", "soft", "dw", "dc"), *results, strict=True):
-        assert_near(ours, exact, plain, (what, dtype, shape, k))
+        assert_near(ours, exact, plain, (what, dtype, shape, k, importance is not None))
 
 
 def check_constant_rows():
@@ -88,10 +95,8 @@ def check_table(dtype):
     assert torch.equal(ours.count_patterns(weight), plain.count_patterns(weight))
     torch.testing.assert_close(ours.sum_by_pattern(weight, grad), plain.sum_by_pattern(weight, grad))
     assert torch.equal(ours.gather(weight, table), plain.gather(weight, table))
-    for upstream in (grad, None):
-        torch.testing.assert_close(
-            ours.blend(weight, upstream, table, table), plain.blend(weight, upstream, table, table)
-        )
+    for parts in ([(grad, table), (weight, table.flip(0))], [(grad, table)], []):
+        torch.testing.assert_close(ours.blend(weight, parts, table), plain.blend(weight, parts, table))
 
 
 def check_palette(dtype, tile, k):

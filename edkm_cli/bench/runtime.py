@@ -141,10 +141,10 @@ def _packed_seconds(x: Tensor, packed: Packed, dense: Tensor, place: torch.devic
     """As a module calls it: prepared once, by the operator where the kernel is not the way."""
     from edkm_cli.kernels.lut_linear import lut_linear
 
-    ready, columns = Ready(), x.shape[-1]
+    ready, columns, matrices = Ready(), x.shape[-1], (packed,)
 
     def product() -> Tensor:
-        found = ready.product(x, (packed,), columns)
+        found = ready.product(x, matrices, columns)
         if found is not None:
             return found[0]
         return lut_linear(x, packed.indices, packed.table, None, bits=packed.bits, tile=packed.tile or (1, columns))

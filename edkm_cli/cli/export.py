@@ -12,7 +12,7 @@ from edkm_cli.cli.options import JsonFile, RemoteCode, check_json_target, finish
 
 def export_command(
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
-    to: Annotated[str, typer.Option("--to", help="Format: dense.")],
+    to: Annotated[str, typer.Option("--to", help="Format: dense, squeezellm, any-precision, lut-b or coreml.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the export.")],
     dtype: Annotated[
         str,

@@ -6,6 +6,7 @@ from edkm_cli.clustering.kmeans import kmeans_start
 from edkm_cli.clustering.linear import MODES, clustered_linear
 from edkm_cli.clustering.palette import lookup, lut_scale, nearest_indices, parse_lut_dtype, round_lut, snap
 from edkm_cli.clustering.schedule import SCHEDULES, temperature_at
+from edkm_cli.clustering.weighting import relative_importance
 
 __all__ = [
     "MODES",
@@ -19,6 +20,7 @@ __all__ = [
     "lut_scale",
     "nearest_indices",
     "parse_lut_dtype",
+    "relative_importance",
     "round_lut",
     "snap",
     "temperature_at",

@@ -1,5 +1,7 @@
 """Differentiable k-means as the paper writes it (DKM, arXiv 2108.12659, section 3): the reference of everything faster.
 
+With an importance of each weight, the means that move the centroids are weighted by it.
+
 Materialises the (groups, n, k) attention map of every iteration and leaves the gradient to autograd.
 """
 
@@ -9,12 +11,19 @@ import torch
 from torch import Tensor
 
 from edkm_cli.clustering.checks import checked_tile
+from edkm_cli.clustering.weighting import checked_importance
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import EMPTY_MASS, TAU_FLOOR, centroid_dtype, from_groups, to_groups
 
 
 def dense_dkm(
-    weight: Tensor, centroids: Tensor, *, granularity: str | Granularity, temperature: float, iterations: int
+    weight: Tensor,
+    centroids: Tensor,
+    *,
+    granularity: str | Granularity,
+    temperature: float,
+    iterations: int,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cluster a weight softly and differentiably, keeping every attention map for backward.
 
@@ -25,6 +34,8 @@ def dense_dkm(
         temperature: relative; the attention's tau is `temperature * population variance` of the group, and the
             gradient includes that path.
         iterations: number T of centroid updates. The output attends to the centroids after the last one.
+        importance: how much each weight counts in the means, (out, in), or (in,) where it is that of a column; not
+            negative, about 1 on average (`relative_importance`). It gets no gradient. None: all alike, as in the paper.
 
     Returns:
         The clustered weight sum_j A_ij c_j (out, in) in the weight's dtype, and the centroids after T updates
@@ -36,6 +47,8 @@ def dense_dkm(
     tile = checked_tile(weight, centroids, granularity)
     w = to_groups(weight, tile).to(centroid_dtype(weight))  # (groups, n)
     c = centroids.to(w.dtype)  # (groups, k)
+    mass = checked_importance(importance, weight)
+    m = None if mass is None else to_groups(mass.expand(weight.shape), tile).to(w.dtype)  # (groups, n)
     tau = (temperature * w.var(1, correction=0)).clamp_min(TAU_FLOOR)
 
     def attention(c: Tensor) -> Tensor:
@@ -44,7 +57,7 @@ def dense_dkm(
         return torch.softmax((square.amin(-1, keepdim=True).detach() - square) / tau[:, None, None], -1)
 
     for _ in range(iterations):
-        a = attention(c)
+        a = attention(c) if m is None else attention(c) * m[:, :, None]
         c = (torch.einsum("gnk,gn->gk", a, w) + EMPTY_MASS * c) / (a.sum(1) + EMPTY_MASS)
     clustered = torch.einsum("gnk,gk->gn", attention(c), c)
     return from_groups(clustered, weight.shape, tile).to(weight.dtype), c

@@ -14,14 +14,17 @@ from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import checked_tile, require_finite
+from edkm_cli.clustering.weighting import checked_importance
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Spread, Tile
 from edkm_cli.kernels.closed_form import Passes
 
 
-def open_passes(weight: Tensor, tile: Tile, k: int, temperature: float, name: str) -> tuple[Passes, Spread]:
+def open_passes(
+    weight: Tensor, tile: Tile, k: int, temperature: float, name: str, importance: Tensor | None = None
+) -> tuple[Passes, Spread]:
     """The passes over a weight and its groups' temperatures. See `require_finite` for NaN and Inf."""
-    passes = kernels.passes(weight.detach(), tile, k)
+    passes = kernels.passes(weight.detach(), tile, k, importance)
     mean, variance = passes.spread()
     require_finite(variance, layer=name)
     return passes, kernels.relative_temperature(mean, variance, temperature)
@@ -30,12 +33,19 @@ def open_passes(weight: Tensor, tile: Tile, k: int, temperature: float, name: st
 class _FusedDkm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, centroids: Tensor, tile: Tile, temperature: float, iterations: int, name: str
+        ctx: Any,
+        weight: Tensor,
+        centroids: Tensor,
+        importance: Tensor | None,
+        tile: Tile,
+        temperature: float,
+        iterations: int,
+        name: str,
     ) -> tuple[Tensor, Tensor]:
-        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
+        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, importance)
         final = kernels.iterate(passes, centroids.to(kernels.centroid_dtype(weight)), spread.tau, iterations)
         require_finite(final, layer=name)
-        ctx.save_for_backward(weight, centroids)
+        ctx.save_for_backward(weight, centroids, importance)
         ctx.options = (tile, temperature, iterations, name)
         ctx.set_materialize_grads(False)
         # Without an iteration the final centroids would be an input returned as an output.
@@ -44,12 +54,12 @@ class _FusedDkm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_centroids: Tensor | None) -> tuple[Tensor | None, ...]:
-        weight, centroids = ctx.saved_tensors
+        weight, centroids, importance = ctx.saved_tensors
         tile, temperature, iterations, name = ctx.options
-        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
+        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, importance)
         start = centroids.to(kernels.centroid_dtype(weight))
         grad_weight, grad_start = kernels.backward(passes, start, spread, iterations, grad, grad_centroids)
-        return grad_weight, grad_start.to(centroids.dtype), None, None, None, None
+        return grad_weight, grad_start.to(centroids.dtype), None, None, None, None, None
 
 
 def fused_dkm(
@@ -59,9 +69,10 @@ def fused_dkm(
     granularity: str | Granularity,
     temperature: float,
     iterations: int,
+    importance: Tensor | None = None,
     name: str = "weight",
 ) -> tuple[Tensor, Tensor]:
-    """`dense_dkm` with its values and gradients, saving nothing but references to its two inputs for backward.
+    """`dense_dkm` with its values and gradients, saving nothing but references to its inputs for backward.
 
     A bfloat16 or float16 weight with one LUT goes by a table of its distinct values, every other weight is attended
     to again in backward (eDKM, arXiv 2309.00964, section 2.2, taken to its end: docs/clustering.md).
@@ -72,6 +83,7 @@ def fused_dkm(
         granularity: which weights share a LUT.
         temperature: relative to the population variance of the group.
         iterations: number T of centroid updates; the output attends to the centroids after the last one.
+        importance: how much each weight counts in the centroid updates, as for `dense_dkm`.
         name: the layer, for error messages.
 
     Returns:
@@ -82,7 +94,8 @@ def fused_dkm(
         UserError: shapes do not fit, k is not in 2 to 256, or the weight holds NaN or Inf (on a GPU, NaN comes out).
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    return _FusedDkm.apply(weight, centroids, tile, temperature, iterations, name)
+    mass = checked_importance(importance, weight, layer=name)
+    return _FusedDkm.apply(weight, centroids, mass, tile, temperature, iterations, name)
 
 
 @torch.no_grad()
@@ -93,6 +106,7 @@ def iterate_centroids(
     granularity: str | Granularity,
     temperature: float,
     iterations: int,
+    importance: Tensor | None = None,
     name: str = "weight",
 ) -> Tensor:
     """The centroids after `iterations` updates (groups, k), without a gradient: what a trainer keeps once in each step.
@@ -101,7 +115,8 @@ def iterate_centroids(
     (`clustered_linear(new_centroids=...)`). Arguments and errors as for `fused_dkm`.
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name)
+    mass = checked_importance(importance, weight, layer=name)
+    passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, mass)
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     final = kernels.iterate(passes, start, spread.tau, iterations)
     require_finite(final, layer=name)

@@ -13,20 +13,8 @@ from torch import Tensor
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import check_k, non_finite
-from edkm_cli.config import UserError
+from edkm_cli.clustering.weighting import usable_importance
 from edkm_cli.granularity import Granularity
-
-
-def _masses(importance: Tensor, weight: Tensor, name: str) -> Tensor:
-    """Importance as float32 (out, in). Raises UserError unless it fits and is finite and not negative."""
-    if importance.shape not in (weight.shape, weight.shape[1:]):
-        raise UserError(
-            f"importance of {name} must be (in,) or (out, in) = {tuple(weight.shape)}, got {tuple(importance.shape)}"
-        )
-    importance = importance.to(device=weight.device, dtype=torch.float32)
-    if not bool(importance.sum(dtype=torch.float64).isfinite()) or bool((importance < 0).any()):
-        raise UserError(f"importance of {name} must be finite and not negative; check the calibration statistics")
-    return importance.expand(weight.shape)
 
 
 @torch.no_grad()
@@ -67,5 +55,7 @@ def kmeans_start(
     values = weight.detach().float()
     if not bool(values.sum(dtype=torch.float64).isfinite()):
         raise non_finite(name)
-    masses = None if importance is None else kernels.to_groups(_masses(importance.detach(), weight, name), tile)
+    masses = None
+    if importance is not None:
+        masses = kernels.to_groups(usable_importance(importance, weight, layer=name).expand(weight.shape), tile)
     return kernels.kmeans(kernels.to_groups(values, tile), masses, k).to(home)

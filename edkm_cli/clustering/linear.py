@@ -20,6 +20,7 @@ from edkm_cli import kernels
 from edkm_cli.clustering.checks import checked_tile, non_finite, require_finite
 from edkm_cli.clustering.fused import open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
+from edkm_cli.clustering.weighting import checked_importance
 from edkm_cli.config import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Tile
@@ -47,6 +48,7 @@ class _Options(NamedTuple):
     iterations: int
     mode: str
     lut_dtype: torch.dtype | None
+    lut_scale: float | None
     scaling: float
     name: str
 
@@ -63,11 +65,11 @@ def effective_weight(weight: Tensor, low_rank: LowRank | None) -> Tensor:
     return total.addmm_(low_rank.b.to(total.dtype), low_rank.a.to(total.dtype), alpha=low_rank.scaling)
 
 
-def _final_centroids(weight: Tensor, centroids: Tensor, options: _Options) -> Tensor:
+def _final_centroids(weight: Tensor, centroids: Tensor, importance: Tensor | None, options: _Options) -> Tensor:
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     if options.mode == "straight-through":
         return start
-    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
+    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name, importance)
     return kernels.iterate(passes, start, spread.tau, options.iterations)
 
 
@@ -76,7 +78,7 @@ def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: tor
     if options.mode == "soft":
         passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
         return passes.soft(final, spread.tau, dtype)
-    lut = round_lut(final, options.lut_dtype).to(final.dtype)
+    lut = round_lut(final, options.lut_dtype, options.lut_scale).to(final.dtype)
     snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
     if finite is False:  # None where a GPU has not been asked
         raise non_finite(options.name)
@@ -84,17 +86,22 @@ def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: tor
 
 
 def _weight_gradients(
-    weight: Tensor, centroids: Tensor, grad: Tensor, options: _Options, wanted: tuple[bool, bool]
+    weight: Tensor,
+    centroids: Tensor,
+    importance: Tensor | None,
+    grad: Tensor,
+    options: _Options,
+    wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dL/dweight, dL/dcentroids) from the gradient of the forward weight; dL/dweight in any dtype."""
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     if options.mode == "straight-through":
         entries = None
         if wanted[1]:
-            lut = round_lut(start, options.lut_dtype).to(start.dtype)
+            lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
             entries = kernels.sum_by_entry(weight.detach(), lut, grad, options.tile).to(centroids.dtype)
         return grad if wanted[0] else None, entries
-    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
+    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name, importance)
     grad_weight, grad_start = kernels.backward(passes, start, spread, options.iterations, grad, None)
     return grad_weight if wanted[0] else None, grad_start.to(centroids.dtype)
 
@@ -116,18 +123,19 @@ class _ClusteredLinear(torch.autograd.Function):
         bias: Tensor | None,
         a: Tensor | None,
         b: Tensor | None,
+        importance: Tensor | None,
         final: Tensor | None,
         options: _Options,
     ) -> Tensor:
         effective = effective_weight(weight, _joined(a, b, options))
         if final is None:
-            final = _final_centroids(effective, centroids, options)
+            final = _final_centroids(effective, centroids, importance, options)
         require_finite(final, layer=options.name)
         forward_weight = _forward_weight(effective, final, options, x.dtype)
         del effective
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
         saved = None if options.mode == "straight-through" else final
-        ctx.save_for_backward(x, weight, centroids, a, b, saved)
+        ctx.save_for_backward(x, weight, centroids, a, b, importance, saved)
         ctx.options, ctx.bias_dtype = options, None if bias is None else bias.dtype
         return torch.nn.functional.linear(x, forward_weight, None if bias is None else bias.to(x.dtype))
 
@@ -145,7 +153,7 @@ def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of `_ClusteredLinear.forward`'s arguments."""
-    x, weight, centroids, a, b, final = ctx.saved_tensors
+    x, weight, centroids, a, b, importance, final = ctx.saved_tensors
     needs_x, needs_weight, needs_centroids, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:6]
     needs_effective = needs_weight or needs_a or needs_b
     grad_x = grad_weight = grad_centroids = grad_bias = grad_a = grad_b = None
@@ -159,7 +167,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_effective or needs_centroids:
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
         grad_weight, grad_centroids = _weight_gradients(
-            effective, centroids, grad_weight, ctx.options, (needs_effective, needs_centroids)
+            effective, centroids, importance, grad_weight, ctx.options, (needs_effective, needs_centroids)
         )
         del effective  # before the next tensor of its size
         if low_rank is not None and grad_weight is not None:
@@ -173,6 +181,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_bias,
         grad_a if needs_a else None,
         grad_b if needs_b else None,
+        None,
         None,
         None,
     )
@@ -204,8 +213,10 @@ def clustered_linear(
     iterations: int = 1,
     mode: str = "soft",
     lut_dtype: str | torch.dtype | None = None,
+    lut_scale: float | None = None,
     new_centroids: Tensor | None = None,
     low_rank: LowRank | None = None,
+    importance: Tensor | None = None,
     name: str = "weight",
 ) -> Tensor:
     """`linear(x, w~, bias)` on the clustered weight w~, which is not saved but computed again in backward.
@@ -226,10 +237,13 @@ def clustered_linear(
             forward uses the nearest entry of the rounded LUT; the weight gets dL/dw~ as it is, an entry the sum of
             dL/dw~ over the weights assigned to it.
         lut_dtype: what the exported LUT is stored as (float32, float16, bfloat16, float8_e4m3fn); None: not rounded.
+        lut_scale: fixed scale of float8 tables; None: the matrix's own.
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.
         low_rank: clusters `effective_weight(weight, low_rank)` in place of the weight. A weight that requires no
             gradient gets none: dL/d(effective weight) is reduced to the gradients of a and b and freed.
+        importance: how much each weight counts in the centroid updates, (in,) or (out, in), as for `dense_dkm`; unused
+            in mode `straight-through`.
         name: the layer, for error messages.
 
     Returns:
@@ -244,12 +258,13 @@ def clustered_linear(
     tile = checked_tile(weight, centroids, granularity, layer=name)
     a, b, scaling = (None, None, 0.0) if low_rank is None else _checked_low_rank(weight, low_rank, name)
     dtype = parse_lut_dtype(lut_dtype)
-    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, scaling, name)
+    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, lut_scale, scaling, name)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))
+    mass = None if mode == "straight-through" else checked_importance(importance, weight, layer=name)
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     with _without_autocast(x):
-        return _ClusteredLinear.apply(x, weight, centroids, bias, a, b, final, options)
+        return _ClusteredLinear.apply(x, weight, centroids, bias, a, b, mass, final, options)

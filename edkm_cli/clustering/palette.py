@@ -24,26 +24,28 @@ def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor | None:
+def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: float | None = None) -> Tensor | None:
     """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
 
     float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie.
     The scale puts the largest entry of the matrix between 224 and 448, so that all entries down to 2**-14 of it keep
-    their three bits. Being a power of two, it rounds nothing itself.
+    their three bits. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
     """
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None or dtype.itemsize > 1:
         return None
+    if fixed is not None:
+        return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
     largest = centroids.detach().float().abs().amax() / torch.finfo(dtype).max
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
 
 
-def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor:
+def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:
     """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
 
     Rounds to nearest; what is beyond the dtype's range becomes its largest finite value. float8 tables are scaled (see
-    `lut_scale`).
+    `lut_scale`), by a fixed `scale` where one is given.
 
     >>> round_lut(torch.tensor([[0.3, 1000.0]]), "float8_e4m3fn").tolist()
     [[0.3125, 1024.0]]
@@ -51,10 +53,10 @@ def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None) -> Tensor:
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None:
         return centroids if centroids.dtype == torch.float64 else centroids.float()
-    scale = lut_scale(centroids, dtype)
-    if scale is not None:
-        return (centroids.float() / scale).to(dtype).float() * scale
     limit = torch.finfo(dtype).max
+    factor = lut_scale(centroids, dtype, scale)
+    if factor is not None:
+        return (centroids.float() / factor).clamp(-limit, limit).to(dtype).float() * factor
     return centroids.float().clamp(-limit, limit).to(dtype).float()
 
 
@@ -91,15 +93,16 @@ def snap(
     *,
     granularity: str | Granularity,
     lut_dtype: str | torch.dtype | None = None,
+    scale: float | None = None,
     name: str = "weight",
 ) -> Tensor:
     """Each weight's nearest entry of the LUT rounded to `lut_dtype`, (out, in) float32 (float64 for float64 weights).
 
-    Equal, bit for bit, to `lookup(nearest_indices(weight, lut), lut)` with `lut = round_lut(centroids, lut_dtype)`.
+    Equal, bit for bit, to `lookup(nearest_indices(weight, lut), lut)` with `lut = round_lut(centroids, lut_dtype, scale)`.
     Raises UserError if shapes do not fit or the weight holds NaN or Inf.
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    lut = round_lut(centroids, lut_dtype).to(kernels.centroid_dtype(weight))
+    lut = round_lut(centroids, lut_dtype, scale).to(kernels.centroid_dtype(weight))
     snapped, finite = kernels.snap(weight, lut, tile, lut.dtype)
     if not (bool(snapped.isfinite().all()) if finite is None else finite):
         raise non_finite(name)

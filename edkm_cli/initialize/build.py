@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from edkm_cli.clustering import relative_importance
+from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.compensate import compensate
@@ -40,6 +42,7 @@ class Recipe:
         spec, clustering: of the checkpoint, and of the layers in training.
         temperature: of the attention at the first step.
         importance: `gradient`, `activation` or `none`.
+        centroid_weighting: of the updates that move tables in training: by `importance`, or `uniform` as in the papers.
         lora_rank: 0 trains the weights themselves.
         lora_alpha: the updates' scale is alpha / rank; None: alpha is twice the rank.
         seed: of the updates, and of the order of the text in a reconstruction.
@@ -51,6 +54,7 @@ class Recipe:
     clustering: Clustering
     temperature: float = 1.0
     importance: str = "none"
+    centroid_weighting: str = "uniform"
     lora_rank: int = 0
     lora_alpha: float | None = None
     seed: int = 0
@@ -65,6 +69,7 @@ class Recipe:
             clustering=plan.clustering,
             temperature=config.temperature,
             importance=config.importance,
+            centroid_weighting=config.centroid_weighting,
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             seed=config.seed,
@@ -181,18 +186,47 @@ def cluster_linears(
     for swap in track(swaps, "k-means start", len(swaps)):
         linear = model.get_submodule(swap.name.removeprefix(prefix))
         assert isinstance(linear, nn.Linear)
+        weighing = _whole(importance.pop(swap.name, None) if importance else None, swap, world)
         centroids = start(
             linear.weight.detach(),
             2**recipe.clustering.bits,
             granularity=recipe.clustering.granularity,
-            importance=_whole(importance.pop(swap.name, None) if importance else None, swap, world),
+            importance=weighing,
             name=swap.name,
             world=world,
         )
+        _require_range(centroids, recipe.clustering, swap.name)
+        kept = None
+        if weighing is not None and recipe.centroid_weighting == "importance" and not recipe.clustering.trains_luts:
+            relative = relative_importance(
+                weighing, linear.weight, granularity=recipe.clustering.granularity, layer=swap.name
+            )
+            kept = world.broadcast(relative)  # processors may differ in the last bit
         clustered = ClusteredLinear(
-            linear.weight, linear.bias, centroids, recipe.clustering, temperature=recipe.temperature, name=swap.name
+            linear.weight,
+            linear.bias,
+            centroids,
+            recipe.clustering,
+            temperature=recipe.temperature,
+            name=swap.name,
+            importance=kept,
         )
         model.set_submodule(swap.name.removeprefix(prefix), clustered)
+
+
+def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None:
+    """Raises UserError for tables that a fixed scale of float8 entries does not reach."""
+    if clustering.lut_scale is None or centroids.is_meta:
+        return
+    largest, reach = float(centroids.abs().max()), 448 * clustering.lut_scale
+    if largest > reach:
+        scale = clustering.lut_scale
+        while 448 * scale < largest:
+            scale *= 2
+        raise UserError(
+            f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}; use "
+            f"--lut-scale {scale:g}"
+        )
 
 
 def _whole(importance: Tensor | None, swap: Swap, world: World) -> Tensor | None:

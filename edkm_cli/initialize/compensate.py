@@ -101,7 +101,7 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     """The LUTs as `compensated` takes them, (out, tiles, k), rounded as they are stored."""
     options, shape = layer.clustering, (layer.out_features, layer.in_features)
     tile_rows, tile_columns = options.granularity.tile(*shape, layer=layer.name)
-    lut = round_lut(layer.centroids.detach(), options.lut_dtype)
+    lut = round_lut(layer.centroids.detach(), options.lut_dtype, options.lut_scale)
     tiled = lut.view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
     return tiled.repeat_interleave(tile_rows, 0)
 

@@ -70,14 +70,14 @@ def _triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _passes_on_gpu(weight: Tensor, tile: Tile, k: int) -> Passes | None:
+def _passes_on_gpu(weight: Tensor, tile: Tile, k: int, importance: Tensor | None) -> Passes | None:
     """Triton's passes for this weight, or None. Imported late: importing Triton takes longer than most commands."""
     if not _triton():
         return None
     from edkm_cli.kernels import attention_triton
 
     return (
-        cast("Passes", attention_triton.TritonPasses(weight, tile))
+        cast("Passes", attention_triton.TritonPasses(weight, tile, importance))
         if attention_triton.supports(weight, tile, k)
         else None
     )
@@ -88,15 +88,18 @@ def is_table(weight: Tensor, tile: Tile) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape)
 
 
-def passes(weight: Tensor, tile: Tile, k: int) -> Passes:
-    """The fastest passes there are for this weight and k centroids."""
+def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None) -> Passes:
+    """The fastest passes there are for this weight and k centroids.
+
+    `importance`, (in,) or (out, in), is how much each weight counts in the centroids' moments; None: all alike.
+    """
     if weight.is_meta:
-        return cast("Passes", shapes_meta.ShapePasses(weight, tile))
+        return cast("Passes", shapes_meta.ShapePasses(weight, tile, importance))
     if is_table(weight, tile):
-        return TablePasses(weight.contiguous(), _table_kernels(weight))
-    if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k)) is not None:
+        return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
+    if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k, importance)) is not None:
         return on_gpu
-    return CPasses(weight, tile) if layout_c.supports(weight) else TorchPasses(weight, tile)
+    return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 
 def _table_kernels(weight: Tensor) -> TableKernels:

@@ -1,6 +1,7 @@
 /* The passes of closed_form.py: attention computed from a weight in registers, reduced, thrown away.
  *
- * Per weight and centroid: d = w - c, logit = (min d^2 - d^2) / tau, A = softmax. Sums over at most BLOCK weights are
+ * Per weight and centroid: d = w - c, logit = (min d^2 - d^2) / tau, A = softmax. In the moments a weight counts by its
+ * importance m; without one (m NULL) all count alike. Sums over at most BLOCK weights are
  * float32 in 16 lanes, all longer ones double. Each function works on units [first, last) and writes partial sums of
  * its own, so that threads never meet and the result doesn't depend on their number.
  */
@@ -38,12 +39,19 @@ INLINE void attend(vf w, const float *c, int k, float scale, vi mask, vf *a) {
     for (int j = 0; j < k; j++) a[j] *= share;
 }
 
-INLINE void moments_block(const float *w, int64_t count, const float *c, int k, float scale, double *shift, double *mass) {
+/* attention times importance */
+INLINE void weigh(vf *a, const float *m, int k) {
+    vf mass = *(const vf *)m;
+    for (int j = 0; j < k; j++) a[j] *= mass;
+}
+
+INLINE void moments_block(const float *w, const float *m, int64_t count, const float *c, int k, float scale, double *shift, double *mass) {
     vf a[MAX_K], shifts[MAX_K], masses[MAX_K];
     for (int j = 0; j < k; j++) shifts[j] = masses[j] = (vf){};
     for (int64_t v = 0; v * LANES < count; v++) {
         vf x = *(const vf *)(w + v * LANES);
         attend(x, c, k, scale, valid(v, count), a);
+        if (m) weigh(a, m + v * LANES, k);
         for (int j = 0; j < k; j++) {
             masses[j] += a[j];
             shifts[j] += a[j] * (x - c[j]);
@@ -84,10 +92,10 @@ INLINE void soft_backward_block(
     *grad_tau += total(tau_sum);
 }
 
-/* u_ij = pull_j (w_i - c'_j), p_ij = A_ij (u_ij - sum_m A_im u_im); adds to the weight's gradient */
+/* u_ij = pull_j (w_i - c'_j), p_ij = m_i A_ij (u_ij - sum_l A_il u_il); adds to the weight's gradient */
 INLINE void moments_backward_block(
-    const float *w, float *grad_w, int64_t count, const float *c, const float *moved, const float *pull, int k, float scale,
-    float twice, double *grad_c, double *grad_tau
+    const float *w, const float *m, float *grad_w, int64_t count, const float *c, const float *moved, const float *pull,
+    int k, float scale, float twice, double *grad_c, double *grad_tau
 ) {
     vf a[MAX_K], sums[MAX_K], tau_sum = {};
     for (int j = 0; j < k; j++) sums[j] = (vf){};
@@ -95,6 +103,7 @@ INLINE void moments_backward_block(
         vf x = *(const vf *)(w + v * LANES), mean = {}, grad = {}, direct = {};
         attend(x, c, k, scale, valid(v, count), a);
         for (int j = 0; j < k; j++) mean += a[j] * ((x - moved[j]) * pull[j]);
+        if (m) weigh(a, m + v * LANES, k);
         for (int j = 0; j < k; j++) {
             vf d = x - c[j], part = a[j] * ((x - moved[j]) * pull[j] - mean) * d;
             direct += a[j] * pull[j];
@@ -143,11 +152,12 @@ void edkm_spread(
 }
 
 void edkm_moments(
-    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, double *shift, double *mass,
-    int64_t first, int64_t last
+    const Layout *layout, const Matrix *weight, const Matrix *importance, const float *centroids, const double *tau,
+    double *shift, double *mass, int64_t first, int64_t last
 ) {
     unsigned mode = flush_tiny();
-    float w[BLOCK] __attribute__((aligned(64)));
+    float w[BLOCK] __attribute__((aligned(64))), m[BLOCK] __attribute__((aligned(64)));
+    const float *masses = importance->data ? m : NULL;
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
         const float *c = centroids + piece.group * k;
@@ -156,7 +166,8 @@ void edkm_moments(
         for (int64_t j = 0; j < k; j++) to_shift[j] = to_mass[j] = 0;
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
-            WITH_CONSTANT_K(k, moments_block(w, count, c, K, scale, to_shift, to_mass));
+            if (masses) load(importance, layout, rect, m);
+            WITH_CONSTANT_K(k, moments_block(w, masses, count, c, K, scale, to_shift, to_mass));
         }
     }
     restore(mode);
@@ -205,14 +216,16 @@ void edkm_soft_backward(
 }
 
 void edkm_moments_backward(
-    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const float *moved,
-    const float *pull, const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
+    const Layout *layout, const Matrix *weight, const Matrix *importance, const float *centroids, const double *tau,
+    const float *moved, const float *pull, const Matrix *grad_weight, double *grad_centroids, double *grad_tau,
+    int64_t first, int64_t last
 ) {
     unsigned mode = flush_tiny();
-    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
+    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64))), m[BLOCK] __attribute__((aligned(64)));
+    const float *masses = importance->data ? m : NULL;
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
-        const float *c = centroids + piece.group * k, *m = moved + piece.group * k, *p = pull + piece.group * k;
+        const float *c = centroids + piece.group * k, *to = moved + piece.group * k, *p = pull + piece.group * k;
         float scale = (float)(LOG2E / tau[piece.group]), twice = (float)(2.0 / tau[piece.group]);
         double *to_c = grad_centroids + piece.slot * k, *to_tau = grad_tau + piece.slot;
         for (int64_t j = 0; j < k; j++) to_c[j] = 0;
@@ -220,7 +233,8 @@ void edkm_moments_backward(
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
             load(grad_weight, layout, rect, g);
-            WITH_CONSTANT_K(k, moments_backward_block(w, g, count, c, m, p, K, scale, twice, to_c, to_tau));
+            if (masses) load(importance, layout, rect, m);
+            WITH_CONSTANT_K(k, moments_backward_block(w, masses, g, count, c, to, p, K, scale, twice, to_c, to_tau));
             store((void *)grad_weight->data, FLOAT32, layout, rect, g);
         }
     }

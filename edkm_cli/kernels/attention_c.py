@@ -12,8 +12,9 @@ from edkm_cli.kernels.tiles import Tile
 class CPasses:
     """The passes of `closed_form` over a float32 or 16-bit weight on the CPU."""
 
-    def __init__(self, weight: Tensor, tile: Tile) -> None:
+    def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._tiled, self._dtype = Tiled(weight, tile), weight.dtype
+        self._importance = None if importance is None else readable(importance)
         self._grad_weight: Tensor | None = None
 
     @property
@@ -31,7 +32,8 @@ class CPasses:
     def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k = self._tiled, centroids.shape[1]
         shift, mass = tiled.partial(k), tiled.partial(k)
-        tiled.run("moments", k, matrix(tiled.weight), centroids.contiguous(), tau, shift, mass)
+        of_weights = matrix(tiled.weight), matrix(self._importance)
+        tiled.run("moments", k, *of_weights, centroids.contiguous(), tau, shift, mass)
         return tiled.join(shift), tiled.join(mass)
 
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,8 +60,11 @@ class CPasses:
     def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k, pull = self._tiled, centroids.shape[1], pull.float()
         grad_centroids, grad_tau, weight_grad = tiled.partial(k), tiled.partial(), self._gradient(zero=True)
-        at = centroids.contiguous(), tau, moved.contiguous(), pull
-        tiled.run("moments_backward", k, matrix(tiled.weight), *at, matrix(weight_grad), grad_centroids, grad_tau)
+        of_weights, at = (
+            (matrix(tiled.weight), matrix(self._importance)),
+            (centroids.contiguous(), tau, moved.contiguous()),
+        )
+        tiled.run("moments_backward", k, *of_weights, *at, pull, matrix(weight_grad), grad_centroids, grad_tau)
         return tiled.join(grad_centroids), tiled.join(grad_tau) / tau / tau
 
     def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:

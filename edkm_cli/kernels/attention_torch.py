@@ -44,11 +44,12 @@ def soft(weights: Tensor, centroids: Tensor) -> Tensor:
 
 
 class TorchPasses:
-    """The passes over a weight (out, in) of any floating dtype on any device."""
+    """The passes over a weight (out, in) of any floating dtype on any device; `importance` is (in,) or (out, in)."""
 
-    def __init__(self, weight: Tensor, tile: Tile) -> None:
+    def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._weight, self._tile = weight, tile
         self._values = to_groups(weight, tile)
+        self._importance = None if importance is None else to_groups(importance.expand(weight.shape), tile)
         self._compute = centroid_dtype(weight)
         self._piled: Tensor | None = None
 
@@ -82,9 +83,14 @@ class TorchPasses:
         shift, mass = self._sums(k), self._sums(k)
         for chunk, values in self._cut(k):
             weights, offset = attention(values, *self._at(chunk, centroids, tau))
+            weights = self._weighed(chunk, weights)
             shift[chunk[0]] += (weights * offset).sum(1, dtype=torch.float64)
             mass[chunk[0]] += weights.sum(1, dtype=torch.float64)
         return shift, mass
+
+    def _weighed(self, chunk: Chunk, weights: Tensor) -> Tensor:
+        """Attention (groups, n, k) times importance."""
+        return weights if self._importance is None else weights * self._importance[chunk].to(self._compute)[:, :, None]
 
     def _at(self, chunk: Chunk, *of_groups: Tensor) -> list[Tensor]:
         return [tensor[chunk[0]].to(self._compute) for tensor in of_groups]
@@ -117,7 +123,9 @@ class TorchPasses:
             moved_here, pull_here, tau_here = self._at(chunk, moved, pull, tau)
             weights, offset = attention(values, *self._at(chunk, centroids, tau))
             upstream = pull_here[:, None, :] * (values[:, :, None] - moved_here[:, None, :])
-            share = weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
+            mean = (weights * upstream).sum(-1, keepdim=True)
+            weights = self._weighed(chunk, weights)
+            share = weights * (upstream - mean)
             direct = (weights * pull_here[:, None, :]).sum(-1)
             self._pile(chunk, direct - (share * offset).sum(-1) * (2.0 / tau_here[:, None]))
             grad_centroids[chunk[0]] += (share * offset).sum(1, dtype=torch.float64) * (2.0 / tau[chunk[0], None])

@@ -59,15 +59,24 @@ def _normaliser(w, c, inverse_tau, K: tl.constexpr):
 
 
 @triton.jit
-def _moments(w, inside, c, inverse_tau, K: tl.constexpr):
-    """(M, D), (K,) each."""
+def _importance(importance, group, at, stride, period, inside, WEIGHTED: tl.constexpr):
+    """How much each weight counts: a group's importance starts `stride` after the one before, and repeats itself."""
+    if WEIGHTED:
+        return tl.load(importance + group * stride + at % period, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.where(inside, 1.0, 0.0)
+
+
+@triton.jit
+def _moments(w, m, inside, c, inverse_tau, K: tl.constexpr):
+    """(M, D), (K,) each; weights count by m."""
     least, share = _normaliser(w, c, inverse_tau, K)
     lanes = tl.arange(0, K)
     shift = tl.zeros_like(c)
     mass = tl.zeros_like(c)
     for j in tl.static_range(K):
         d = w - _entry(c, j, K)
-        a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0)
+        a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0) * m
         shift = tl.where(lanes == j, tl.sum(a * d, 0), shift)
         mass = tl.where(lanes == j, tl.sum(a, 0), mass)
     return shift, mass
@@ -76,14 +85,18 @@ def _moments(w, inside, c, inverse_tau, K: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     weight,
+    importance,
     centroids,
     tau,
     moved,
     out,
     n,
+    stride,
+    period,
     iterations,
     empty_mass,
     ITERATE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -96,8 +109,9 @@ def _forward_kernel(
     c = tl.load(centroids + group * K + lanes)
     inverse_tau = 1.0 / tl.load(tau + group)
     if ITERATE:
+        m = _importance(importance, group, at, stride, period, inside, WEIGHTED)
         for _ in range(iterations):
-            shift, mass = _moments(w, inside, c, inverse_tau, K)
+            shift, mass = _moments(w, m, inside, c, inverse_tau, K)
             c += shift / (mass + empty_mass)
         tl.store(moved + group * K + lanes, c)
     else:
@@ -113,6 +127,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     weight,
+    importance,
     centroids,
     tau,
     mean_slope,
@@ -122,8 +137,11 @@ def _backward_kernel(
     grad_weight,
     grad_centroids,
     n,
+    stride,
+    period,
     iterations,
     empty_mass,
+    WEIGHTED: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -136,13 +154,14 @@ def _backward_kernel(
     inside = at < n
     lanes = tl.arange(0, K)
     w = tl.load(weight + group * n + at, mask=inside, other=0.0).to(tl.float32)
+    m = _importance(importance, group, at, stride, period, inside, WEIGHTED)
     g = tl.load(grad + group * n + at, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(centroids + group * K + lanes)
     gamma = tl.load(grad_moved + group * K + lanes)
     inverse_tau = 1.0 / tl.load(tau + group)
     notes = path + group * (iterations + 1) * 2 * K + lanes
     for t in range(iterations):
-        shift, mass = _moments(w, inside, c, inverse_tau, K)
+        shift, mass = _moments(w, m, inside, c, inverse_tau, K)
         tl.store(notes + t * 2 * K, c)
         tl.store(notes + t * 2 * K + K, mass)
         c += shift / (mass + empty_mass)
@@ -165,7 +184,7 @@ def _backward_kernel(
         tau_sum += part * d
         gamma += tl.where(lanes == j, tl.sum(direct + part * (2.0 * inverse_tau), 0), 0.0)
     dw = from_logits * (-2.0 * inverse_tau)
-    # the iterations, last first: u_j = pull_j (w - c'_j), p_j = A_j (u_j - sum A u)
+    # the iterations, last first: u_j = pull_j (w - c'_j), p_j = m A_j (u_j - sum A u)
     for back in range(iterations):
         t = iterations - 1 - back
         moved = c
@@ -180,7 +199,7 @@ def _backward_kernel(
         from_logits = tl.zeros_like(w)
         for j in tl.static_range(K):
             d = w - _entry(c, j, K)
-            a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0)
+            a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0) * m
             part = a * (_entry(pull, j, K) * (w - _entry(moved, j, K)) - mean) * d
             dw += a * _entry(pull, j, K)
             from_logits += part
@@ -197,12 +216,19 @@ def _backward_kernel(
 
 
 class TritonPasses:
-    """A weight whose groups fit in registers: all iterations in one kernel, all of backward in another."""
+    """A weight whose groups fit in registers: all iterations in one kernel, all of backward in another.
 
-    def __init__(self, weight: Tensor, tile: Tile) -> None:
+    `importance` is (in,), which the rows share, or (out, in).
+    """
+
+    def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._weight = weight.contiguous()
+        self._importance = self._weight if importance is None else importance.contiguous()
+        self._weighted = importance is not None
         self.group_size = tile[0] * tile[1]
         self._groups = weight.numel() // self.group_size
+        columns_only = importance is not None and importance.dim() == 1
+        self._repeats = (0, weight.shape[1]) if columns_only else (self.group_size, self.group_size)
         block = triton.next_power_of_2(self.group_size)
         self._shape = {"N": block, "num_warps": 16 if block >= 8192 else 8 if block >= 2048 else 4}
 
@@ -216,14 +242,17 @@ class TritonPasses:
         target = self._weight if out is None else out
         _forward_kernel[(self._groups,)](
             self._weight,
+            self._importance,
             centroids.contiguous(),
             tau.float(),
             moved,
             target,
             self.group_size,
+            *self._repeats,
             iterations,
             EMPTY_MASS,
             ITERATE=out is None,
+            WEIGHTED=self._weighted,
             K=k,
             **self._shape,
         )
@@ -250,6 +279,7 @@ class TritonPasses:
         mean_slope = torch.stack((spread.mean, spread.slope * (2.0 / self.group_size)), 1).float().contiguous()
         _backward_kernel[(self._groups,)](
             self._weight,
+            self._importance,
             start.contiguous(),
             spread.tau.float(),
             mean_slope,
@@ -259,8 +289,10 @@ class TritonPasses:
             grad_weight,
             grad_start,
             self.group_size,
+            *self._repeats,
             iterations,
             EMPTY_MASS,
+            WEIGHTED=self._weighted,
             K=k,
             **self._shape,
         )

@@ -10,14 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import stat
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c", "lut_linear.c")
@@ -57,27 +62,28 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _compile() -> Path:
+def _compile(name: str, sources: tuple[str, ...], headers: tuple[str, ...], *more: str) -> Path:
+    """The shared library `name` made of `sources`, with `more` flags."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         raise _Unavailable("no C compiler (cc, gcc or clang) on PATH")
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for part in (_run([compiler, "--version"]), *_FLAGS, _processor()):
+    for part in (_run([compiler, "--version"]), *_FLAGS, *more, _processor()):
         digest.update(part.encode())
-    for name in (*_HEADERS, *_SOURCES):
-        digest.update((here / name).read_bytes())
+    for file in (*headers, *sources):
+        digest.update((here / file).read_bytes())
     directory = _cache_directory()
-    library = directory / f"kernels-{digest.hexdigest()[:32]}.so"
+    library = directory / f"{name}-{digest.hexdigest()[:32]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        built = Path(scratch) / "kernels.so"
-        sources = [str(here / name) for name in _SOURCES]
+        built = Path(scratch) / f"{name}.so"
+        files = [str(here / file) for file in sources]
         try:
-            _run([compiler, "-march=native", *_FLAGS, *sources, "-o", str(built), "-lm"])
+            _run([compiler, "-march=native", *_FLAGS, *more, *files, "-o", str(built), "-lm"])
         except _Unavailable:  # a compiler that doesn't know this processor
-            _run([compiler, *_FLAGS, *sources, "-o", str(built), "-lm"])
+            _run([compiler, *_FLAGS, *more, *files, "-o", str(built), "-lm"])
         os.replace(built, library)  # atomic: another process sees the whole library or none
     return library
 
@@ -89,7 +95,26 @@ def library() -> ctypes.CDLL | None:
         _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); clustering runs in plain PyTorch")
         return None
     try:
-        return ctypes.CDLL(str(_compile()))
+        return ctypes.CDLL(str(_compile("kernels", _SOURCES, _HEADERS)))
     except (_Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _LOG.warning("CPU kernels are not available, clustering runs in plain PyTorch (slower): %s", error)
         return None
+
+
+@functools.cache
+def calls() -> ModuleType | None:
+    """calls.c as a Python module, or None where Python's headers or a compiler are missing: ctypes serves as well."""
+    include = Path(sysconfig.get_paths()["include"])
+    if library() is None or not (include / "Python.h").is_file():
+        return None
+    try:
+        built = _compile("calls", ("calls.c",), (), f"-I{include}", f"-DFOR_PYTHON_{sys.hexversion:x}")
+        loader = importlib.machinery.ExtensionFileLoader("edkm_calls", str(built))
+        spec = importlib.util.spec_from_loader("edkm_calls", loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (_Unavailable, OSError, ImportError, RuntimeError, subprocess.SubprocessError) as error:
+        _LOG.info("calls of CPU kernels go by ctypes, which takes microseconds more: %s", error)
+        return None
+    return module

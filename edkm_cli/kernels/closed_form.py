@@ -4,9 +4,10 @@ One-dimensional attention is a function of one scalar, so nothing of size (weigh
 pass does is left to an object of type `Passes` (plain PyTorch, C, a table of distinct values); what passes add up to
 is here, once. Symbols as in docs/clustering.md: A attention, d_ij = w_i - c_j, gamma_j = dL/dc'_j,
 
-    M_j = sum_i A_ij d_ij     D_j = sum_i A_ij     c'_j = c_j + M_j / (D_j + EMPTY_MASS)
+    M_j = sum_i m_i A_ij d_ij     D_j = sum_i m_i A_ij     c'_j = c_j + M_j / (D_j + EMPTY_MASS)
 
-which is the attention-weighted mean (N_j + eps c_j) / (D_j + eps) written as a step from c_j: it loses no digits when
+with m_i the importance of a weight (1 where none is given; a constant, it gets no gradient). This is the weighted mean
+(N_j + eps c_j) / (D_j + eps) written as a step from c_j: it loses no digits when
 centroids have nearly converged, and a cluster that attracts nothing stays where it is.
 """
 

@@ -26,7 +26,6 @@ typedef struct {
     uint8_t window[64] __attribute__((aligned(64))); /* byte shuffle inside 16 bytes, per lane of 32 bits */
     int32_t shift[16] __attribute__((aligned(64)));
     uint8_t window64[64] __attribute__((aligned(64))), shift64[64] __attribute__((aligned(64))); /* 64 codes, by qwords */
-    uint8_t window_words[64] __attribute__((aligned(64))), shift_words[64] __attribute__((aligned(64)));
 } Unpacker;
 
 INLINE void prepare(Unpacker *u, int bits, const uint8_t *end) {
@@ -45,14 +44,6 @@ INLINE void prepare(Unpacker *u, int bits, const uint8_t *end) {
             u->window64[q * 8 + 2 * v + 1] = (uint8_t)((2 * bits * v + bit / 8 + 1) & 63);
             u->shift64[q * 8 + v] = (uint8_t)(16 * v + bit % 8);
             u->shift64[q * 8 + 4 + v] = (uint8_t)(16 * v + bit % 8 + bits);
-        }
-    for (int q = 0; q < 8; q++) /* qword q holds words 4q to 4q + 3 of two vectors: low bytes, and high bytes */
-        for (int h = 0; h < 2; h++) {
-            int bit = 4 * q * bits;
-            u->window_words[q * 8 + 2 * h] = (uint8_t)((4 * bits * h + bit / 8) & 63);
-            u->window_words[q * 8 + 2 * h + 1] = (uint8_t)((4 * bits * h + bit / 8 + 1) & 63);
-            u->window_words[q * 8 + 4 + 2 * h] = u->window_words[q * 8 + 5 + 2 * h] = 0;
-            for (int j = 0; j < 4; j++) u->shift_words[q * 8 + 2 * j + h] = (uint8_t)(16 * h + bit % 8 + bits * j);
         }
 }
 

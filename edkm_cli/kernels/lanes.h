@@ -31,9 +31,10 @@ typedef struct {
     int64_t stride, tile_rows, tile_columns, parts, k;
 } Layout;
 
+/* `one_row`: not 0 where only one row is stored, which all rows share. */
 typedef struct {
     const void *data;
-    int64_t dtype;
+    int64_t dtype, one_row;
 } Matrix;
 
 /* One unit's part of one tile, and a rectangle of at most BLOCK weights inside it. */
@@ -109,8 +110,9 @@ INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float 
 /* Reads a rectangle into `to`, which is aligned and holds BLOCK floats; returns the count. The last vector is filled up
  * with copies of the first weight, which are masked where they would count. */
 INLINE int64_t load(const Matrix *matrix, const Layout *layout, Rect rect, float *to) {
+    int64_t stride = matrix->one_row ? 0 : layout->stride;
     for (int64_t r = 0; r < rect.rows; r++)
-        load_run(matrix, (rect.row + r) * layout->stride + rect.column, rect.columns, to + r * rect.columns);
+        load_run(matrix, (rect.row + r) * stride + rect.column, rect.columns, to + r * rect.columns);
     int64_t count = rect.rows * rect.columns;
     for (int64_t i = count; i % LANES; i++) to[i] = to[0];
     return count;

@@ -29,7 +29,7 @@ class _Layout(ctypes.Structure):
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int64))
+    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("one_row", ctypes.c_int64))
 
 
 def supports(weight: Tensor) -> bool:
@@ -62,9 +62,10 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 def matrix(tensor: Tensor | None) -> Any:
+    """A matrix for the kernels; a vector (in,) stands for a matrix whose rows are all alike, None for no matrix."""
     if tensor is None:
-        return ctypes.byref(_Matrix(None, 0))
-    return ctypes.byref(_Matrix(tensor.data_ptr(), DTYPES[tensor.dtype]))
+        return ctypes.byref(_Matrix(None, 0, 0))
+    return ctypes.byref(_Matrix(tensor.data_ptr(), DTYPES[tensor.dtype], int(tensor.dim() == 1)))
 
 
 def readable(tensor: Tensor) -> Tensor:

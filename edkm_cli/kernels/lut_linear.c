@@ -175,11 +175,7 @@ static void few_tokens(
     int tokens, const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, int64_t token
 ) {
     vf sums[4][UNIT];
-#if HAS_PAIRS
-    if (call->pairs) FEW_PAIRS[tokens - 1](call, part, u, row, count, (const uint16_t *)call->x + token * call->x_stride, sums);
-    else
-#endif
-        FEW[call->meaning][tokens - 1](call, part, u, table, row, count, (const float *)call->x + token * call->x_stride, sums);
+    FEW[call->meaning][tokens - 1](call, part, u, table, row, count, (const float *)call->x + token * call->x_stride, sums);
     for (int n = 0; n < tokens; n++) {
         for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
         finish(call, part, row, count, token + n, sum_lanes(sums[n]));
@@ -236,13 +232,8 @@ static void many_tokens(
 ) {
     vf acc[UNIT / STRIP][PANELS][STRIP], block[UNIT];
     memset(acc, 0, sizeof acc);
-    for (int i = 0; i < count; i += STRIP) {
-#if HAS_PAIRS
-        if (call->pairs) strip_pairs(call, part, u, row + i, (int)smaller(STRIP, count - i), token, panels, acc[i / STRIP]);
-        else
-#endif
-            strip(call, part, u, table, row + i, (int)smaller(STRIP, count - i), token, panels, acc[i / STRIP]);
-    }
+    for (int i = 0; i < count; i += STRIP)
+        strip(call, part, u, table, row + i, (int)smaller(STRIP, count - i), token, panels, acc[i / STRIP]);
     for (int p = 0; p < panels; p++, token += LANES) {
         for (int i = 0; i < UNIT; i++) block[i] = acc[i / STRIP][p][i % STRIP];
         transpose(block);
@@ -273,16 +264,25 @@ static int64_t units(const Call *call) {
 /* Units [first, last) of all parts, one after the other. */
 static void multiply_units(const void *job, int64_t first, int64_t last) {
     const Call *call = job;
+#if HAS_PAIRS
+    Words words;
+    if (call->pairs) prepare_words(&words, call->bits);
+#endif
     for (int64_t p = 0, before = 0; p < call->count; p++) {
         const Part *part = call->parts + p;
-        int64_t own = (part->rows + UNIT - 1) / UNIT;
+        int64_t own = (part->rows + UNIT - 1) / UNIT, start = first > before ? first - before : 0;
+        int64_t stop = smaller(own, last - before);
+        before += own;
+#if HAS_PAIRS
+        for (int64_t i = start; call->pairs && i < stop; i++)
+            pairs_of_unit(call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT));
+        if (call->pairs) continue;
+#endif
         Unpacker u;
         Table table;
         table.group = -1;
         prepare(&u, call->bits, part->indices + part->rows * row_bytes(call));
-        for (int64_t i = first > before ? first - before : 0; i < own && before + i < last; i++)
-            unit_of(call, part, &u, &table, i * UNIT);
-        before += own;
+        for (int64_t i = start; i < stop; i++) unit_of(call, part, &u, &table, i * UNIT);
     }
 }
 
@@ -332,14 +332,16 @@ int edkm_lut_linear(
 ) {
     Call call = {.parts = packed->parts, .count = packed->count, .outs = outs, .tokens = tokens, .out_dtype = dtype};
     call.columns = packed->columns, call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
-    int64_t padded = (call.columns + 63) / 64 * 64, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
-    float *own = scratch((tokens < panels_from(&call) ? tokens : rounded + LANES) * padded);
+    int64_t padded = (call.columns + 127) / 128 * 128, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
+#if HAS_PAIRS
+    call.pairs = takes_pairs(&call);
+#endif
+    float *own = scratch((tokens < panels_from(&call) && !call.pairs ? tokens : rounded + LANES) * padded);
     if (!own) return 1;
     call.x = own;
     call.x_stride = padded;
     Matrix from = {x, dtype};
 #if HAS_PAIRS
-    call.pairs = takes_pairs(&call);
     if (call.pairs) lay_out_pairs(&call, x, x_row, (uint16_t *)own);
     else
 #endif

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import packed as paths
+from edkm_cli.kernels.lut_linear_c import unwatched
 from edkm_cli.kernels.tiles import Packed
 from edkm_cli.packing import packed_width
 
@@ -158,14 +159,6 @@ _differentiate("lut_linear")
 _differentiate("row_scaled_linear")
 
 
-def unwatched(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether nobody watches: no gradient, no tracing. Then the dispatcher, which costs more than a small product, is
-    left out."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    return not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad))
-
-
 def lut_linear(
     x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *, bits: int, tile: tuple[int, int]
 ) -> Tensor:
@@ -174,14 +167,14 @@ def lut_linear(
     `tile`: the rows and columns that share a LUT. Differentiable in x and bias. Raises ValueError for shapes that do not
     belong together.
     """
-    if unwatched(x, bias) and not lut.requires_grad:
+    if unwatched(x, lut, bias):
         return _linear(x, Packed(indices, lut, bias, bits, tile))
     return torch.ops.edkm.lut_linear(x, indices, lut, bias, bits, *tile)
 
 
 def row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, *, bits: int) -> Tensor:
     """x @ W.T + bias for W = scale * (index - 2**(bits - 1)): x (..., in), indices (out, bytes) uint8, scale (out, 1)."""
-    if unwatched(x, bias) and not scale.requires_grad:
+    if unwatched(x, scale, bias):
         return _linear(x, Packed(indices, scale, bias, bits, None))
     return torch.ops.edkm.row_scaled_linear(x, indices, scale, bias, bits)
 

@@ -1,8 +1,9 @@
 """lut_linear.c as Python functions: packed matrices times activations, and their rows decoded.
 
 A call must cost microseconds: a small model makes a hundred of them for a token. So all that the kernel needs to know of
-matrices is one block of bytes, made once, and its threads are those that PyTorch's OpenMP runtime keeps ready
-(threads.h), as many as `torch.set_num_threads` says. Results do not depend on how many.
+matrices is one block of bytes, made once, calls go through a small extension module where Python's headers are (calls.c),
+and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as many as `torch.set_num_threads` says.
+Results do not depend on how many.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from edkm_cli.kernels import build
 from edkm_cli.kernels.build import library
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Packed
@@ -99,6 +102,57 @@ def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
     if functions[0](prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses):
         raise MemoryError(f"a product of {tokens} x {columns} activations with a packed matrix")
     return outs
+
+
+Products = Callable[[Tensor], list[Tensor] | None]
+_ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DTYPES
+
+
+@functools.cache
+def _calls() -> ModuleType | None:
+    module = build.calls()
+    if module is not None:
+        depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
+        module.setup(Tensor, _ORDER, torch.is_grad_enabled, depth)
+    return module
+
+
+def unwatched(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether nobody watches: no gradient, no tracing. Then the dispatcher, which costs more than a small product, is
+    left out."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    if depth is not None and depth():
+        return False
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
+
+
+def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Products:
+    """A function of x that gives its product with each matrix, or None where another path is to be taken.
+
+    That is where x is no plain contiguous tensor in host memory, is of a dtype with fewer `most_tokens`, or somebody
+    watches (`unwatched`), and where a matrix has moved since.
+    """
+    tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
+    module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in _ORDER)
+    if module is None or len(prepared.rows) > 8:
+        return functools.partial(_products, prepared, tensors, [t.data_ptr() for t in tensors], most)
+    functions = _functions()
+    assert functions is not None, "callers ask `supports` first"
+    address = ctypes.cast(functions[0], ctypes.c_void_p).value  # type: ignore[arg-type]
+    return module.products(address, prepared.block, tensors, prepared.columns, prepared.rows, most)
+
+
+def _products(
+    prepared: Prepared, tensors: tuple[Tensor, ...], addresses: list[int], most: tuple[int, ...], x: Tensor
+) -> list[Tensor] | None:
+    """`products` without the extension module."""
+    if not unwatched(x, *tensors) or x.dtype not in DTYPES or not x.is_cpu or x.dim() < 1:
+        return None
+    if x.shape[-1] != prepared.columns or not 0 < x.numel() <= most[DTYPES[x.dtype]] or not x.is_contiguous():
+        return None
+    return linears(x, prepared) if addresses == [t.data_ptr() for t in tensors] else None
 
 
 def _decode(

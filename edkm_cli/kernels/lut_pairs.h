@@ -1,11 +1,48 @@
 /* The same product for bfloat16 activations and tables of at most 16 entries, where the processor multiplies pairs of
  * bfloat16 and adds them in float32 (AVX-512 BF16): tables are rounded to bfloat16, as the dense weight would be, and 32
- * entries are looked up by one permute of words. Included by lut_linear.c; the structure is that of its float32 loops.
+ * entries are looked up by one permute of words. Included by lut_linear.c.
+ *
+ * 128 columns at a time: byte shuffle, so that word j holds the codes of columns 4j to 4j + 3; four shifts, each of which
+ * brings one of the four codes of every word to its low bits; four lookups. What is above a code's bits chooses a copy of
+ * the table. The activations are laid out in the same order, once a call: vector k of a block holds columns 4j + k. What
+ * is left at the end of a row, if at most 64 columns, goes by words of two codes.
  */
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
 #define HAS_PAIRS 1
 
-#define PAIR_DEPTH 512 /* columns decoded at a time: 8 KiB of weights, 16 KiB of x for each panel */
+#define RUN 128          /* columns of a block */
+#define RUNS_DEPTH 1024  /* columns after which sums of many tokens start anew: 32 KiB of x, which stay in the L1 cache */
+#define MOST_TOKENS 16   /* that share one decoding */
+#define MOST_WAYS 4
+
+/* How blocks are decoded: a shuffle and shifts for words of four codes, and the same for words of two. */
+typedef struct {
+    __m512i spread, shift[4], spread_two, shift_two[2];
+    __mmask64 bytes, bytes_two; /* of a block */
+    int bits;
+} Words;
+
+INLINE __mmask64 first_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
+INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
+
+INLINE void prepare_words(Words *words, int bits) {
+    uint8_t spread[2][64] __attribute__((aligned(64)));
+    uint16_t shift[6][32] __attribute__((aligned(64)));
+    for (int j = 0; j < 32; j++)
+        for (int two = 0; two < 2; two++) {
+            int codes = two ? 2 : 4, bit = codes * bits * j;
+            spread[two][2 * j] = (uint8_t)(bit / 8);
+            spread[two][2 * j + 1] = (uint8_t)((bit / 8 + 1) & 63);
+            for (int k = 0; k < codes; k++) shift[4 * two + k][j] = (uint16_t)(bit % 8 + bits * k);
+        }
+    words->spread = _mm512_load_si512(spread[0]);
+    words->spread_two = _mm512_load_si512(spread[1]);
+    for (int k = 0; k < 4; k++) words->shift[k] = _mm512_load_si512(shift[k]);
+    for (int k = 0; k < 2; k++) words->shift_two[k] = _mm512_load_si512(shift[4 + k]);
+    words->bits = bits;
+    words->bytes = first_bytes(RUN * bits / 8);
+    words->bytes_two = first_bytes(RUN / 2 * bits / 8);
+}
 
 /* Entries of a group as words, repeated until they fill 32 lanes. */
 INLINE __m512i word_table(const void *lut, int64_t dtype, int64_t group, int bits) {
@@ -17,163 +54,184 @@ INLINE __m512i word_table(const void *lut, int64_t dtype, int64_t group, int bit
     return _mm512_broadcast_i64x4(half);
 }
 
-/* 64 weights: words of columns 0 to 31 and of 32 to 63. `inside`: which of the 8 * bits bytes may be read. */
-INLINE void words64(const Unpacker *u, __m512i table, const uint8_t *p, __mmask32 inside, __m512i w[2]) {
-    __m512i bytes = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, p));
-    bytes = _mm512_permutexvar_epi8(_mm512_load_si512(u->window_words), bytes);
-    bytes = _mm512_multishift_epi64_epi8(_mm512_load_si512(u->shift_words), bytes);
-    w[0] = _mm512_permutexvar_epi16(bytes, table);
-    w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 8), table);
-}
-
-INLINE __mmask32 first_bytes(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 INLINE __m512 add_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-/* `few` of lut_linear.c. x is read as words; runs of a tile that are shorter than 64 read it under a mask. */
-INLINE void few_pairs(
-    int tokens, const Call *call, const Part *part, const Unpacker *u, int64_t row, int count, const uint16_t *x, vf sums[][UNIT]
-) {
-    int64_t step = 8 * call->bits, stride = call->x_stride, tile = part->tile_columns, in_row = row_bytes(call);
-    __mmask32 all = first_bytes(step);
-    for (int r = 0; r < count; r++) {
-        const uint8_t *bytes = part->indices + (row + r) * in_row;
-        __m512 acc[4][4];
-        __m512i w[2], more[2];
-        for (int n = 0; n < tokens; n++)
-            for (int v = 0; v < 4; v++) acc[n][v] = _mm512_setzero_ps();
-        for (int64_t from = 0; from < call->columns; from += tile) {
-            const uint8_t *p = bytes + from * call->bits / 8;
-            const uint16_t *at = x + from, *stop = at + tile;
-            __m512i table = word_table(part->lut, part->lut_dtype, group_at(call, part, row + r, from), call->bits);
-            for (; at + 128 <= stop; at += 128, p += 2 * step) {
-                __builtin_prefetch(p + AHEAD);
-                words64(u, table, p, all, w);
-                words64(u, table, p + step, all, more);
-                for (int n = 0; n < tokens; n++)
-                    for (int v = 0; v < 2; v++) {
-                        acc[n][v] = add_pairs(acc[n][v], w[v], _mm512_loadu_si512(at + n * stride + 32 * v));
-                        acc[n][v + 2] = add_pairs(acc[n][v + 2], more[v], _mm512_loadu_si512(at + n * stride + 64 + 32 * v));
-                    }
-            }
-            for (; at < stop; at += 64, p += step) {
-                int64_t left = stop - at;
-                words64(u, table, p, left >= 64 ? all : first_bytes((left * call->bits + 7) / 8), w);
-                for (int v = 0; v < 2; v++) {
-                    __mmask32 lanes = left >= 32 * v + 32 ? ~0u : left > 32 * v ? (1u << (left - 32 * v)) - 1 : 0;
-                    for (int n = 0; n < tokens; n++)
-                        acc[n][v] = add_pairs(acc[n][v], w[v], _mm512_maskz_loadu_epi16(lanes, at + n * stride + 32 * v));
-                }
-            }
-        }
-        for (int n = 0; n < tokens; n++)
-            sums[n][r] = (vf)_mm512_add_ps(_mm512_add_ps(acc[n][0], acc[n][1]), _mm512_add_ps(acc[n][2], acc[n][3]));
+/* Vector k of a block takes lanes whose column, 4j + k (2j + k with `codes` 2), lies in [first, last). */
+INLINE __mmask32 lanes_of(int codes, int k, int64_t first, int64_t last) {
+    return first_words((last - k + codes - 1) / codes) & ~first_words((first - k + codes - 1) / codes);
+}
+
+/* Weights of a block of 128 or, with `codes` 2, of 64 columns, of which `left` are there and lie in one tile. */
+INLINE void decode_run(const Words *u, int codes, const uint8_t *p, int64_t left, __m512i table, __m512i w[]) {
+    int64_t whole = 32 * codes;
+    __mmask64 inside = left < whole ? first_bytes((left * u->bits + 7) / 8) : codes == 4 ? u->bytes : u->bytes_two;
+    __m512i bytes = _mm512_maskz_loadu_epi8(inside, p);
+    bytes = _mm512_permutexvar_epi8(codes == 4 ? u->spread : u->spread_two, bytes);
+    for (int k = 0; k < codes; k++) {
+        __m512i at = _mm512_srlv_epi16(bytes, codes == 4 ? u->shift[k] : u->shift_two[k]);
+        if (left >= whole) w[k] = _mm512_permutexvar_epi16(at, table);
+        else w[k] = _mm512_maskz_permutexvar_epi16(lanes_of(codes, k, 0, left), at, table);
     }
 }
 
-/* Words of columns [from, end) of one row, zeros up to a multiple of 64. */
-INLINE void decode_words(
-    const Call *call, const Part *part, const Unpacker *u, int64_t row, int64_t from, int64_t end, uint16_t *to
+/* The same where a block may hold parts of several tiles, whose borders lie between groups of four columns. */
+INLINE void decode_tiles(
+    const Words *u, int codes, const Call *call, const Part *part, int64_t row, int64_t column, const uint8_t *p, __m512i w[]
 ) {
-    const uint8_t *bytes = part->indices + row * row_bytes(call);
-    __m512i w[2];
-    for (int64_t start = from; from < end;) {
-        int64_t stop = smaller(end, (from / part->tile_columns + 1) * part->tile_columns);
+    int64_t end = smaller(column + 32 * codes, call->columns), tile = part->tile_columns;
+    __m512i bytes = _mm512_maskz_loadu_epi8(first_bytes(((end - column) * u->bits + 7) / 8), p);
+    bytes = _mm512_permutexvar_epi8(codes == 4 ? u->spread : u->spread_two, bytes);
+    for (int k = 0; k < codes; k++) w[k] = _mm512_setzero_si512();
+    for (int64_t from = column; from < end;) {
+        int64_t stop = smaller(end, (from / tile + 1) * tile);
         __m512i table = word_table(part->lut, part->lut_dtype, group_at(call, part, row, from), call->bits);
-        for (; from < stop; from += 64) {
-            int64_t left = stop - from;
-            words64(u, table, bytes + from * call->bits / 8, first_bytes((smaller(left, 64) * call->bits + 7) / 8), w);
-            for (int v = 0; v < 2; v++) {
-                __mmask32 lanes = left >= 32 * v + 32 ? ~0u : left > 32 * v ? (1u << (left - 32 * v)) - 1 : 0;
-                _mm512_storeu_si512(to + from - start + 32 * v, _mm512_maskz_mov_epi16(lanes, w[v]));
-            }
+        for (int k = 0; k < codes; k++) {
+            __m512i at = _mm512_srlv_epi16(bytes, codes == 4 ? u->shift[k] : u->shift_two[k]);
+            __mmask32 lanes = lanes_of(codes, k, from - column, stop - column);
+            w[k] = _mm512_mask_permutexvar_epi16(w[k], lanes, at, table);
         }
         from = stop;
     }
 }
 
-/* `multiply` of lut_linear.c: two columns at a time. */
-INLINE void multiply_pairs(
-    int panels, const uint16_t *w, const uint16_t *x, int64_t pairs, int64_t panel_stride, vf acc[][STRIP]
+/* acc[n] += a block of weights times token n; what is left of a row has its lanes of zeros, as x has. */
+INLINE void add_run(int codes, int tokens, int ways, const __m512i w[], const uint16_t *x, __m512 acc[][MOST_WAYS]) {
+    for (int k = 0; k < codes; k++)
+        for (int n = 0; n < tokens; n++)
+            acc[n][k % ways] = add_pairs(acc[n][k % ways], w[k], _mm512_load_si512(x + n * RUN + 32 * k));
+}
+
+/* sums[n][i]: lane-wise sums of columns [from, end) of row `row + i` of W times token n, added to what is there. `whole`:
+ * a row has one table. */
+INLINE void few_pairs(
+    int whole, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
+    int64_t end, const uint16_t *x, vf sums[][UNIT]
 ) {
-    for (int64_t from = 0; from < pairs; from += 64) {
-        int64_t end = smaller(from + 64, pairs);
-        __m512 sums[2][STRIP];
-        for (int i = 0; i < STRIP; i++) sums[0][i] = sums[1][i] = _mm512_setzero_ps();
-        for (int64_t k = from; k < end; k++) {
-            __m512i first = _mm512_loadu_si512(x + k * 2 * LANES), second = first;
-            if (panels > 1) second = _mm512_loadu_si512(x + panel_stride + k * 2 * LANES);
-            for (int i = 0; i < STRIP; i++) {
-                int32_t pair;
-                memcpy(&pair, w + i * (PAIR_DEPTH + 64) + 2 * k, 4);
-                __m512i weight = _mm512_set1_epi32(pair);
-                sums[0][i] = add_pairs(sums[0][i], weight, first);
-                if (panels > 1) sums[1][i] = add_pairs(sums[1][i], weight, second);
-            }
+    int64_t step = RUN * call->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
+    int64_t ahead = end - from == call->columns ? AHEAD : in_row; /* a part of a row: the same part of the next one */
+    const int ways = tokens >= 16 ? 1 : tokens >= 8 ? 2 : 4; /* sums of a token, so that additions overlap */
+    for (int64_t r = 0; r < count; r++) {
+        const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
+        const uint16_t *at = x + from * tokens;
+        __m512 acc[MOST_TOKENS][MOST_WAYS];
+        __m512i w[4], table = _mm512_setzero_si512();
+        int64_t column = from;
+        for (int n = 0; n < tokens; n++)
+            for (int v = 0; v < ways; v++) acc[n][v] = _mm512_setzero_ps();
+        if (whole) {
+            int64_t group = tile_rows == 1 ? row + r : (row + r) / tile_rows;
+            table = word_table(part->lut, part->lut_dtype, group, call->bits);
         }
-        for (int p = 0; p < panels; p++)
-            for (int i = 0; i < STRIP; i++) acc[p][i] += (vf)sums[p][i];
+        for (; column + RUN <= end; column += RUN, p += step, at += RUN * tokens) {
+            __builtin_prefetch(p + ahead);
+            if (whole) decode_run(u, 4, p, RUN, table, w);
+            else decode_tiles(u, 4, call, part, row + r, column, p, w);
+            add_run(4, tokens, ways, w, at, acc);
+        }
+        if (end - column > RUN / 2) {
+            if (whole) decode_run(u, 4, p, end - column, table, w);
+            else decode_tiles(u, 4, call, part, row + r, column, p, w);
+            add_run(4, tokens, ways, w, at, acc);
+        } else if (end > column) {
+            if (whole) decode_run(u, 2, p, end - column, table, w);
+            else decode_tiles(u, 2, call, part, row + r, column, p, w);
+            add_run(2, tokens, ways, w, at, acc);
+        }
+        for (int n = 0; n < tokens; n++) {
+            __m512 sum = acc[n][0];
+            if (ways == 2) sum = _mm512_add_ps(sum, acc[n][1]);
+            if (ways == 4) sum = _mm512_add_ps(_mm512_add_ps(sum, acc[n][1]), _mm512_add_ps(acc[n][2], acc[n][3]));
+            sums[n][r] = from ? sums[n][r] + (vf)sum : (vf)sum;
+        }
     }
 }
 
-#define FEW_PAIRS(tokens)                                                                                               \
-    NOINLINE few_pairs_##tokens(                                                                                        \
-        const Call *call, const Part *part, const Unpacker *u, int64_t row, int count, const uint16_t *x, vf sums[][UNIT] \
-    ) {                                                                                                                 \
-        few_pairs(tokens, call, part, u, row, count, x, sums);                                                          \
+/* A function of its own for each number of tokens, so that accumulators get all registers. */
+typedef void FewPairs(
+    const Call *, const Part *, const Words *, int64_t row, int count, int64_t from, int64_t end, const uint16_t *x,
+    vf sums[][UNIT]
+);
+#define FEW_PAIRS_OF(whole, tokens)                                                                                      \
+    NOINLINE few_pairs_##whole##_##tokens(                                                                               \
+        const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from, int64_t end,           \
+        const uint16_t *x, vf sums[][UNIT]                                                                               \
+    ) {                                                                                                                  \
+        few_pairs(whole, tokens, call, part, u, row, count, from, end, x, sums);                                         \
     }
-FEW_PAIRS(1) FEW_PAIRS(2) FEW_PAIRS(3) FEW_PAIRS(4)
-typedef void FewPairs(const Call *, const Part *, const Unpacker *, int64_t row, int count, const uint16_t *x, vf sums[][UNIT]);
-static FewPairs *const FEW_PAIRS[] = {few_pairs_1, few_pairs_2, few_pairs_3, few_pairs_4};
+#define ALL_TOKENS(whole) \
+    FEW_PAIRS_OF(whole, 1) FEW_PAIRS_OF(whole, 2) FEW_PAIRS_OF(whole, 4) FEW_PAIRS_OF(whole, 8) FEW_PAIRS_OF(whole, 16)
+#define NAMES_OF_PAIRS(whole) \
+    {few_pairs_##whole##_1, few_pairs_##whole##_2, few_pairs_##whole##_4, few_pairs_##whole##_8, few_pairs_##whole##_16}
+ALL_TOKENS(0) ALL_TOKENS(1)
+static FewPairs *const FEW_PAIRS[2][5] = {NAMES_OF_PAIRS(0), NAMES_OF_PAIRS(1)};
 
-NOINLINE multiply_pairs_1(const uint16_t *w, const uint16_t *x, int64_t pairs, vf acc[][STRIP]) {
-    multiply_pairs(1, w, x, pairs, 0, acc);
-}
-NOINLINE multiply_pairs_2(const uint16_t *w, const uint16_t *x, int64_t pairs, int64_t panel_stride, vf acc[][STRIP]) {
-    multiply_pairs(2, w, x, pairs, panel_stride, acc);
+/* How many tokens the functions above take at once where `left` are left: 1, 2, 4, 8 or 16, as a power of two. */
+INLINE int size_of(int64_t left) {
+    int size = 0;
+    while (1 << size < left && 1 << size < MOST_TOKENS) size++;
+    return size;
 }
 
-/* Sums of a strip of rows of W with all panels of 16 tokens, for `many_tokens`. */
-static void strip_pairs(
-    const Call *call, const Part *part, const Unpacker *u, int64_t row, int count, int64_t token, int panels, vf acc[][STRIP]
-) {
-    uint16_t w[STRIP * (PAIR_DEPTH + 64)] __attribute__((aligned(64)));
-    if (count < STRIP) memset(w, 0, sizeof w);
-    int64_t panel_stride = LANES * call->x_stride;
-    for (int64_t from = 0; from < call->columns; from += PAIR_DEPTH) {
-        int64_t end = smaller(from + PAIR_DEPTH, call->columns), pairs = (end - from + 1) / 2;
-        for (int i = 0; i < count; i++) decode_words(call, part, u, row + i, from, end, w + i * (PAIR_DEPTH + 64));
-        prefetch_strip(call, part, row + STRIP, from, end);
-        const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride + from * LANES;
-        int p = 0;
-        for (; p + 2 <= panels; p += 2) multiply_pairs_2(w, x + p * panel_stride, pairs, panel_stride, acc + p);
-        if (p < panels) multiply_pairs_1(w, x + p * panel_stride, pairs, acc + p);
+/* Rows [row, row + count) of W, at most UNIT, with all tokens: 16 of them at a time, the last ones 1, 2, 4, 8 or 16. */
+static void pairs_of_unit(const Call *call, const Part *part, const Words *u, int64_t row, int count) {
+    vf sums[MOST_TOKENS][UNIT];
+    int whole = part->tile_columns == call->columns;
+    for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS) {
+        int some = (int)smaller(call->tokens - token, MOST_TOKENS), size = size_of(some);
+        const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride;
+        int64_t depth = size < 3 ? call->columns : RUNS_DEPTH;
+        for (int64_t from = 0; from < call->columns; from += depth)
+            FEW_PAIRS[whole][size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
+        for (int n = 0; n < some; n++) {
+            for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
+            finish(call, part, row, count, token + n, sum_lanes(sums[n]));
+        }
     }
 }
 
-/* Whether this product goes by pairs: no tile may start inside a byte. */
+/* Whether this product goes by pairs: no tile may start inside a group of four columns. */
 static int takes_pairs(const Call *call) {
     if (call->out_dtype != BFLOAT16 || call->meaning != SMALL) return 0;
     for (int64_t p = 0; p < call->count; p++)
-        if (call->parts[p].tile_columns != call->columns && call->parts[p].tile_columns % 8) return 0;
+        if (call->parts[p].tile_columns != call->columns && call->parts[p].tile_columns % 4) return 0;
     return 1;
 }
 
-/* x as the loops above read it: rows, or panels of 16 tokens in which pairs of columns lie together. */
-static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, uint16_t *to) {
-    if (call->tokens < panels_from(call)) {
-        for (int64_t n = 0; n < call->tokens; n++) memcpy(to + n * call->x_stride, x + n * x_row, 2 * call->columns);
-        return;
-    }
-    for (int64_t token = 0; token < call->tokens; token += LANES) {
-        uint16_t *panel = to + token * call->x_stride;
-        for (int64_t k = 0; k < call->columns; k += 2 * LANES) {
-            __mmask32 there = call->columns - k >= 32 ? ~0u : (1u << (call->columns - k)) - 1;
-            vf block[LANES];
-            for (int64_t n = 0; n < LANES; n++)
-                block[n] = token + n < call->tokens ? (vf)_mm512_maskz_loadu_epi16(there, x + (token + n) * x_row + k) : splat(0);
-            transpose(block);
-            memcpy(panel + k * LANES, block, sizeof block);
+/* One row of x as blocks are decoded, with zeros up to a whole one; blocks of a row are `apart` words apart. */
+INLINE void lay_out_row(const uint16_t *x, int64_t columns, const __m512i order[5], int64_t apart, uint16_t *to) {
+    for (int64_t k = 0; k < columns; k += RUN, to += apart) {
+        __m512i in[4];
+        int64_t left = columns - k;
+        for (int v = 0; v < 4; v++) in[v] = _mm512_maskz_loadu_epi16(first_words(left - 32 * v), x + k + 32 * v);
+        if (left <= RUN / 2) {
+            __m512i odd = _mm512_add_epi16(order[4], _mm512_set1_epi16(1));
+            _mm512_store_si512(to, _mm512_permutex2var_epi16(in[0], order[4], in[1]));
+            _mm512_store_si512(to + 32, _mm512_permutex2var_epi16(in[0], odd, in[1]));
+            return;
         }
+        for (int v = 0; v < 4; v++) {
+            __m512i low = _mm512_permutex2var_epi16(in[0], order[v], in[1]);
+            __m512i high = _mm512_permutex2var_epi16(in[2], order[v], in[3]);
+            _mm512_store_si512(to + 32 * v, _mm512_mask_blend_epi16(0xffff0000u, low, high));
+        }
+    }
+}
+
+/* x as the loops read it: of each 16 tokens, or what is left of them rounded up, block by block. */
+static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, uint16_t *to) {
+    uint16_t numbers[5][32] __attribute__((aligned(64)));
+    __m512i order[5];
+    for (int j = 0; j < 32; j++) {
+        for (int k = 0; k < 4; k++) numbers[k][j] = (uint16_t)((4 * j + k) % 64);
+        numbers[4][j] = (uint16_t)(2 * j);
+    }
+    for (int k = 0; k < 5; k++) order[k] = _mm512_load_si512(numbers[k]);
+    for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS, to += MOST_TOKENS * call->x_stride) {
+        int64_t some = smaller(call->tokens - token, MOST_TOKENS), size = 1 << size_of(some);
+        for (int64_t n = 0; n < some; n++)
+            lay_out_row(x + (token + n) * x_row, call->columns, order, size * RUN, to + n * RUN);
+        for (int64_t k = 0; some < size && k < call->x_stride; k += RUN)
+            memset(to + k * size + some * RUN, 0, (size_t)((size - some) * RUN) * sizeof *to);
     }
 }
 #else

@@ -23,6 +23,7 @@ from edkm_cli.kernels.tiles import Packed
 _PATHS = ("auto", "kernel", "dense", "reference")
 _PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB
 _PART_ROWS = 128  # fewer rows than that make a slow product
+_ALL_TOKENS = 1 << 32
 _GPU_TOKENS = 8  # up to so many, on a GPU: the kernel reads a quarter of the bytes; beyond, cuBLAS's arithmetic wins
 
 
@@ -45,7 +46,7 @@ def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
     small = packed.bits <= 4 and packed.tile is not None
     if dtype != torch.float32 and dtype != torch.float16:
         return 256 if small and lut_linear_c.level() == 2 else 8
-    return 1 << 62 if lut_linear_c.level() else 32
+    return _ALL_TOKENS if lut_linear_c.level() else 32
 
 
 def _path(x: Tensor, packed: Packed) -> str:
@@ -93,25 +94,19 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
     return _linear_by_parts(x, packed)
 
 
-def prepared_linears(x: Tensor, prepared: lut_linear_c.Prepared) -> list[Tensor] | None:
-    """The product of each prepared matrix, or None where another path is to be taken: what a module asks first."""
-    first = prepared.matrices[0]
-    if x.dtype not in DTYPES or x.device.type != "cpu" or x.shape[-1] != prepared.columns or not x.numel():
-        return None
-    if forced_path() not in ("auto", "kernel"):
-        return None
-    if forced_path() == "auto" and x.numel() > _kernel_tokens(first, x.dtype) * x.shape[-1]:
-        return None
-    return lut_linear_c.linears(x, prepared)
-
-
-def prepare(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Prepared | None:
-    """Matrices that have one input, ready for `prepared_linears`; None where the C kernel does not take them all."""
+def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products | None:
+    """`lut_linear_c.products` of matrices that have one input, where it is the way; None where the C kernel does not take
+    them all."""
     first = matrices[0]
     alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
-    if not alike or not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+    if forced_path() not in ("auto", "kernel") or not alike:
         return None
-    return lut_linear_c.prepare(matrices, columns)
+    if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+        return None
+    most = {dtype: min(_kernel_tokens(m, dtype) for m in matrices) for dtype in DTYPES}
+    if forced_path() == "kernel":
+        most = dict.fromkeys(DTYPES, _ALL_TOKENS)
+    return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)
 
 
 def _linear_by_parts(x: Tensor, packed: Packed) -> Tensor:

@@ -41,7 +41,7 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
 class ShapePasses:
     """The passes of `closed_form`, all iterations in one go: only the weight's gradient is as large as the weight."""
 
-    def __init__(self, weight: Tensor, tile: Tile) -> None:
+    def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._weight, self._groups = weight, weight.numel() // (tile[0] * tile[1])
         self.group_size = tile[0] * tile[1]
 

@@ -23,18 +23,23 @@ void edkm_gather(const uint16_t *bits, const void *table, int64_t entry_bytes, v
         for (int64_t i = first; i < last; i++) ((float *)out)[i] = ((const float *)table)[bits[i]];
 }
 
-/* out = grad * slope[pattern] + offset[pattern]; without a gradient the offset alone. One table of pairs: one cache line. */
+/* out = offset[pattern] + f * table_f[pattern] + g * table_g[pattern], of two factors that may be missing. The three
+ * tables are one of rows of four: one cache line. */
 void edkm_blend(
-    const uint16_t *bits, const Matrix *grad, const float *pairs, const Matrix *out, int64_t first, int64_t last
+    const uint16_t *bits, const Matrix *f_of, const Matrix *g_of, const float *rows, const Matrix *out, int64_t first,
+    int64_t last
 ) {
-    float g[BLOCK] __attribute__((aligned(64)));
+    float f[BLOCK] __attribute__((aligned(64))) = {0}, g[BLOCK] __attribute__((aligned(64))) = {0};
     Layout flat = {0, 1, 1, 1, 1};
     for (int64_t at = first; at < last; at += BLOCK) {
         int64_t count = smaller(BLOCK, last - at);
-        if (grad->data) load_run(grad, at, count, g);
-        else memset(g, 0, sizeof g);
-        for (int64_t i = 0; i < count; i++) g[i] = g[i] * pairs[2 * bits[at + i]] + pairs[2 * bits[at + i] + 1];
+        if (f_of->data) load_run(f_of, at, count, f);
+        if (g_of->data) load_run(g_of, at, count, g);
+        for (int64_t i = 0; i < count; i++) {
+            const float *row = rows + 4 * bits[at + i];
+            f[i] = f[i] * row[1] + g[i] * row[2] + row[0];
+        }
         Rect run = {0, 1, at, count};
-        store((void *)out->data, out->dtype, &flat, run, g);
+        store((void *)out->data, out->dtype, &flat, run, f);
     }
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edkm_cli.kernels.build import library
 from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, DTYPES, matrix, parallel, pointer, readable, writable
-from edkm_cli.kernels.table_torch import PATTERNS
+from edkm_cli.kernels.table_torch import PATTERNS, Parts
 
 
 class CTableKernels:
@@ -52,9 +52,11 @@ class CTableKernels:
         self._run("gather", weight.numel(), weight, entries, ctypes.c_int64(entries.element_size()), out)
         return out.to(table.dtype)
 
-    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
-        upstream = None if grad is None else readable(grad)
-        pairs = torch.stack((slope, offset), 1).contiguous()
-        out = torch.empty(weight.shape, dtype=writable(weight.dtype))
-        self._run("blend", weight.numel(), weight, matrix(upstream), pairs, matrix(out))
+    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
+        rows, out = torch.zeros(PATTERNS, 4), torch.empty(weight.shape, dtype=writable(weight.dtype))
+        rows[:, 0] = offset
+        factors: list[Tensor | None] = [None, None]
+        for number, (factor, table) in enumerate(parts):
+            factors[number], rows[:, number + 1] = readable(factor), table
+        self._run("blend", weight.numel(), weight, *(matrix(factor) for factor in factors), rows, matrix(out))
         return out.to(weight.dtype)

@@ -8,7 +8,7 @@ g_i * slope(v_i) + offset(v_i) backward. The paper's uniquification keeps an ind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,9 @@ from edkm_cli.kernels.attention_torch import attention, soft
 PATTERNS = 1 << 16
 _CHUNK = 1 << 20
 _ONE_THREAD_ENTRIES = 1 << 15
+
+
+Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 class TableKernels(Protocol):
@@ -33,8 +36,9 @@ class TableKernels(Protocol):
     def gather(self, weight: Tensor, table: Tensor) -> Tensor:
         """table[pattern] in the weight's shape and the table's dtype."""
 
-    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
-        """grad * slope[pattern] + offset[pattern], float32 tables, in the weight's shape and dtype."""
+    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
+        """offset[pattern] + sum over (factor, table) in `parts` of factor * table[pattern], in the weight's shape and
+        dtype. Tables are float32; a factor is of the weight's shape, and there are at most two parts."""
 
 
 class TorchTableKernels:
@@ -65,27 +69,33 @@ class TorchTableKernels:
             out[chunk] = table[patterns]
         return out.view(weight.shape)
 
-    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
+    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
         out = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
-        flat = None if grad is None else grad.reshape(-1)
+        flat = [(factor.reshape(-1), table) for factor, table in parts]
         for chunk, patterns in self._cut(weight):
-            part = offset[patterns]
-            out[chunk] = part if flat is None else part + flat[chunk].float() * slope[patterns]
+            out[chunk] = offset[patterns] + sum(factor[chunk].float() * table[patterns] for factor, table in flat)
         return out.view(weight.shape)
 
 
 class TablePasses:
-    """The passes over a bfloat16 or float16 weight (out, in) whose group is the whole matrix."""
+    """The passes over a bfloat16 or float16 weight (out, in) whose group is the whole matrix.
 
-    def __init__(self, weight: Tensor, kernels: TableKernels) -> None:
+    With an importance, (in,) or (out, in), a distinct value counts in the moments by the sum over its weights.
+    """
+
+    def __init__(self, weight: Tensor, kernels: TableKernels, importance: Tensor | None = None) -> None:
         self._weight, self._kernels = weight, kernels
         counts = kernels.count_patterns(weight)
         self._patterns = counts.nonzero()[:, 0]  # (u,)
         self._values = self._patterns.to(torch.int16).view(weight.dtype).double()[None]  # (1, u)
         self._counts = counts[self._patterns].double()  # (u,)
+        self._importance = None if importance is None else importance.expand(weight.shape)
+        self._masses = self._counts  # (u,)
+        if self._importance is not None:
+            self._masses = kernels.sum_by_pattern(weight, self._importance)[self._patterns]
         self._grad: Tensor | None = None
         self._slope = torch.zeros_like(self._counts)
-        self._offset = torch.zeros_like(self._counts)
+        self._offset = torch.zeros_like(self._counts)  # for an importance of 1
 
     @property
     def group_size(self) -> int:
@@ -101,20 +111,20 @@ class TablePasses:
         return mean, ((self._values - mean[:, None]).square() * self._counts).sum(1) / self.group_size
 
     def _cut(self, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(part of the table, its values (1, u'), their counts (u',)) small enough for PyTorch to stay on one thread.
+        """(part of the table, its values (1, u'), their masses (u',)) small enough for PyTorch to stay on one thread.
 
         Waking its threads for microseconds of work costs more than the work, and on a busy machine far more.
         """
         entries = max(1, _ONE_THREAD_ENTRIES // k) if self._values.device.type == "cpu" else PATTERNS
         for first in range(0, self._counts.numel(), entries):
             part = slice(first, first + entries)
-            yield part, self._values[:, part], self._counts[part]
+            yield part, self._values[:, part], self._masses[part]
 
     def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         shift, mass = torch.zeros_like(centroids, dtype=torch.float64), torch.zeros_like(centroids, dtype=torch.float64)
-        for _, values, counts in self._cut(centroids.shape[1]):
+        for _, values, masses in self._cut(centroids.shape[1]):
             weights, offset = attention(values, centroids.double(), tau)
-            weights = weights * counts[:, None]
+            weights = weights * masses[:, None]
             shift += (weights * offset).sum(1)
             mass += weights.sum(1)
         return shift, mass
@@ -143,17 +153,22 @@ class TablePasses:
     def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         c = centroids.double()
         grad_centroids, grad_tau = torch.zeros_like(c), torch.zeros_like(tau)
-        for part, values, counts in self._cut(c.shape[1]):
+        for part, values, masses in self._cut(c.shape[1]):
             weights, offset = attention(values, c, tau)
             upstream = pull[:, None, :] * (values[:, :, None] - moved.double()[:, None, :])
             through = weights * (upstream - (weights * upstream).sum(-1, keepdim=True)) * offset
             self._offset[part] += ((weights * pull[:, None, :]).sum(-1) - through.sum(-1) * (2.0 / tau))[0]
-            through = through * counts[:, None]
+            through = through * masses[:, None]
             grad_centroids += through.sum(1) * (2.0 / tau)
             grad_tau += (through * offset).sum((1, 2))
         return grad_centroids, grad_tau / tau / tau
 
     def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
-        offset = self._offset + ((self._values - mean[:, None]) * pull[:, None])[0]
-        slope, offset = self._table(self._slope, torch.float32), self._table(offset, torch.float32)
-        return self._kernels.blend(self._weight, self._grad, slope, offset)
+        offset, parts = ((self._values - mean[:, None]) * pull[:, None])[0], []
+        if self._grad is not None:
+            parts.append((self._grad, self._table(self._slope, torch.float32)))
+        if self._importance is None:
+            offset = self._offset + offset
+        else:
+            parts.append((self._importance, self._table(self._offset, torch.float32)))
+        return self._kernels.blend(self._weight, parts, self._table(offset, torch.float32))

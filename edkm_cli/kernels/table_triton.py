@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edkm_cli.kernels.table_torch import PATTERNS
+from edkm_cli.kernels.table_torch import PATTERNS, Parts
 
 _BLOCK = 1024
 
@@ -39,12 +39,14 @@ def _gather_kernel(bits, table, out, n, B: tl.constexpr):
 
 
 @triton.jit
-def _blend_kernel(bits, grad, slope, offset, out, n, HAS_GRAD: tl.constexpr, B: tl.constexpr):
+def _blend_kernel(bits, f, f_table, g, g_table, offset, out, n, FACTORS: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     pattern = tl.load(bits + at, mask=at < n, other=0).to(tl.int32) & 0xFFFF
     result = tl.load(offset + pattern)
-    if HAS_GRAD:
-        result += tl.load(grad + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(slope + pattern)
+    if FACTORS > 0:
+        result += tl.load(f + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(f_table + pattern)
+    if FACTORS > 1:
+        result += tl.load(g + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(g_table + pattern)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=at < n)
 
 
@@ -70,10 +72,11 @@ class TritonTableKernels:
         _gather_kernel[self._grid(weight)](weight.view(torch.int16), table, out, weight.numel(), B=_BLOCK)
         return out
 
-    def blend(self, weight: Tensor, grad: Tensor | None, slope: Tensor, offset: Tensor) -> Tensor:
-        out, upstream = torch.empty_like(weight), weight if grad is None else grad.contiguous()
-        bits, has_grad = weight.view(torch.int16), grad is not None
+    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
+        out, bits = torch.empty_like(weight), weight.view(torch.int16)
+        given = [(factor.contiguous(), table) for factor, table in parts]
+        (f, f_table), (g, g_table) = (*given, *[(weight, offset)] * 2)[:2]  # what is not given is not read
         _blend_kernel[self._grid(weight)](
-            bits, upstream, slope, offset, out, weight.numel(), HAS_GRAD=has_grad, B=_BLOCK
+            bits, f, f_table, g, g_table, offset, out, weight.numel(), FACTORS=len(given), B=_BLOCK
         )
         return out

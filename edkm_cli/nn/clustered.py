@@ -41,7 +41,7 @@ class Clustering:
 
     `method` is `edkm` (closed form, nothing weight-sized saved for backward) or `dkm` (the dense reference, which keeps
     every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`. `granularity`
-    may be given as a text, `row:1`.
+    may be given as a text, `row:1`. `lut_scale` fixes the scale of float8 tables; None: each matrix has its own.
     """
 
     bits: int
@@ -50,6 +50,7 @@ class Clustering:
     method: str = "edkm"
     mode: str = "straight-through"
     iterations: int = 1
+    lut_scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
@@ -67,10 +68,12 @@ class ClusteredLinear(nn.Module):
 
     `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
     in mode `straight-through` and without iterations, where they are trained; else they are the warm start of the
-    iterations.
+    iterations, and `importance` says how much each weight counts in them: (in,) or (out, in), as `relative_importance`
+    gives it, a parameter that never trains (so that sharding shares it out); None: all alike.
     """
 
     bias: nn.Parameter | None
+    importance: nn.Parameter | None
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class ClusteredLinear(nn.Module):
         *,
         temperature: float,
         name: str,
+        importance: Tensor | None = None,
     ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -88,6 +92,8 @@ class ClusteredLinear(nn.Module):
         self.weight = nn.Parameter(weight.detach())
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
         self.centroids = nn.Parameter(centroids.detach().float(), requires_grad=clustering.trains_luts)
+        kept = None if importance is None else nn.Parameter(importance.detach(), requires_grad=False)
+        self.register_parameter("importance", kept)
         self.dense = False
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
@@ -105,7 +111,8 @@ class ClusteredLinear(nn.Module):
     ) -> ClusteredLinear:
         """Take over a linear's parameters; centroids start at the importance-weighted k-means of its weight.
 
-        `importance` is (in,) or (out, in), or None. Raises UserError for NaN or Inf, or tiles that do not fit.
+        `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles
+        that do not fit.
         """
         centroids = kmeans_start(
             linear.weight.detach(),
@@ -145,8 +152,10 @@ class ClusteredLinear(nn.Module):
             iterations=options.iterations,
             mode=options.mode,
             lut_dtype=options.lut_dtype,
+            lut_scale=options.lut_scale,
             new_centroids=new_centroids,
             low_rank=self.low_rank(),
+            importance=self.importance,
             name=self.name,
         )
 
@@ -165,10 +174,18 @@ class ClusteredLinear(nn.Module):
             granularity=options.granularity,
             temperature=self.temperature,
             iterations=options.iterations,
+            importance=self.importance,
         )
         if options.mode == "soft":
             return soft
-        hard = snap(weight, final, granularity=options.granularity, lut_dtype=options.lut_dtype, name=self.name)
+        hard = snap(
+            weight,
+            final,
+            granularity=options.granularity,
+            lut_dtype=options.lut_dtype,
+            scale=options.lut_scale,
+            name=self.name,
+        )
         return soft + (hard.to(soft.dtype) - soft).detach()
 
     @torch.no_grad()
@@ -190,6 +207,7 @@ class ClusteredLinear(nn.Module):
             granularity=self.clustering.granularity,
             temperature=self.temperature,
             iterations=self.clustering.iterations,
+            importance=self.importance,
             name=self.name,
         )
 
@@ -204,7 +222,7 @@ class ClusteredLinear(nn.Module):
             self._memo = None
 
     def _lut(self) -> Tensor:
-        return round_lut(self.centroids.detach(), self.clustering.lut_dtype)
+        return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
 
     @torch.no_grad()
     def hard_weight(self) -> Tensor:
@@ -214,6 +232,7 @@ class ClusteredLinear(nn.Module):
             self.centroids,
             granularity=self.clustering.granularity,
             lut_dtype=self.clustering.lut_dtype,
+            scale=self.clustering.lut_scale,
             name=self.name,
         )
 
@@ -238,7 +257,7 @@ class ClusteredLinear(nn.Module):
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:
         """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
-        scale = lut_scale(self.centroids, self.clustering.lut_dtype)
+        scale = lut_scale(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
         return None if scale is None else scale.reshape(1)
 
     def extra_repr(self) -> str:

@@ -58,6 +58,7 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
             layer.clustering,
             temperature=layer.temperature,
             name=layer.name,
+            importance=layer.importance,
         )
         # peft asks the wrapped layer for its shape; a linear without memory answers, and nothing stays wrapped.
         LoraLayer.__init__(self, nn.Linear(self.in_features, self.out_features, bias=False, device="meta"))
@@ -81,6 +82,7 @@ class ClusteredLora(ClusteredLinear, LoraLayer):
             self.clustering,
             temperature=self.temperature,
             name=self.name,
+            importance=self.importance,
         )
         return layer.train(self.training)
 

@@ -19,7 +19,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear, unwatched
+from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.kernels.tiles import Packed
 from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
@@ -126,14 +126,30 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
         self._ready = Ready()
+        self._kept: Packed | None = None
         self._table: Tensor | None = None
         self._table_key: tuple[int, ...] = ()
         self.shared: SharedInput | None = None
 
     def packed(self) -> Packed:
-        """The tensors as the kernels take them."""
-        lut = self.lut if "lut_scale" not in self._buffers else self._scaled_table()
-        return Packed(self.indices, lut, self.bias, self.bits, self.tile)
+        """The tensors as the kernels take them: the same object until one is replaced."""
+        buffers = self._buffers
+        lut: Any = buffers["lut"] if "lut_scale" not in buffers else self._scaled_table()
+        kept = self._kept
+        if (
+            kept is None
+            or kept.indices is not buffers["indices"]
+            or kept.table is not lut
+            or kept.bias is not self.bias
+        ):
+            kept = self._kept = Packed(self.indices, lut, self.bias, self.bits, self.tile)
+        return kept
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._kept, self._ready = None, Ready()  # what is replaced must not stay in memory
+        if self.shared is not None:
+            self.shared.forget()
+        return super()._apply(fn, recurse)
 
     def _scaled_table(self) -> Tensor:
         """`table()` of a float8 LUT with a scale, computed once for as long as both stay what they are."""
@@ -159,7 +175,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return (self.out_features, self.in_features), self.dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
-        if unwatched(x, self.bias):
+        if not torch.compiler.is_compiling():
             if self.shared is not None and (found := self.shared.product(self, x)) is not None:
                 return found
             if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
@@ -314,6 +330,7 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
         self._ready = Ready()
+        self._kept: Packed | None = None
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
@@ -329,14 +346,22 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     def packed(self) -> Packed:
         """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
         source = self if self.tied_to is None else self.tied_to
-        return Packed(source.indices, source.scale, self.bias, self.bits, None)
+        kept, indices, scale = self._kept, source.indices, source.scale
+        if kept is None or kept.indices is not indices or kept.table is not scale or kept.bias is not self.bias:
+            kept = self._kept = Packed(indices, scale, self.bias, self.bits, None)
+        return kept
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._kept, self._ready = None, Ready()
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         indices, scale, bias, bits, _ = packed = self.packed()
         if indices.device != x.device:  # a device map may part it from the embedding
-            packed = Packed(indices.to(x.device), scale.to(x.device), bias, bits, None)
-            indices, scale = packed[:2]
-        elif unwatched(x, bias) and (outs := self._ready.product(x, (packed,), self.columns)) is not None:
+            indices, scale = indices.to(x.device), scale.to(x.device)
+            packed = Packed(indices, scale, bias, bits, None)
+        outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.columns)
+        if outs is not None:
             return outs[0]
         return row_scaled_linear(x, indices, scale, bias, bits=bits)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from edkm_cli.kernels import packed as paths
 from edkm_cli.kernels.lut_linear import check
-from edkm_cli.kernels.lut_linear_c import Prepared
+from edkm_cli.kernels.lut_linear_c import Products
 from edkm_cli.kernels.tiles import Packed
 
 _SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products
@@ -18,8 +18,9 @@ class Ready:
     """A module's matrices as the kernel reads them, made again when a tensor has moved."""
 
     def __init__(self) -> None:
+        self._matrices: tuple[Packed, ...] = ()
         self._addresses: tuple[int, ...] = ()
-        self._prepared: Prepared | None = None
+        self._products: Products | None = None
 
     def __deepcopy__(self, memo: dict) -> Ready:
         return Ready()
@@ -28,13 +29,29 @@ class Ready:
         return Ready, ()
 
     def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:
-        """x times each matrix, or None where the kernel is not the way."""
-        addresses = tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)
-        if addresses != self._addresses:
-            for packed in matrices:
-                check(columns, packed)
-            self._addresses, self._prepared = addresses, paths.prepare(matrices, columns)
-        return None if self._prepared is None else paths.prepared_linears(x, self._prepared)
+        """x times each matrix, or None where the kernel is not the way.
+
+        `matrices` should hold the same objects at each call as long as they stay what they are.
+        """
+        kept = self._matrices
+        if len(kept) == len(matrices) and all(map(_same, kept, matrices)):
+            products = self._products
+            found = None if products is None else products(x)
+            if found is not None or _addresses(matrices) == self._addresses:
+                return found
+        for packed in matrices:
+            check(columns, packed)
+        self._matrices, self._addresses = matrices, _addresses(matrices)
+        self._products = paths.products(matrices, columns)
+        return None if self._products is None else self._products(x)
+
+
+def _same(one: Packed, other: Packed) -> bool:
+    return one is other
+
+
+def _addresses(matrices: tuple[Packed, ...]) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)
 
 
 class SharedInput:
@@ -47,17 +64,21 @@ class SharedInput:
         self._members, self._ready = members, Ready()
         self._state: tuple[Tensor, int, dict[int, Tensor]] | None = None  # one attribute, so that threads cannot mix
 
+    def forget(self) -> None:
+        """Hold none of the members' tensors any more; the next call asks for them again."""
+        self._ready, self._state = Ready(), None
+
     def product(self, member: Any, x: Tensor) -> Tensor | None:
         """What `member` gives for x, or None where nothing can be shared."""
-        if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
-            return None
         state = self._state
-        if state is not None and state[0] is x and state[1] == x._version and id(member) in state[2]:
+        if state is not None and state[0] is x and id(member) in state[2] and state[1] == x._version:
             found = state[2].pop(id(member))
             if not state[2]:
                 self._state = None
             return found
-        outs = self._ready.product(x, tuple(m.packed() for m in self._members), member.in_features)
+        if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
+            return None
+        outs = self._ready.product(x, tuple([m.packed() for m in self._members]), member.in_features)
         if outs is None:
             return None
         results = {id(m): out for m, out in zip(self._members, outs, strict=True)}

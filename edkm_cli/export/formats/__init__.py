@@ -24,6 +24,9 @@ from edkm_cli.config import UserError
 
 FORMATS: dict[str, str] = {
     "dense": "dense",
+    "squeezellm": "squeezellm",
+    "any-precision": "any_precision",
+    "lut-b": "lut_b",
 }
 
 

@@ -1,0 +1,182 @@
+"""`any-precision`: the layers of Any-Precision LLM (SNU-ARC/any-precision-llm at a3257d0), with one precision.
+
+A linear P of shape (out, in) stores, at b bits,
+
+    P.qweight  int32 (b, out, in / 32): bit planes, the most significant first. A plane's row is in words, one for each
+               thread of a warp: of each 1024 columns (fewer at the end of a row) thread t has columns 8 (t + T j) + i,
+               with T threads, j from 0 to 3 and i from 0 to 7, in bit 8 (3 - j) + 7 - i of its word
+    P.lut{b}   float16 (out, 2**b): a table for each row
+    P.bias     float16 (out), if there is one
+
+`write` follows the project's packing (`any_precision/quantization/pack.py`): bits of eight columns to a byte, the first in
+the highest bit, then bytes permuted to the threads of warps. `read` follows its CUDA kernel (`modules/kernels/dequant.cuh`):
+where each thread stores what it decodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
+from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.rows import require_fit, row_tables
+from edkm_cli.export.source import Compressed
+from edkm_cli.format import read_json
+from edkm_cli.progress import Track, no_progress
+
+_WARP, _WORD = 32, 32
+_LAYERS = re.compile(r"^(\w+)\.(\w+)\.\d+\.(.+)$")
+
+
+def check(source: Compressed, options: Options) -> None:
+    """3 to 8 bits, float16 tables of rows, columns in whole words, rows in whole blocks of its kernels (16),
+    the same linears in each decoder layer."""
+    require_fit("any-precision", source)
+    _architecture(source)
+
+
+def facts(source: Compressed, options: Options) -> dict[str, Any]:
+    """What export.json says."""
+    return {"dtype": str(options.torch_dtype("float32")).removeprefix("torch.")}
+
+
+def needed_bytes(source: Compressed, options: Options) -> int:
+    """Disk that the export takes, about."""
+    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in _announced(source, options).values())
+
+
+def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
+    """Write the model, one tensor after another."""
+    bits = source.spec.bits
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for tensor in track(source.tensors.values(), "writing any-precision", len(source.tensors)):
+            if tensor.linear:
+                yield f"{tensor.module}.qweight", _planes(source.indices(tensor.module), bits)
+                name = f"{tensor.module}.lut{bits}"
+                yield name, rounded(row_tables(source, tensor), torch.float16, name)
+            else:
+                yield tensor.name, rounded(source.dense(tensor.name), options.torch_dtype("float32"), tensor.name)
+
+    write_tensors(folder, _announced(source, options), tensors())
+    settings = {
+        "seed_precision": bits,
+        "parent_precision": bits,
+        "group_count": 1,
+        "arch_config": _architecture(source),
+    }
+    write_config(source.directory, folder, {"dtype": "float16", "anyprec": settings})
+
+
+def _planes(indices: Tensor, bits: int) -> Tensor:
+    """(bits, out, in / 32) int32 from (out, in) uint8 indices."""
+    out, columns = indices.shape
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+    order = _byte_order(columns // 8)
+    planes = torch.empty(bits, out, columns // _WORD, dtype=torch.int32)
+    for plane in range(bits):
+        bit = (indices >> (bits - 1 - plane)) & 1
+        octets = (bit.view(out, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+        planes[plane] = octets[:, order].contiguous().view(torch.int32)
+    return planes
+
+
+def _byte_order(count: int) -> Tensor:
+    """Which byte of a row each stored byte is: of each 128 (or of what is left) thread t gets bytes t, T + t, 2T + t and
+    3T + t, the first as the highest byte of its little-endian word."""
+    full = 4 * _WARP
+    parts = []
+    for first in range(0, count, full):
+        size = min(full, count - first)
+        parts.append(torch.arange(first, first + size).view(4, size // 4).flip(0).t().reshape(-1))
+    return torch.cat(parts)
+
+
+def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of the dense model, as the kernel decodes it."""
+    settings = read_json(folder / "config.json", remedy="export it again")["anyprec"]
+    bits = int(settings["parent_precision"])
+    files = read_tensors(folder)
+    for name, file in files.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            table = files[f"{path}.lut{bits}"].get_tensor(f"{path}.lut{bits}")
+            yield f"{path}.weight", table.float().gather(1, _decoded(file.get_tensor(name)))
+        elif not leaf.startswith("lut"):
+            yield name, file.get_tensor(name).float()
+
+
+def _decoded(words: Tensor) -> Tensor:
+    """(out, in) int64 indices from (bits, out, in / 32) int32: thread by thread, as the kernel stores them."""
+    bits, out, count = words.shape
+    indices = torch.zeros(out, count * _WORD, dtype=torch.int64)
+    for first in range(0, count, _WARP):  # one step of the kernel's loop over a row
+        threads = min(_WARP, count - first)
+        word = words[:, :, first : first + threads].long() & 0xFFFFFFFF
+        thread = torch.arange(threads)
+        for bit in range(_WORD):
+            group, inside = 3 - bit // 8, 7 - bit % 8
+            column = first * _WORD + 8 * threads * group + 8 * thread + inside
+            for plane in range(bits):
+                indices[:, column] |= ((word[plane] >> bit) & 1) << (bits - 1 - plane)
+    return indices
+
+
+def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
+    """Tables are float16, which holds float16 and scaled float8 entries; the rest has the dtype of the options."""
+    exact = source.dense(name)
+    dtype = torch.float16 if source.tensors[name].linear else options.torch_dtype("float32")
+    return exact.to(dtype).float(), exact
+
+
+def load(folder: Path, source: Compressed, options: Options) -> Any:
+    """The dense model with the weights that `read` gives."""
+    return read_model(folder, read(folder, options), trust_remote_code=options.trust_remote_code)
+
+
+def _architecture(source: Compressed) -> dict[str, Any]:
+    """The project's `arch_config`: where decoder layers are, and which of their linears have tables.
+
+    Raises UserError where layers differ in that: the project replaces the same linears in each.
+    """
+    layers: dict[str, set[str]] = {}
+    places = set()
+    for tensor in source.linears:
+        match = _LAYERS.match(tensor.module)
+        if match is None:
+            raise UserError(
+                f"any-precision holds linears of decoder layers, but {tensor.module} is none; leave it uncompressed with "
+                "--skip"
+            )
+        places.add(match.groups()[:2])
+        layers.setdefault(tensor.module[: match.start(3)], set()).add(match[3])
+    first = next(iter(layers.values()))
+    other = next((layer for layer, names in layers.items() if names != first), None)
+    if other is not None or len(places) > 1:
+        raise UserError(
+            f"any-precision needs the same linears compressed in all decoder layers, but {other or places} differs; "
+            "compress with a --skip that says the same of all"
+        )
+    model, name = places.pop()
+    modules = [tensor.module.partition(f"{name}.0.")[2] for tensor in source.linears]
+    return {"model_name": model, "layers_name": name, "module_names": [module for module in modules if module]}
+
+
+def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    bits = source.spec.bits
+    for tensor in source.tensors.values():
+        if tensor.linear:
+            out, columns = tensor.shape
+            found[f"{tensor.module}.qweight"] = (torch.int32, (bits, out, columns // _WORD))
+            found[f"{tensor.module}.lut{bits}"] = (torch.float16, (out, 2**bits))
+        else:
+            found[tensor.name] = (options.torch_dtype("float32"), tensor.shape)
+    return found

@@ -1,0 +1,201 @@
+"""`lut-b` (experimental): tables for the LUT-B units of NVIDIA's Rubin, as a draft of compressed-tensors stores them.
+
+The draft is pull request 801 of vllm-project/compressed-tensors at 383dfe2 (July 2026), not merged. A linear P of shape
+(out, in) stores, for each tile of 8 x 64 weights,
+
+    P.weight_packed    uint8 (out / 8, in / 64, 192): the 512 indices of a tile row by row, three bits each, the first in the
+                       lowest bits
+    P.weight_codebook  float8_e4m3fn (out / 8, in / 64, 8): its table, ascending
+    P.bias             a plain tensor, if there is one
+
+and everything else stays plain. A tile's rows are 24 bytes each of our packed rows, so that indices are moved by bytes.
+Weights with leading dimensions, such as (experts, out, in), keep them before the tiles.
+
+**Scale.** The draft has none, and E4M3 has steps of 2^-9 near zero, where a model's weights lie. `--target lut-b` trains
+with one scale S for all matrices, a power of two, and it is put where it changes no rounding: every linear of the decoder
+is divided by S, the norms before q, k, v, gate and up are multiplied by it, and the residual stream is 1/S times as large
+(embeddings, o, down and their biases divided by S, `rms_norm_eps` by S squared, and with a tied head the last norm is
+multiplied by S). All are exact, so the model computes the same numbers. That is done for families of which it is known to
+hold; others are exported with S = 1 only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
+from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.rows import require_fit
+from edkm_cli.export.source import Compressed
+from edkm_cli.progress import Track, no_progress
+
+DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
+_ROWS, _COLUMNS, _ENTRIES, _BITS = 8, 64, 8, 3
+_TILE_BYTES = _ROWS * _COLUMNS * _BITS // 8
+# Families whose norms, residual stream and one `rms_norm_eps` are as the module's text says.
+SCALED_FAMILIES = ("llama", "mistral", "qwen2")
+_DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
+_RESIDUAL_BIAS = re.compile(r"\.layers\.\d+\..*\.(o_proj|down_proj)\.bias$")
+_INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layernorm)\.weight$")
+
+
+def check(source: Compressed, options: Options) -> None:
+    """3 bits, E4M3 tables of 8 x 64 tiles, one scale for all."""
+    require_fit("lut-b", source)
+    scales = {source.scale(tensor.module) for tensor in source.linears}
+    if len(scales) > 1:
+        raise UserError(
+            f"--to lut-b: tables must have one scale for all matrices, but have {len(scales)}; compress with --target lut-b "
+            "or --lut-scale 0.0625"
+        )
+    if scales != {1.0} and source.config.model_type not in SCALED_FAMILIES:
+        raise UserError(
+            f"--to lut-b: the draft has no scale, and moving one into other weights is known for "
+            f"{', '.join(SCALED_FAMILIES)}, not for {source.config.model_type}; compress with --lut-scale 1"
+        )
+
+
+def facts(source: Compressed, options: Options) -> dict[str, Any]:
+    """What export.json says."""
+    return {
+        "dtype": str(options.torch_dtype("float32")).removeprefix("torch."),
+        "draft": DRAFT,
+        "scale_moved": _scale(source),
+        "notes": [f"experimental: the format is a draft ({DRAFT}) and may change; no released runtime reads it"],
+    }
+
+
+def needed_bytes(source: Compressed, options: Options) -> int:
+    """Disk that the export takes, about."""
+    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in _announced(source, options).values())
+
+
+def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
+    """Write the model, one tensor after another."""
+    dtype = options.torch_dtype("float32")
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for tensor in track(source.tensors.values(), "writing lut-b", len(source.tensors)):
+            if tensor.linear:
+                out, columns = tensor.shape
+                tiles = (out // _ROWS, columns // _COLUMNS)
+                yield f"{tensor.module}.weight_packed", tiled_bytes(source.stored(f"{tensor.module}.indices"))
+                yield f"{tensor.module}.weight_codebook", source.stored(f"{tensor.module}.lut").view(*tiles, _ENTRIES)
+            else:
+                yield tensor.name, rounded(source.dense(tensor.name) * _factor(source, tensor.name), dtype, tensor.name)
+
+    write_tensors(folder, _announced(source, options), tensors())
+    write_config(source.directory, folder, _config_changes(source, dtype))
+
+
+def tiled_bytes(packed: Tensor) -> Tensor:
+    """(..., out, in * 3 / 8) uint8, packed row by row -> (..., out / 8, in / 64, 192) uint8, packed tile by tile."""
+    *leading, out, width = packed.shape
+    row = _COLUMNS * _BITS // 8
+    tiles = packed.reshape(*leading, out // _ROWS, _ROWS, width // row, row)
+    return tiles.transpose(-3, -2).reshape(*leading, out // _ROWS, width // row, _TILE_BYTES)
+
+
+def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of the dense model, index by index."""
+    files = read_tensors(folder)
+    for name, file in files.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight_packed":
+            codebook = files[f"{path}.weight_codebook"].get_tensor(f"{path}.weight_codebook")
+            yield f"{path}.weight", decoded(file.get_tensor(name), codebook)
+        elif leaf != "weight_codebook":
+            yield name, file.get_tensor(name).float()
+
+
+def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
+    """The weight (..., out, in) float32 of tiles (..., out / 8, in / 64, 192) uint8 and tables (..., 8) of E4M3.
+
+    Element e of a tile is weight (e // 64, e % 64) of it, with the index in bits 3 e to 3 e + 2 of its bytes.
+    """
+    *leading, down, across, _ = packed.shape
+    element = torch.arange(_ROWS * _COLUMNS)
+    index = torch.zeros(*leading, down, across, element.numel(), dtype=torch.int64)
+    for bit in range(_BITS):
+        place = _BITS * element + bit
+        index |= ((packed[..., place // 8].long() >> (place % 8)) & 1) << bit
+    values = codebook.float().gather(-1, index)
+    weight = torch.empty(*leading, down * _ROWS, across * _COLUMNS)
+    for row in range(_ROWS):
+        for column in range(_COLUMNS):
+            weight[..., row::_ROWS, column::_COLUMNS] = values[..., row * _COLUMNS + column]
+    return weight
+
+
+def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
+    """The source's tensor times its power of two; tables are exact, the rest has the dtype of the options."""
+    exact = source.dense(name) * _factor(source, name)
+    if source.tensors[name].linear:
+        return exact, exact
+    return exact.to(options.torch_dtype("float32")).float(), exact
+
+
+def load(folder: Path, source: Compressed, options: Options) -> Any:
+    """The dense model with the weights that `read` gives and the export's own configuration."""
+    return read_model(folder, read(folder, options), trust_remote_code=options.trust_remote_code)
+
+
+def _scale(source: Compressed) -> float:
+    return source.scale(source.linears[0].module)
+
+
+def _factor(source: Compressed, name: str) -> float:
+    """What a tensor is multiplied with, so that the model computes the same with all tables divided by the scale."""
+    scale = _scale(source)
+    if scale == 1.0:
+        return 1.0
+    tied = bool(source.config.tie_word_embeddings)
+    if source.tensors[name].linear or _DECODER_LINEAR.search(name) or _RESIDUAL_BIAS.search(name):
+        return 1.0 / scale
+    if name.endswith("embed_tokens.weight"):
+        return 1.0 / scale
+    if _INNER_NORM.search(name) or (tied and name == "model.norm.weight"):
+        return scale
+    return 1.0
+
+
+def _config_changes(source: Compressed, dtype: torch.dtype) -> dict[str, Any]:
+    scale = _scale(source)
+    weights = {
+        "type": "codebook",
+        "num_bits": _BITS,
+        "strategy": "block",
+        "block_structure": [_ROWS, _COLUMNS],
+        "symmetric": True,
+        "dynamic": False,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "lut-b",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "lut-b"}},
+        "ignore": sorted({*source.spec.skipped, "lm_head"}),
+    }
+    changes: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
+    if scale != 1.0:
+        changes["rms_norm_eps"] = source.config.rms_norm_eps / scale**2
+    return changes
+
+
+def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for tensor in source.tensors.values():
+        if tensor.linear:
+            tiles = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS)
+            found[f"{tensor.module}.weight_packed"] = (torch.uint8, (*tiles, _TILE_BYTES))
+            found[f"{tensor.module}.weight_codebook"] = (torch.float8_e4m3fn, (*tiles, _ENTRIES))
+        else:
+            found[tensor.name] = (options.torch_dtype("float32"), tensor.shape)
+    return found

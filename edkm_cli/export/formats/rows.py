@@ -1,0 +1,25 @@
+"""What formats with a table for each row share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.targets import check_shape, misfits
+
+
+def require_fit(name: str, source: Compressed) -> None:
+    """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
+    spec = source.spec
+    found = misfits(name, bits=spec.bits, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
+    if found:
+        raise UserError(f"--to {name}: {'; '.join(found)} (edkm compress --target {name} sets all of them)")
+    for tensor in source.linears:
+        check_shape(name, tensor.module, tensor.shape)
+
+
+def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
+    """The table of each row of a linear, (out, 2**bits) float32; rows that share one repeat it."""
+    table = source.table(tensor.module)
+    return table.repeat_interleave(tensor.shape[0] // table.shape[0], 0)

@@ -1,0 +1,90 @@
+"""What each export format can hold, so that `edkm compress --target` makes what `edkm export` writes without loss.
+
+The same rules refuse a combination before training and before an export. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edkm_cli.errors import UserError
+from edkm_cli.granularity import Granularity
+
+ALL_BITS = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format's limits.
+
+    Attributes:
+        settings: fields of `CompressConfig` that `--target` sets.
+        bits, lut_dtypes: what the format holds.
+        blocks: whether tables are of blocks, of the one size in `settings`; else of whole rows: `tensor` or `row:G`.
+        columns: number that the columns of each compressed matrix must be a multiple of; `rows` likewise.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    bits: tuple[int, ...] = ALL_BITS
+    lut_dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+    blocks: bool = False
+    columns: int = 1
+    rows: int = 1
+
+
+_ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
+
+TARGETS: dict[str, Target] = {
+    "squeezellm": Target(_ROWS, bits=(3, 4), columns=32),
+    "any-precision": Target(
+        _ROWS, bits=(3, 4, 5, 6, 7, 8), lut_dtypes=("float16", "float8_e4m3fn"), columns=32, rows=16
+    ),
+    "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", "float8_e4m3fn")),
+    "lut-b": Target(
+        # One scale for all matrices: the draft has none, so that the export has to put it elsewhere.
+        {"bits": 3, "granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4},
+        bits=(3,),
+        lut_dtypes=("float8_e4m3fn",),
+        blocks=True,
+        columns=64,
+        rows=8,
+    ),
+}
+
+
+def misfits(name: str, *, bits: int, granularity: str | Granularity, lut_dtype: str) -> list[str]:
+    """One sentence for each setting that the target cannot hold, with what would fit."""
+    target = TARGETS[name]
+    geometry = Granularity.parse(granularity)
+    found = []
+    if bits not in target.bits:
+        nearest = min(target.bits, key=lambda one: (abs(one - bits), one))
+        found.append(f"{name} holds {_listed(target.bits)} bits, got {bits}; use --bits {nearest}")
+    if target.blocks:
+        wanted = str(target.settings["granularity"])
+        if str(geometry) != wanted:
+            found.append(f"{name} holds tables of {wanted}, got {geometry}; use --granularity {wanted}")
+    elif geometry.columns is not None:
+        found.append(f"{name} holds tables of whole rows, got {geometry}; use --granularity row:1 or tensor")
+    if lut_dtype not in target.lut_dtypes:
+        best = target.settings["lut_dtype"]
+        found.append(f"{name} holds tables of {_listed(target.lut_dtypes)}, got {lut_dtype}; use --lut-dtype {best}")
+    return found
+
+
+def check_shape(name: str, layer: str, shape: tuple[int, ...]) -> None:
+    """Raises UserError for a compressed matrix, (rows, columns), that the target cannot hold."""
+    target = TARGETS[name]
+    for what, length, unit in (("columns", shape[1], target.columns), ("rows", shape[0], target.rows)):
+        if length % unit:
+            raise UserError(
+                f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {length}; leave it "
+                f"uncompressed with --skip {layer}, or choose another target"
+            )
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    texts = [str(value) for value in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
