@@ -128,8 +128,8 @@ def test_what_cannot_be_trained_is_refused_in_one_line(packed, model_directory, 
 @pytest.fixture(scope="module")
 def merged(packed, tuned, tmp_path_factory):
     output = tmp_path_factory.mktemp("merged") / "model"
-    values = {"adapter": str(tuned[0]), "output": str(output), "start_tokens": 4096, "start_passes": 6}
-    small = {"context": 64, "eval_windows": 2, "device": "cpu"}
+    values = {"adapter": str(tuned[0]), "output": str(output), "start_tokens": 2048, "learning_rate": 1e-3}
+    small = {"context": 64, "eval_windows": 2, "device": "cpu", "sequence_length": 64}
     return output, merge(packed, MergeConfig(**values, **small, max_perplexity_ratio=0))
 
 
@@ -157,7 +157,20 @@ def test_the_merged_model_is_an_ordinary_checkpoint_with_the_same_embeddings(pac
 
 
 def test_a_merged_model_that_is_worse_than_allowed_is_no_success(packed, tuned, tmp_path):
-    small = ["--start-tokens", 256, "--start-passes", 0, "--context", 64, "--eval-windows", 2, "--device", "cpu"]
+    small = [
+        "--start-tokens",
+        256,
+        "--start-passes",
+        0,
+        "--steps",
+        0,
+        "--context",
+        64,
+        "--eval-windows",
+        2,
+        "--device",
+        "cpu",
+    ]
     line = refused_after_work("merge", packed, "--adapter", tuned[0], "-o", tmp_path / "out", *small,
                               "--max-perplexity-ratio", 0.5)  # fmt: skip
     assert "--max-perplexity-ratio 0.5" in line

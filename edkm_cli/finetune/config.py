@@ -108,6 +108,17 @@ class MergeConfig:
         "start_passes",
         help="How often the fit of each decoder layer goes over these tokens; 0 only compensates rounding errors.",
     )
+    steps: int = as_in_compress(
+        "steps", 20, help="Optimizer steps in which the fitted model learns from the adapted one; 0 needs less memory."
+    )
+    learning_rate: float = as_in_compress("learning_rate")
+    lut_learning_rate: float = as_in_compress("lut_learning_rate")
+    batch_size: int = as_in_compress("batch_size")
+    sequence_length: int = as_in_compress("sequence_length", 512)
+    label_weight: float = as_in_compress(
+        "label_weight", help="Weight of the next-token loss beside the adapted model's predictions; 0 uses these only."
+    )
+    gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
     eval_data: str | None = as_in_compress("eval_data")
     eval_windows: int = as_in_compress("eval_windows")
     context: int = as_in_compress("context")
@@ -126,8 +137,9 @@ class MergeConfig:
         refuse(faults(self))
 
     def training(self, directory: Path) -> CompressConfig:
-        """What data and measurements are told of this."""
-        return CompressConfig(**_shared(self), model=str(directory), steps=0, dtype="float32")
+        """What data, training loop and measurements are told of this."""
+        shared = _shared(self) | {"max_perplexity_ratio": 0.0}
+        return CompressConfig(**shared, model=str(directory), dtype="float32", mixed_precision="no", save_every=0)
 
 
 def _shared(config: FinetuneConfig | MergeConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.finetune.adapters import adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
-from edkm_cli.finetune.recluster import cluster_again
+from edkm_cli.finetune.recluster import cluster_again, decoded_copy
 from edkm_cli.finetune.session import Session
 from edkm_cli.format import digest, sha256_of, write_json
 from edkm_cli.hf import load
@@ -28,6 +28,8 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import calibration_batches, choose_device
 from edkm_cli.progress import Observer
 from edkm_cli.self_text import self_text, store_of
+from edkm_cli.train.loop import train
+from edkm_cli.train.losses import Objective
 
 REPORT = "merge.json"
 _FIT_TOKENS = 256  # in a sequence: many small steps fit a decoder layer better than a few long ones
@@ -89,25 +91,22 @@ class _Run:
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
-            session.open_texts(token_limit=self.config.start_tokens + 1024, written=self._written(model))
+            session.open_texts(token_limit=self._tokens(), written=self._written(model))
         with model.disable_adapter():
             session.measure("compressed", model)
         session.measure("adapted", model)
+        spec = session.spec
         with session.clock.phase("merge"):
-            spec = session.spec
             merged = cluster_again(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
             del model
             merged.generation_config = generation
-            reconstruct(
-                merged,
-                calibration_batches(session.data, self.settings, self.config.start_tokens, length=_FIT_TOKENS),
-                passes=self.config.start_passes,
-                seed=self.config.seed,
-                track=self.watch.track,
-                world=self.world,
-            )
+            teacher = decoded_copy(merged) if self.config.steps else None
+            self._fit(merged)
         staging = output.begin()
         output.mark({"merge": str(self.adapter)})
+        if teacher is not None:
+            self._train(merged, teacher, staging)
+            del teacher
         with session.clock.phase("export"):
             write_checkpoint(merged, session.tokenizer, staging, spec, track=self.watch.track)
             del merged
@@ -119,6 +118,39 @@ class _Run:
         (staging / "README.md").write_text(merged_card(report), encoding="utf-8")
         output.commit()
         return report
+
+    def _fit(self, merged: Any) -> None:
+        """Each decoder layer by itself, to give what the adapted one gives."""
+        reconstruct(
+            merged,
+            calibration_batches(self.session.data, self.settings, self.config.start_tokens, length=_FIT_TOKENS),
+            passes=self.config.start_passes,
+            seed=self.config.seed,
+            track=self.watch.track,
+            world=self.world,
+        )
+
+    def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
+        """All decoder layers together, to predict what the adapted model predicts."""
+        merged.requires_grad_(True)
+        with self.session.clock.phase("train"):
+            train(
+                merged,
+                Objective.of(self.settings, teacher),
+                self.session.data.blocks(self.config.sequence_length, seed=self.config.seed),
+                self.settings,
+                world=self.world,
+                staging=staging,
+                track=self.watch.track,
+                show=self.watch.show,
+            )
+        merged.requires_grad_(False)
+
+    def _tokens(self) -> int:
+        """Of the text, that there is a use for."""
+        settings = self.settings
+        trained = settings.steps * settings.batch_size * settings.sequence_length
+        return max(settings.start_tokens, int(1.1 * trained)) + settings.sequence_length
 
     @property
     def _trust(self) -> bool:
@@ -133,7 +165,7 @@ class _Run:
         text = self_text(
             model,
             tokenizer,
-            tokens=self.config.start_tokens + 1024,
+            tokens=self._tokens(),
             seed=self.config.seed,
             weights_sha256=digest((name, tensor) for name, tensor in model.state_dict().items()),
             track=self.watch.track,
@@ -150,6 +182,7 @@ class _Run:
             "perplexity": session.perplexity,
             "evaluation": session.evaluation(),
             "adapted_layers": layers,
+            "steps": self.config.steps,
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": models.weight_files_bytes(session.directory),
             "model_bits_per_weight": size.model_bits_per_weight,
@@ -168,7 +201,7 @@ def require_close(perplexity: dict[str, float | None], limit: float, staging: Pa
         raise UserError(
             f"the merged perplexity must be at most --max-perplexity-ratio {limit:g} times the adapter's, but is "
             f"{merged:.4f} to {adapted:.4f}, {merged / adapted:.3f} times (without the adapter: "
-            f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --start-tokens or --start-passes, keep "
+            f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --steps or --start-tokens, keep "
             "the adapter as it is, or allow more"
         )
 

@@ -2,12 +2,14 @@
 
 The update B A of a layer is small beside the gaps of its table: rounded to the nearest entries, nearly every weight would
 fall back to the entry it had. So weights are compensated column by column, and decoder layer by decoder layer trained to
-give what the adapted one gives (`edkm_cli.initialize.reconstruct`), from the tables that are there. Layers
-without an update are clustered, too: their weights are entries of their tables already.
+give what the adapted one gives (`edkm_cli.initialize.reconstruct`), from the tables that are there; then all together, to
+predict what the adapted model predicts. Layers without an update are clustered, too: their weights are entries of their
+tables already.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from peft import PeftModel
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
 
 
@@ -45,3 +47,11 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
         layer = ClusteredLinear(linear.weight, linear.bias, table, clustering, temperature=1.0, name=path)
         merged.set_submodule(path, layer)
     return merged.requires_grad_(False).eval()
+
+
+def decoded_copy(model: Any) -> Any:
+    """A frozen copy of a clustered model that computes with its weights as they are: the adapted model, for a teacher."""
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    for layer in clustered_layers(teacher).values():
+        layer.dense = True
+    return teacher
