@@ -42,11 +42,12 @@ fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-fuzz: venv  ## 20,000 mutated checkpoints (make test draws 2,000)
-	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py
+fuzz: venv  ## 20,000 mutated checkpoints (make test draws 2,000), and as many times more of all other files
+	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py
 
-faults: venv  ## 100 faults in the middle of a run (make test injects 6, beside the kills of test_compress_resume.py)
-	EDKM_FAULTS=100 $(BIN)/python -m pytest -q -s tests/test_faults.py tests/test_compress_resume.py
+faults: venv  ## 100 faults in the middle of a run (make test injects 10), with a table in out/faults.json
+	@mkdir -p out
+	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults
 
 bench: venv  ## the clustering engine on this machine, JSON into out/
 	@mkdir -p out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,9 @@ from edkm_cli import data, models
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
-from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
+from edkm_cli.evaluate.texts import MeasuredText, Measurements
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.export.model_card import model_card
@@ -83,7 +84,6 @@ class Run:
         )
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
-        self.perplexity: dict[str, float | None] = dict.fromkeys(("original", "start", "trained", "exported"))
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
         output = self._open_output(overwrite=overwrite, resume=resume)
@@ -97,9 +97,11 @@ class Run:
         torch.manual_seed(self.config.seed)
         tokenizer, dense = self._load()
         identity = self._identity(dense)
+        with self.clock.phase("evaluate"):
+            why_not = self.measured.measure_original(dense, self.world)
+        if why_not:
+            self.watch.say(f"KL and agreement are not measured: {why_not}")
         unfinished = resume and self._finds_unfinished(output, identity)
-        if not unfinished:
-            self._measure("original", dense)
         model, objective = self._start(dense)
         del dense
         if not unfinished:
@@ -133,12 +135,15 @@ class Run:
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
-        with self.clock.phase("load"):
+        with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            # A text that is yet to be written cannot be measured on: Python's documentation takes its place.
-            own = data.parse_source(config.data[0]).needs_model
-            measured = evaluation_documents(config, tokenizer, config.eval_data or (data.BUILTIN if own else None))
-            self.held_out = data.tokenize(measured, tokenizer)
+            documents = evaluation_documents(config, tokenizer)
+            self.measured = Measurements(
+                [MeasuredText(name, data.tokenize(found, tokenizer)) for name, found in documents.items()],
+                context=config.context,
+                max_windows=config.eval_windows,
+                track=self.watch.track,
+            )
             dense = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
                 config.data,
@@ -149,9 +154,10 @@ class Run:
                 say=self.watch.say,
             )
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
-            self.overlap = self.data.found_in(measured)
-            if self.overlap[0]:
-                self.watch.say(data.overlap_warning(*self.overlap))
+            self.overlap = {name: self.data.found_in(found) for name, found in documents.items()}
+            for name, (found, of) in self.overlap.items():
+                if found:
+                    self.watch.say(data.overlap_warning(name, found, of))
             dense = dense if dense is not None else self._load_dense()
             if config.packing and config.steps:
                 require_attention_within_documents(dense)
@@ -191,7 +197,7 @@ class Run:
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
         settings = replace(self.config, dtype=self.plan.dtype, mixed_precision=self.plan.mixed_precision)
         identity = fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
-        return {**identity, "evaluation_sha256": digest([("evaluation", self.held_out)])}
+        return {**identity, "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts)}
 
     def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
         """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
@@ -199,35 +205,12 @@ class Run:
         if found is None:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
-        self.perplexity.update(found["perplexity"])
+        self.measured.restore(found["measured"])
         return True
 
-    def _measure(self, name: str, model: Any, world: World | None = None) -> None:
+    def _measure(self, stage: str, model: Any) -> None:
         with self.clock.phase("evaluate"):
-            self.perplexity[name] = perplexity(
-                model,
-                self.held_out,
-                context=self.config.context,
-                max_windows=self.config.eval_windows,
-                track=self.watch.track,
-                description=f"perplexity, {name}",
-                world=world or self.world,
-            ).perplexity
-
-    def _perplexities(self, model: Any) -> dict[str, float]:
-        """By text, in the middle of training."""
-        found = perplexity(
-            model,
-            self.held_out,
-            context=self.config.context,
-            max_windows=self.config.eval_windows,
-            world=self.world,
-        )
-        return {self._measured_name: found.perplexity}
-
-    @property
-    def _measured_name(self) -> str:
-        return self.config.eval_data or f"held-out part of {self.config.data[0]}"
+            self.measured.measure(stage, model, self.world)
 
     def _start(self, dense: Any) -> tuple[Any, Objective]:
         """(the clustered model, what it is trained on): see `initialize`."""
@@ -259,7 +242,8 @@ class Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            output.mark({"fingerprint": identity, "perplexity": self.perplexity})
+            perplexity, found = self.measured.perplexity, self.measured.state()
+            output.mark({"fingerprint": identity, "perplexity": perplexity, "measured": found})
             return str(staging)
 
         return Path(self.world.on_main(begin))
@@ -277,7 +261,7 @@ class Run:
                 world=self.world,
                 staging=staging,
                 mixed_precision=self.plan.mixed_precision,
-                measure=self._perplexities,
+                measure=partial(self.measured.on_the_way, world=self.world),
                 track=self.watch.track,
                 show=self.watch.show,
             )
@@ -298,14 +282,19 @@ class Run:
                 device=self.world.device,
                 trust_remote_code=self.config.trust_remote_code,
             )
-        self._measure("exported", exported, World(device=self.world.device))
-        require_same_perplexity(self.perplexity, self.plan.dtype)
+        with self.clock.phase("evaluate"):
+            # Of several processes, each remembers what it has seen of the uncompressed model.
+            here = World(device=self.world.device)
+            self.measured.measure("exported", exported, here, compare=self.world.size == 1)
+        for row in self.measured.rows():
+            require_same_perplexity(row, self.plan.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
         result["tables"] = table_use(exported)
         for line in table_warnings(result["tables"]):
             self.watch.say(line)
         write_json(staging / "report.json", result)
-        require_ratio(self.perplexity, self.config.max_perplexity_ratio, staging)
+        for row in result["texts"]:
+            require_ratio(row, self.config.max_perplexity_ratio, staging)
         source = self.plan.source
         card = model_card(result, base_model=None if source.is_local else source.location)
         (staging / "README.md").write_text(card, encoding="utf-8")
@@ -315,19 +304,20 @@ class Run:
     def _report(self, output: OutputDirectory, staging: Path, size: Any, offloaded: dict[str, Any]) -> dict[str, Any]:
         """report.json."""
         config, plan = self.config, self.plan
+        rows = self.measured.rows()
+        for row in rows:
+            found, of = self.overlap[row["data"]]
+            row["measured_and_trained_on"] = {"found": found, "of": of}
+        overlap = [row["measured_and_trained_on"] for row in rows]
         return {
             "model": config.model,
             "output": str(output.path),
-            "perplexity": self.perplexity,
-            "evaluation": {
-                "data": self._measured_name,
-                "context": config.context,
-                "windows": min(config.eval_windows, max(1, self.held_out.numel() // config.context)),
-                "tokens": self.held_out.numel(),
-            },
+            "perplexity": self.measured.perplexity,
+            "evaluation": {name: rows[0][name] for name in ("data", "context", "windows", "tokens")},
+            "texts": rows,
             "data": {
                 **self.data.summary(self.blocks),
-                "measured_and_trained_on": {"found": self.overlap[0], "of": self.overlap[1]},
+                "measured_and_trained_on": {key: sum(one[key] for one in overlap) for key in ("found", "of")},
             },
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
@@ -354,10 +344,12 @@ class Run:
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
 
 
-def require_same_perplexity(perplexity: dict[str, float | None], dtype: str) -> None:
-    """Raises UserError where the exported model is another than the one that was trained (or started from)."""
-    before = "start" if perplexity["trained"] is None else "trained"
-    expected, found = perplexity[before], perplexity["exported"]
+def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
+    """Raises UserError where the exported model is another than the one that was trained (or started from).
+
+    `text` is a row of the report's `texts`."""
+    before = "start" if text["trained"] is None else "trained"
+    expected, found = text[before], text["exported"]
     if expected is None or found is None:
         return
     if abs(found - expected) > _TOLERANCE[dtype] * expected:
@@ -367,14 +359,14 @@ def require_same_perplexity(perplexity: dict[str, float | None], dtype: str) -> 
         )
 
 
-def require_ratio(perplexity: dict[str, float | None], limit: float, staging: Path) -> None:
-    """Raises UserError where the exported perplexity is more than `limit` times the original's."""
-    original, exported = perplexity["original"], perplexity["exported"]
+def require_ratio(text: Mapping[str, Any], limit: float, staging: Path) -> None:
+    """Raises UserError where the exported perplexity on a text is more than `limit` times the original's."""
+    original, exported = text["original"], text["exported"]
     if limit and original is not None and exported is not None and exported > limit * original:
         raise UserError(
             f"the exported perplexity must be at most --max-perplexity-ratio {limit:g} times the original's, but is "
-            f"{exported:.4f} to {original:.4f}, {exported / original:.2f} times; the result is in {staging}: train longer, "
-            "use more bits, or allow more"
+            f"{exported:.4f} to {original:.4f} on {text['data']}, {exported / original:.2f} times; the result is in "
+            f"{staging}: train longer, use more bits, or allow more"
         )
 
 
@@ -390,9 +382,9 @@ def finished_report(config: CompressConfig) -> dict[str, Any] | None:
     path = Path(config.output).expanduser().absolute()
     try:
         report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    if report_.get("config") != json.loads(json_text(asdict(config))):
+    if not isinstance(report_, dict) or report_.get("config") != json.loads(json_text(asdict(config))):
         return None
     settle(path)
     return report_

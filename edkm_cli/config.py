@@ -182,8 +182,11 @@ class CompressConfig:
     )
     data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
     rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
-    eval_data: str | None = setting(
-        None, "Text on which perplexity is measured; default: a tenth held out of the first --data.", DATA
+    eval_data: tuple[str, ...] = setting(
+        (),
+        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
+        "of the first --data.",
+        DATA,
     )
     eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
@@ -291,8 +294,8 @@ class CompressConfig:
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
     max_perplexity_ratio: float = setting(
         0.0,
-        "Fail, with the result left in DIR.partial, where the exported perplexity is more than this many times the "
-        "original's; 0 allows any.",
+        "Fail, with the result left in DIR.partial, where the exported perplexity on a measured text is more than this many "
+        "times the original's; 0 allows any.",
         OUTPUT,
         minimum=0,
     )
@@ -302,6 +305,9 @@ class CompressConfig:
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
+        for name in ("data", "eval_data"):  # a single text is a list of one
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         refuse([*faults(self), *self._contradictions()])
 
     def _contradictions(self) -> list[str]:
@@ -325,6 +331,8 @@ class CompressConfig:
                 found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
         if not self.data:
             found.append("data must name at least one data set or file")
+        twice = [name for name in dict.fromkeys(self.eval_data) if self.eval_data.count(name) > 1]
+        found += [f"eval_data names {name} twice; give each text once" for name in twice]
         return found
 
 

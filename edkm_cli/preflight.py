@@ -247,21 +247,32 @@ def needed_tokens(plan: RunPlan) -> int:
     return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
 
 
-def evaluation_documents(config: CompressConfig, tokenizer: Any, name: str | None = None) -> data.Documents:
-    """A text that perplexities are measured on: `name` of --eval-data, or the held-out part of the first --data."""
-    source = data.parse_source(name or config.data[0], "--eval-data" if name else "--data")
-    split = data.measured_split(source) if name else "test"
-    if name:
-        data.require_apart(data.parse_sources(list(config.data)), source)
+def evaluation_names(config: CompressConfig) -> dict[str, str]:
+    """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
+    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place."""
+    own = data.parse_source(config.data[0]).needs_model
+    names = config.eval_data or ((data.BUILTIN,) if own else ())
+    return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
+
+
+def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, data.Documents]:
+    """The texts that are measured, by name. Raises UserError where one cannot be had, or is trained on."""
+    trained = data.parse_sources(list(config.data))
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
-    return data.documents_of(
-        source, split, tokenizer=tokenizer, reading=data_options(config).reading, characters=needed
-    )
-
-
-def evaluation_tokens(config: CompressConfig, tokenizer: Any) -> Tensor:
-    """What perplexities are measured on: --eval-data as a whole, or the held-out part of the first --data."""
-    return data.tokenize(evaluation_documents(config, tokenizer, config.eval_data), tokenizer)
+    found = {}
+    for name, text in evaluation_names(config).items():
+        held_out = name != text
+        source = data.parse_source(text, "--data" if held_out else "--eval-data")
+        if not held_out:
+            data.require_apart(trained, source)
+        found[name] = data.documents_of(
+            source,
+            "test" if held_out else data.measured_split(source),
+            tokenizer=tokenizer,
+            reading=data_options(config).reading,
+            characters=needed,
+        )
+    return found
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:

@@ -16,8 +16,10 @@ of the command (`edkm_cli.cli.options`). To add an option, add a field.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -35,6 +37,10 @@ PANELS = MODEL, COMPRESSION, TRAINING, DATA, SCALE, OUTPUT = (
 )
 
 _PREFIX = "configuration: "
+_MAX_YAML_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**18, 10_000, 100
+_MAX_WHOLE = 2**40  # of any setting: seeds are multiplied, and tensors take 64 bits
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,11 @@ def _value_faults(of: Field[Any], value: Any) -> list[str]:
 def _fault(name: str, rule: Setting, value: Any) -> str:
     """What is wrong with one value; empty where nothing is."""
     if rule.choices and value not in rule.choices:
-        return f"{name} must be one of {', '.join(map(str, rule.choices))}, got {value!r}"
+        return f"{name} must be one of {', '.join(map(str, rule.choices))}, got {shown(value)}"
     if isinstance(value, float) and (math.isnan(value) or (rule.finite and math.isinf(value))):
         return f"{name} must be a {'finite ' * rule.finite}number, got {value}"
     if rule.minimum is not None and value < rule.minimum:
-        return f"{name} must be at least {rule.minimum}, got {value}"
+        return f"{name} must be at least {rule.minimum}, got {shown(value)}"
     if rule.positive and not value > 0:
         return f"{name} must be positive, got {value}"
     if rule.maximum is not None and value > rule.maximum:
@@ -128,7 +134,7 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     good = {}
     for name, value in values.items():
         if name not in known:
-            found.append(f"unknown key {name!r}{_suggestion(str(name), list(known))}")
+            found.append(f"unknown key {shown(name)}{_suggestion(shown(name), list(known))}")
             continue
         try:
             clean = coerce(name, value, hints[name])
@@ -150,7 +156,7 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
 def _suggestion(name: str, known: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(name.replace("-", "_"), known, n=1)
+    close = get_close_matches(name.strip("'\"").replace("-", "_"), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -164,15 +170,17 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
             return tuple(items)
-        raise ValueError(f"{name} must be a list of texts, got {value!r}")
+        raise ValueError(f"{name} must be a list of texts, got {shown(value)}")
     if kind is float and not isinstance(value, bool):
         try:
             return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} must be a number, got {value!r}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} must be a number, got {shown(value)}") from None
     if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
         names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
-        raise ValueError(f"{name} must be {names[kind]}, got {value!r}")
+        raise ValueError(f"{name} must be {names[kind]}, got {shown(value)}")
+    if kind is int and abs(value) > _MAX_WHOLE:
+        raise ValueError(f"{name} must be at most {_MAX_WHOLE}, got {shown(value)}")
     return value
 
 
@@ -182,9 +190,39 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--config names a file that does not exist: {path}; see configs/ for ready ones")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config must be YAML, but {path} is not ({' '.join(str(error).split())})") from error
+        size = path.stat().st_size
+        if size > _MAX_YAML_BYTES:
+            raise ValueError(f"{size} bytes are more than the {_MAX_YAML_BYTES} that are read")
+        text = path.read_text(encoding="utf-8")
+        if _brackets(text) > _MAX_DEPTH:  # for these the parser's time is quadratic
+            raise RecursionError
+        values = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:  # ValueError: a date or number that is none
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
+        raise UserError(f"--config must be YAML, but {path} cannot be read ({told})") from error
     if not isinstance(values, Mapping):
         raise UserError(f"--config must hold a mapping of settings, but {path} holds a {type(values).__name__}")
     return dict(values)
+
+
+def _brackets(text: str) -> int:
+    """The most brackets that are open at once, or nearly so: those in texts count, too."""
+    steps = (1 if sign in "[{" else -1 for sign in text if sign in "[]{}")
+    return max(accumulate(steps), default=0)
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only. Merged keys (`<<`) can double with each line, so they have a limit."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MAX_KEYS:
+            raise yaml.YAMLError(f"a mapping has more than {_MAX_KEYS} keys")
+
+
+def shown(value: Any) -> str:
+    """A value of any kind in an error message: short, however large or deep it is."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"

@@ -54,19 +54,56 @@ _STAGES = {
 }
 
 
+def text_names(names: list[str]) -> list[str]:
+    """Short names of measured texts: of files the last part of the path, where that tells them apart.
+
+    >>> text_names(["/data/wiki.raw", "held-out part of my/text.txt", "c4"])
+    ['wiki.raw', 'held-out part of text.txt', 'c4']
+    """
+    before = "held-out part of "
+    short = [
+        before * name.startswith(before) + name.removeprefix(before).rstrip("/").rpartition("/")[2] for name in names
+    ]
+    return short if len(set(short)) == len(names) else list(names)
+
+
+def texts_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the measured texts; of a report without them, what it has of its one text."""
+    return report.get("texts") or [{**report["evaluation"], **report["perplexity"]}]
+
+
 def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
-    measured = report["perplexity"]
+    """A row for each stage that was measured: its name, and for each text the perplexity and its ratio to the original's;
+    then the distance of the last stage from the uncompressed model, where it was measured."""
+    texts = texts_of(report)
     rows = []
     for stage, label in _STAGES.items():
-        value = measured.get(stage)
-        if value is not None:
-            rows.append([label, f"{value:,.3f}", f"{value / measured['original']:.2f}x"])
+        values = [text.get(stage) for text in texts]
+        if None not in values:
+            pairs = [
+                (f"{value:,.3f}", f"{value / text['original']:.2f}x") for value, text in zip(values, texts, strict=True)
+            ]
+            rows.append([label, *(cell for pair in pairs for cell in pair)])
+    if all(text.get("kl_per_token") is not None for text in texts):
+        rows.append(["KL per token", *(cell for text in texts for cell in (f"{text['kl_per_token']:.4f}", ""))])
+        agreements = [f"{100 * text['top1_agreement']:.1f}%" for text in texts]
+        rows.append(["the same likeliest token", *(cell for agreement in agreements for cell in (agreement, ""))])
     return rows
+
+
+def windows_of(report: dict[str, Any]) -> str:
+    """What the figures are of: windows and texts."""
+    texts = texts_of(report)
+    names = text_names([text["data"] for text in texts])
+    counts = [f"{text['windows']} windows of {text['context']} tokens" for text in texts]
+    if len(set(counts)) == 1:
+        return f"{counts[0]}, {' | '.join(names)}"
+    return " | ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
 
 
 def summary(report: dict[str, Any]) -> str:
     """What `edkm compress` prints at its end."""
-    seconds, evaluation = report["seconds"], report["evaluation"]
+    seconds = report["seconds"]
     ratio = report["original_weights_bytes"] / report["weights_bytes"]
     facts = [
         ["weights", f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})"],
@@ -83,18 +120,23 @@ def summary(report: dict[str, Any]) -> str:
         ["peak memory", megabytes(report["peak_memory_bytes"])],
     ]
     width = max(len(fact[0]) for fact in facts)
-    windows = f"{evaluation['windows']} windows of {evaluation['context']} tokens, {evaluation['data']}"
     return "\n".join(
         [
             "",
             f"{report['model']} -> {report['output']}",
             "",
-            f"perplexity ({windows})",
+            f"perplexity ({windows_of(report)})",
             *("  " + line for line in table(perplexity_rows(report)).splitlines()),
+            *(f"  {reason}" for reason in _not_compared(report)),
             "",
             *(f"{name.ljust(width)}  {value}" for name, value in facts),
         ]
     )
+
+
+def _not_compared(report: dict[str, Any]) -> list[str]:
+    """Why the distance from the uncompressed model is not in the report."""
+    return [f"KL not measured: {row['not_compared']}" for row in texts_of(report)[:1] if "not_compared" in row]
 
 
 def _data(found: dict[str, Any]) -> str:
@@ -193,15 +235,14 @@ def _proposals(plan: dict[str, Any]) -> list[str]:
 def evaluation_summary(result: dict[str, Any]) -> str:
     """What `edkm eval` prints."""
     facts = []
-    if result["perplexity"] is not None:
-        windows = f"{result['windows']} windows of {result['context']} tokens"
-        facts += [
-            ["perplexity", f"{result['perplexity']:.3f}  ({windows})"],
-            ["text", f"{result['data']}, {result['tokens']:,} tokens"],
-        ]
-    if "kl_per_token" in result:
-        agreement = f"{100 * result['top1_agreement']:.1f}% the same likeliest token"
-        facts.append([f"from {result['reference']}", f"KL {result['kl_per_token']:.4f} per token, {agreement}"])
+    texts = result.get("texts", [])
+    for text, name in zip(texts, text_names([text["data"] for text in texts]), strict=True):
+        windows = f"{text['windows']} windows of {text['context']} tokens"
+        facts.append(["perplexity", f"{text['perplexity']:.3f}  ({windows})"])
+        facts.append(["text", f"{name if len(texts) > 1 else text['data']}, {text['tokens']:,} tokens"])
+        if "kl_per_token" in text:
+            agreement = f"{100 * text['top1_agreement']:.1f}% the same likeliest token"
+            facts.append([f"from {result['reference']}", f"KL {text['kl_per_token']:.4f} per token, {agreement}"])
     facts += [
         ["weights", megabytes(result["weights_bytes"])],
         ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"],
@@ -266,10 +307,10 @@ _FINETUNED = {
 
 
 def _finetuned_lines(report: dict[str, Any]) -> list[str]:
-    evaluation, measured = report["evaluation"], report["perplexity"]
-    rows = [[label, f"{measured[stage]:,.3f}"] for stage, label in _FINETUNED.items() if stage in measured]
-    windows = f"{evaluation['windows']} windows of {evaluation['context']} tokens, {evaluation['data']}"
-    return ["", f"perplexity ({windows})", *("  " + line for line in table(rows).splitlines()), ""]
+    texts = report["texts"]
+    stages = {stage: label for stage, label in _FINETUNED.items() if stage in texts[0]}
+    rows = [[label, *(f"{text[stage]:,.3f}" for text in texts)] for stage, label in stages.items()]
+    return ["", f"perplexity ({windows_of(report)})", *("  " + line for line in table(rows).splitlines()), ""]
 
 
 def _adapter_facts(plan: dict[str, Any]) -> list[list[str]]:

@@ -20,7 +20,7 @@ if [ "$DEVICE" = cpu ]; then
     PARTS=${PARTS:-kernels lora full compress processes clustering runtime ablation offload}
     LIMIT=${LIMIT:-300} SHAPE=${SHAPE:-tiny} machine=cpu
     training=(--sequence-length 64 --steps 2 --warmup 1) lora=() hidden=32 layers=2
-    run=(--steps 2 --calibration-tokens 256 --sequence-length 64 --context 64 --eval-windows 2)
+    run=(--steps 2 --calibration-tokens 256 --start-tokens 256 --sequence-length 64 --context 64 --eval-windows 2)
     runtime=(--shape 64x64 --tokens 1)
     clustering=(--width 64 --tokens 16) ablation=(--width 64)
     offload=(step --model "$work/model" --tokens 32 --repeats 1)

@@ -35,14 +35,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def tiny_llama(*, tied: bool = True, bias: bool = False, hidden: int = 24, inner: int = 40, seed: int = 0, **more):
+def tiny_llama(
+    *, tied: bool = True, bias: bool = False, hidden: int = 24, inner: int = 40, layers: int = 2, seed: int = 0, **more
+):
     """LLaMA with grouped-query attention (4 heads, 2 key-value heads) and widths that are no multiples of 16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=257,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -155,6 +157,7 @@ def assert_same_run(found, wanted):
     assert weights_of(found) == weights_of(wanted)
     reports = [json.loads((path / "report.json").read_text()) for path in (found, wanted)]
     assert reports[0]["perplexity"] == reports[1]["perplexity"]
+    assert reports[0]["texts"] == reports[1]["texts"]
     assert metrics_of(found) == metrics_of(wanted)
     assert sorted(os.listdir(found)) == sorted(os.listdir(wanted))
 

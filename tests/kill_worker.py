@@ -25,25 +25,34 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "ct
 class Changes:
     """This process's changes of files and directories from now on, by name.
 
-    With `number`, the process ends before the `number`-th one, counted from the first whose name contains `after`.
+    With `number`, the process ends (or does `action`) before the `number`-th one, counted from the first whose name
+    contains `after`.
     """
 
-    def __init__(self, *, after="", number=0):
+    def __init__(self, *, after="", number=0, action=None):
         self.names = []
-        self._after, self._number = after, number
+        self._after, self._number, self._action = after, number, action or end_this_process
         sys.addaudithook(self._hook)
 
     def _hook(self, event, arguments):
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not (event in _CHANGES or writes):
-            return
-        name = str(arguments[0])
-        if name.isdigit() or name.startswith("/dev"):
-            return  # a file that is open already, or none
-        if self.names or self._after in name:
+        name = changed(event, arguments)
+        if name and (self.names or self._after in name):
             self.names.append(name)
             if len(self.names) == self._number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._action()
+
+
+def changed(event, arguments):
+    """The name of what an audit event changes in the file system; None for any other event."""
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if not (event in _CHANGES or writes):
+        return None
+    name = str(arguments[0])
+    return None if name.isdigit() or name.startswith("/dev") else name  # a file that is open already, or none
+
+
+def end_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(config, *, after="", number=0, record=None):

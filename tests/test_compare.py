@@ -17,17 +17,18 @@ from edkm_cli.baselines import rtn
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.compare import command as compare_module
 from edkm_cli.compare import worker as compare_worker
-from edkm_cli.compare.command import command, compare, format_table, settings_of
+from edkm_cli.compare.command import command, compare, settings_of
 from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.compare.plot import plot
+from edkm_cli.compare.table import format_table
 from edkm_cli.config import UserError, configs_directory
 from edkm_cli.evaluate.perplexity import perplexity
 from helpers import refused, run
 from processes import PATIENCE_SECONDS
 
-KEYS = {"method", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "seconds",
-        "peak_memory_bytes", "label", "options", "windows", "calibration_tokens", "training_tokens",
-        "evaluation_seconds", "note", "error"}  # fmt: skip
+KEYS = {"method", "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity",
+        "kl_per_token", "top1_agreement", "texts", "seconds", "peak_memory_bytes", "label", "options", "windows",
+        "calibration_tokens", "training_tokens", "evaluation_seconds", "note", "error"}  # fmt: skip
 
 
 def settings(model_directory, text_file, output, **changes):
@@ -117,6 +118,7 @@ def test_our_row_is_the_exported_models(finished, model_directory, text_file):
     assert (row["bits"], row["granularity"], row["training_tokens"]) == (3, "tensor", 2 * 48)
     assert row["calibration_tokens"] > 0
     assert row["note"] == "embeddings as they came"
+    assert [row["training"] for row in finished[1]["rows"]] == ["none", "none", None, "none", "end to end"]
 
 
 def test_a_failing_method_is_in_the_table_and_costs_no_other_row(finished):
@@ -231,13 +233,13 @@ def test_the_recorded_command_asks_for_the_same_comparison(finished):
     config, result, _ = finished
     words = shlex.split(result["command"])
     assert words[:2] == ["edkm", "compare"]
-    flags: dict = {"data": []}
+    flags: dict = {"data": [], "eval_data": []}
     for name, value in zip(words[2::2], words[3::2], strict=True):
         name = name.removeprefix("--").replace("-", "_")
-        if name == "data":
-            flags["data"].append(value)
+        if name in flags and isinstance(flags[name], list):
+            flags[name].append(value)
         else:
-            flags[name] = value if name in ("model", "methods", "output", "device", "eval_data") else int(value)
+            flags[name] = value if name in ("model", "methods", "output", "device") else int(value)
     found = build_compare_config(None, flags)
     assert [entry.label for entry in found.entries()] == [entry.label for entry in config.entries()]
     assert {**vars(found), "methods": ()} == {**vars(config), "methods": ()}
@@ -359,7 +361,7 @@ def test_autoround_without_its_package_says_so(one_process, model_directory, tex
     if importlib.util.find_spec("auto_round"):
         pytest.skip("auto-round is installed")
     config = settings(model_directory, text_file, tmp_path / "out", methods=("fp16", "autoround"))
-    assert "pip install auto-round" in compare(config)["rows"][1]["error"]
+    assert "pip install 'edkm-cli[autoround]'" in compare(config)["rows"][1]["error"]
 
 
 def test_importing_the_settings_imports_no_torch():

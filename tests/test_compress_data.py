@@ -5,7 +5,12 @@ import json
 import pytest
 
 from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.command import evaluate_model
+from edkm_cli.progress import Observer
+from edkm_cli.report.build import build_report
+from edkm_cli.summaries import summary
 from helpers import assert_same_run, byte_tokenizer, metrics_of, refused, settings, tiny_llama, weights_of
 
 CHATML = (
@@ -69,8 +74,6 @@ def test_weighted_sources_are_mixed_and_a_resumed_run_is_the_same(model_director
     class Stop(Exception):
         pass
 
-    from edkm_cli.progress import Observer
-
     def stop(text):
         if (tmp_path / "cut.partial" / "checkpoints" / "step-000002").exists():
             raise Stop
@@ -105,15 +108,63 @@ def test_a_text_that_is_trained_on_is_not_measured(model_directory, text_file, t
     assert "must not be trained on" in line
 
 
-def test_a_document_that_is_in_both_is_told_loudly(model_directory, text_file, tmp_path):
+def test_several_texts_are_measured_and_a_document_that_is_trained_on_is_told_loudly(
+    model_directory, text_file, tmp_path
+):
     train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     texts = [f"Document {i} says {i * i} and goes on for a while." for i in range(40)]
     train.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     test.write_text("".join(json.dumps({"text": text}) + "\n" for text in [texts[3], "Quite another.", texts[7]]))
     said = []
-    from edkm_cli.progress import Observer
-
-    config = settings(model_directory, train, tmp_path / "out", data=(str(train),), eval_data=str(test), steps=0)
+    names = (str(text_file), str(test))
+    config = settings(
+        model_directory, train, tmp_path / "out", data=(str(train),), eval_data=names, steps=2, eval_every=1, context=32
+    )
     report = compress(config, observer=Observer(say=said.append))
-    assert any(line.startswith("WARNING: 2 of 3 documents") for line in said)
-    assert report["data"]["measured_and_trained_on"] == {"found": 2, "of": 3}
+    warnings = [line for line in said if line.startswith("WARNING")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"WARNING: 2 of 3 documents and lines of {test}")
+    first, second = report["texts"]
+    assert (first["data"], second["data"]) == names
+    assert first["measured_and_trained_on"]["found"] == 0
+    assert second["measured_and_trained_on"] == {"found": 2, "of": 3}
+    assert report["data"]["measured_and_trained_on"]["found"] == 2
+    assert report["perplexity"] == {stage: first[stage] for stage in ("original", "start", "trained", "exported")}
+    assert report["evaluation"]["data"] == names[0]
+    # The exported model beside the uncompressed one, by the command itself.
+    again = evaluate_model(
+        str(tmp_path / "out"),
+        data=list(names),
+        context=32,
+        max_windows=2,
+        dtype="float32",
+        device="cpu",
+        reference=str(model_directory),
+    )
+    for row, text in zip(report["texts"], again["texts"], strict=True):
+        assert row["exported"] == pytest.approx(text["perplexity"], rel=1e-4)
+        assert row["kl_per_token"] == pytest.approx(text["kl_per_token"], rel=1e-3)
+        assert row["top1_agreement"] == pytest.approx(text["top1_agreement"], abs=0.02)
+        assert row["windows"] == text["windows"]
+    assert again["perplexity"] == again["texts"][0]["perplexity"]
+    last = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
+    for figure, stage in (("perplexity", "trained"), ("kl_per_token", None), ("top1_agreement", None)):
+        for row in report["texts"]:
+            wanted = row[stage] if stage else row["stages"]["trained"][figure]
+            assert last[figure][row["data"]] == pytest.approx(wanted, rel=1e-5)
+    for page in (summary(report), (tmp_path / "out" / "README.md").read_text()):
+        assert "text.txt | test.jsonl" in page
+        assert f"{second['exported']:,.3f}" in page
+        assert f"{second['kl_per_token']:.4f}" in page
+    build_report(tmp_path / "out", weights=False)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{second['exported']:,.2f}" in page
+    assert "Perplexity by step" in page
+
+
+def test_a_text_is_measured_once_and_one_name_is_a_list_of_one(model_directory):
+    assert CompressConfig(eval_data="a.txt").eval_data == ("a.txt",)
+    with pytest.raises(UserError, match=r"eval_data names a.txt twice"):
+        CompressConfig(eval_data=("a.txt", "b.txt", "a.txt"))
+    line = refused("eval", model_directory, "--data", "builtin", "--eval-data", "builtin", "--device", "cpu")
+    assert "each text once" in line

@@ -145,7 +145,8 @@ def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, 
     byte_tokenizer().save_pretrained(tmp_path / "model")
     common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
     common += shlex.split(
-        "--memory small --steps 2 --calibration-tokens 256 --sequence-length 512 --context 128 --eval-windows 1"
+        "--memory small --steps 2 --calibration-tokens 256 --start-tokens 512 --sequence-length 512 --context 128 "
+        "--eval-windows 1"
     )
     common += ["--json", tmp_path / "result.json"]
     peak_of("compress", *common, "--dry-run")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from edkm_cli.config import UserError
-from edkm_cli.evaluate.perplexity import RememberedLogits, logits_of, perplexity
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import decode_speed
 from helpers import cluster, export, tiny_llama
@@ -42,19 +43,6 @@ def test_a_reference_is_compared_prediction_by_prediction():
     assert perplexity(model, tokens, context=16).kl_per_token is None
 
 
-def test_remembered_logits_stand_in_for_the_reference():
-    model, reference = tiny_llama(seed=0), tiny_llama(seed=1)
-    tokens = torch.randint(0, 257, (48,), generator=torch.Generator().manual_seed(0))
-    remembered = RememberedLogits()
-    perplexity(reference, tokens, context=16, seen=remembered.remember)
-    now = perplexity(model, tokens, context=16, reference=logits_of(reference))
-    later = perplexity(model, tokens, context=16, reference=remembered)
-    assert later.kl_per_token == pytest.approx(now.kl_per_token, abs=1e-3)
-    assert later.top1_agreement == pytest.approx(now.top1_agreement, abs=0.05)
-    with pytest.raises(KeyError):
-        remembered(torch.zeros(1, 16, dtype=torch.int64))
-
-
 def test_a_model_does_not_differ_from_itself():
     model, tokens = tiny_llama(), torch.arange(32)
     result = perplexity(model, tokens, context=16, reference=logits_of(model))
@@ -64,7 +52,7 @@ def test_a_model_does_not_differ_from_itself():
 
 def test_a_reference_of_another_vocabulary_is_refused():
     with pytest.raises(UserError, match="vocabulary, 257 tokens, got 64"):
-        perplexity(tiny_llama(), torch.arange(32), context=16, reference=lambda ids: torch.zeros(16, 64))
+        perplexity(tiny_llama(), torch.arange(32), context=16, reference=lambda ids: [torch.zeros(16, 64)])
 
 
 def test_a_short_text_is_one_short_window_and_no_text_is_refused():

@@ -1,15 +1,11 @@
 """Marshaling a whole Hugging Face LLaMA: the gradients of `save_on_cpu` and of no hooks, at fewer bytes."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from edkm_cli import models
 from edkm_cli.memory import MarshalSavedTensors
-
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class SaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
@@ -73,13 +69,10 @@ def test_a_llama_has_the_same_gradients_bit_for_bit(attention, checkpointing):
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_a_smollm2_step_moves_at_most_0_6_of_save_on_cpu_with_the_same_gradients():
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edkm"
-    directory = Path(os.environ.get("EDKM_CACHE", cache)) / "smollm2-135m"
-    if not (directory / GGUF).exists():
+    source = models.resolve("smollm2-135m")
+    if source.path is None or not source.path.exists():
         pytest.skip("SmolLM2-135M is not here; run scripts/get_smollm2.sh")
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    model = models.load_dense(source, dtype="float32").train()
     tokens = torch.randint(0, model.config.vocab_size, (1, 256), generator=torch.Generator().manual_seed(0))
     expected = gradients(model, tokens)
     marshal, plain = MarshalSavedTensors(force=True, min_bytes=0), SaveOnCpu()

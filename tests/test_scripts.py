@@ -21,6 +21,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 CONFIGS = sorted(path for path in configs_directory().glob("*.yaml") if path.name != "models.yaml")
 # What makes a run of minutes out of a run of days.
 TINY = ["--sequence-length", "48", "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256"]
+TINY += ["--start-tokens", "256"]
 
 
 def environment(python, **more):

@@ -1,7 +1,7 @@
 """AutoRound by its authors' own package: rounding and ranges tuned block by block (arXiv 2309.05516).
 
 Not a reimplementation: this runs the package `auto-round` as its users get it, where it is installed (`pip install
-auto-round`; it is not among this project's extras; tested with 0.16.1). It learns by signed
+'edkm-cli[autoround]'`; tested with 0.16.1). It learns by signed
 gradient descent how far each weight is rounded from the nearest level and how far each range is clipped, so that a
 block's output comes close to the original block's. Symmetric grids; bits are counted as its checkpoints store them, a
 float16 scale and a zero point of `bits` bits for each group.
@@ -49,7 +49,9 @@ def quantize(
     Raises UserError where the package is absent, or for a value out of range.
     """
     if importlib.util.find_spec("auto_round") is None:
-        raise UserError("autoround needs the package auto-round, which is not installed; pip install auto-round")
+        raise UserError(
+            "autoround needs the package auto-round, which is not installed; pip install 'edkm-cli[autoround]'"
+        )
     check_bits(bits)
     if iterations < 0 or batch_size < 1 or learning_rate < 0 or not batches:
         raise UserError(

@@ -85,6 +85,14 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        from edkm_cli.cli.shortage import told
+
+        line = told(error)
+        if line is None:
+            raise
+        print(f"edkm: error{_speaker()}: {' '.join(str(line).split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main_compress() -> None:

@@ -14,9 +14,12 @@ from edkm_cli.errors import UserError
 def eval_command(
     model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
     data: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Text to measure on: wikitext2, builtin or a file; default: wikitext2, or none with --tasks."
+            "--data",
+            "--eval-data",
+            metavar="TEXT",
+            help="Text to measure on: wikitext2, builtin or a file. Repeatable. Default: wikitext2, or none with --tasks.",
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window on which perplexity is measured.")] = 2048,
@@ -61,7 +64,7 @@ def eval_command(
         raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got nothing")
     result = evaluate_model(
         model,
-        data=data or (None if names else "wikitext2"),
+        data=data or ([] if names else ["wikitext2"]),
         context=context,
         max_windows=max_windows,
         dtype=dtype,

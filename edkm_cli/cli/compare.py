@@ -22,7 +22,8 @@ def compare_command(
     """One model, many methods, one evaluator: a table, a JSON file and a figure."""
     require_model(settings.model)
     check_json_target(json_file)
-    from edkm_cli.compare.command import compare, format_table
+    from edkm_cli.compare.command import compare
+    from edkm_cli.compare.table import format_table
     from edkm_cli.progress import Progress
 
     result = compare(settings, overwrite=overwrite, say=Progress().say)

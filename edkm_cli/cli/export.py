@@ -29,6 +29,12 @@ def export_command(
     ] = "builtin",
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window on which perplexity is measured.")] = 1024,
     max_windows: Annotated[int, typer.Option(min=1, help="Number of windows, from the first.")] = 4,
+    sequence_length: Annotated[
+        str, typer.Option(metavar="N|A-B", help="coreml: tokens of a call, a number or a range.")
+    ] = "1-1024",
+    cache: Annotated[
+        bool, typer.Option("--cache", help="coreml: keep keys and values of earlier tokens in the model's state.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what --output holds, once the export is whole.")
     ] = False,
@@ -46,7 +52,7 @@ def export_command(
         directory,
         to,
         output,
-        options=Options(dtype=dtype, trust_remote_code=trust_remote_code),
+        options=Options(dtype=dtype, sequence_length=sequence_length, cache=cache, trust_remote_code=trust_remote_code),
         verify=verify,
         data=data,
         context=context,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,24 +24,24 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.baselines import autoround, load
-from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.compare.llama_cpp import file_facts
 from edkm_cli.compare.plot import plot
 from edkm_cli.config import CompressConfig
-from edkm_cli.data import training_tokens
+from edkm_cli.data import tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
-from edkm_cli.preflight import choose_device, evaluation_tokens
+from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
 from edkm_cli.settings import coerce, from_mapping
-from edkm_cli.summaries import megabytes, table
 from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "data", "eval_data", "device", "trust_remote_code")
-_IN_COLUMNS = {"bits", "group_size", "granularity", "steps", *_CALIBRATION}
-_COLUMNS = ("bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity", "windows")
+_COLUMNS = ("training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "texts")
+_FIRST = ("perplexity", "kl_per_token", "top1_agreement", "windows")
 _COSTS = ("calibration_tokens", "training_tokens", "seconds", "evaluation_seconds", "peak_memory_bytes", "note")
-_NOTHING: dict[str, Any] = dict.fromkeys((*_COLUMNS, *_COSTS))
+_NOTHING: dict[str, Any] = dict.fromkeys((*_COLUMNS, *_FIRST, *_COSTS))
 
 
 def compare(
@@ -53,9 +54,8 @@ def compare(
         say: called with one line for each step.
 
     Returns:
-        `rows` (their keys: docs/results.md, and `label`, `options`, `windows`, `calibration_tokens`, `training_tokens`,
-        `evaluation_seconds`, `note`, `error`), `command`, `setting`, `versions`, `hardware`. `seconds` is what the
-        method took, without loading and evaluation; `peak_memory_bytes` is that of its whole process.
+        `rows` (their keys: docs/results.md), `command`, `setting`, `versions`, `hardware`. `seconds` is what the method
+        took, without loading and evaluation; `peak_memory_bytes` is that of its whole process.
 
     Raises UserError, before the first method runs, for settings, a model or texts that cannot be had; afterwards only if
     no method succeeded. Raises Preempted after SIGTERM.
@@ -64,12 +64,13 @@ def compare(
     directory = _make_directory(config)
     rows = []
     with tempfile.TemporaryDirectory(prefix="edkm-compare-") as folder:
-        tokens = Path(folder) / "tokens.safetensors"
+        tokens, predictions = Path(folder) / "tokens.safetensors", Path(folder) / "predictions"
         fingerprint = _tokenize(config, tokens)
         for index, (entry, setting) in enumerate(zip(config.entries(), settings, strict=True)):
             say(f"[{index + 1}/{len(settings)}] {entry.label}")
             path = directory / f"{entry.slug}.json"
-            result = _result(path, {**setting, **fingerprint}, tokens, overwrite=overwrite, say=say)
+            setting = {**setting, **fingerprint}
+            result = _result(path, setting, tokens, predictions, overwrite=overwrite, say=say)
             rows.append(_row(entry, result))
     if all(row["error"] for row in rows):
         raise UserError(f"no method succeeded; the first ended with: {rows[0]['error']}")
@@ -106,14 +107,22 @@ def _make_directory(config: CompareConfig) -> Path:
 
 
 def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
-    """Tokenize both texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
+    """Tokenize all texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
     tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
     tokens = {
         "training": training_tokens(list(config.data), tokenizer),
-        "evaluation": evaluation_tokens(CompressConfig(data=config.data, eval_data=config.eval_data), tokenizer),
     }
+    measured = evaluation_documents(_measuring(config), tokenizer)
+    tokens |= {f"evaluation.{index}": tokenize(found, tokenizer) for index, found in enumerate(measured.values())}
     save_file(tokens, path)
     return {"tokens_sha256": digest(tokens.items())}
+
+
+def _measuring(config: CompareConfig) -> CompressConfig:
+    """What decides the measured texts, as `edkm compress` has it."""
+    return CompressConfig(
+        data=config.data, eval_data=config.eval_data, eval_windows=config.eval_windows, context=config.context
+    )
 
 
 def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         "model": config.model,
         "model_files": _model_files(config.model),
         "data": list(config.data),
-        "eval_data": config.eval_data,
+        "texts": list(evaluation_names(_measuring(config))),
         "context": config.context,
         "eval_windows": config.eval_windows,
         "device": choose_device(config.device),
@@ -138,6 +147,8 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     elif entry.method == UNCOMPRESSED:
         if entry.options:
             raise UserError(f"{UNCOMPRESSED} has no options, got {entry.label!r}")
+    elif entry.method == GGUF:
+        settings |= _gguf_settings(entry)
     else:
         settings |= _baseline_settings(entry, config)
     return json.loads(json.dumps(settings))
@@ -155,6 +166,17 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
     return {name: value for name, value in asdict(found).items() if name != "output"}
+
+
+def _gguf_settings(entry: Entry) -> dict[str, Any]:
+    """The file, and the facts of a row that its header gives."""
+    options = dict(entry.options)
+    if set(options) != {"file"}:
+        raise UserError(f"{GGUF} must be written {GGUF}:FILE, without options, got {entry.label!r}")
+    file = Path(options["file"]).expanduser().absolute()
+    if file.suffix != ".gguf" or not file.is_file():
+        raise UserError(f"{GGUF}:FILE must name a .gguf file, but {file} is none; check the path")
+    return {"file": str(file), "file_state": _model_files(str(file)), "facts": file_facts(file)}
 
 
 def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
@@ -207,7 +229,13 @@ def _model_files(name: str) -> dict[str, list[int]] | None:
 
 
 def _result(
-    path: Path, settings: dict[str, Any], tokens: Path, *, overwrite: bool, say: Callable[[str], None]
+    path: Path,
+    settings: dict[str, Any],
+    tokens: Path,
+    predictions: Path,
+    *,
+    overwrite: bool,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
     stored = _read(path)
@@ -221,7 +249,13 @@ def _result(
         return stored
     write_json(path, {"settings": settings})
     flags = ["--resume"] if same else ["--overwrite"] if stored is not None or overwrite else []
-    status = _run([sys.executable, "-m", "edkm_cli.compare.worker", str(path), str(tokens), *flags])
+    if not predictions.exists():  # once, and only if there is something to measure
+        predictions.mkdir()
+        say("  the uncompressed model's predictions, for the KL of all rows")
+        if _worker(path, tokens, predictions, "--remember"):
+            shutil.rmtree(predictions)  # what there is of them is of no use
+            predictions.mkdir()
+    status = _worker(path, tokens, predictions, *flags)
     result = _read(path) or {}
     if not {"row", "error"} & set(result):
         cause = f"signal {-status} (9 is often lack of memory)" if status < 0 else f"exit status {status}"
@@ -231,11 +265,15 @@ def _result(
     return result
 
 
+def _worker(*arguments: str | Path) -> int:
+    return _run([sys.executable, "-m", "edkm_cli.compare.worker", *map(str, arguments)])
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     """A result's file; None where there is none."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return stored if isinstance(stored, dict) and isinstance(stored.get("settings"), dict) else None
 
@@ -269,58 +307,10 @@ def command(config: CompareConfig) -> str:
         flag = "--" + field.name.replace("_", "-")
         if field.name == "methods":
             parts += [flag, shlex.quote(",".join(value))]
-        elif field.name == "data":
+        elif field.name in ("data", "eval_data"):
             parts += [f"{flag} {shlex.quote(name)}" for name in value]
         elif value is True:
             parts.append(flag)
         elif value not in (None, False) and (field.name in ("model", "bits") or value != field.default):
             parts.append(f"{flag} {shlex.quote(str(value))}")
     return " ".join(parts)
-
-
-def format_table(result: dict[str, Any]) -> str:
-    """The table as text, with notes and the reasons of failures below it."""
-    header = ["method", "bits", "granularity", "bits/weight", "weights", "perplexity", "calibrated", "trained"]
-    header += ["minutes", "peak memory"]
-    rows, notes = [], []
-    for row in result["rows"]:
-        name = display_name(row)
-        if row["error"]:
-            rows.append([name, *[""] * 4, "failed", *[""] * 4])
-            notes.append(f"{row['label']}: {row['error']}")
-            continue
-        rows.append(
-            [
-                name,
-                str(row["bits"]),
-                row["granularity"],
-                f"{row['decoder_bits_per_weight']:.3f}",
-                megabytes(row["weights_bytes"]),
-                f"{row['perplexity']:,.3f}",
-                f"{row['calibration_tokens']:,}",
-                f"{row['training_tokens']:,}",
-                f"{row['seconds'] / 60:.1f}",
-                megabytes(row["peak_memory_bytes"]),
-            ]
-        )
-        if row["note"]:
-            notes.append(f"{row['label']}: {row['note']}")
-    setting = result["setting"]
-    windows = max(row["windows"] for row in result["rows"] if row["windows"])
-    text = setting["eval_data"] or f"held-out tenth of {setting['data'][0]}"
-    return "\n".join(
-        [
-            f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {text}",
-            "bits/weight: decoder linears, all side information counted; calibrated, trained: tokens",
-            "",
-            table(rows, header=header),
-            *([""] if notes else []),
-            *notes,
-        ]
-    )
-
-
-def display_name(row: dict[str, Any]) -> str:
-    """The method with those options that have no column of their own."""
-    options = [f"{name}={value}" for name, value in row["options"].items() if name not in _IN_COLUMNS]
-    return " ".join([row["method"], *options])

@@ -2,7 +2,9 @@
 
 A method is written `name` or `name:option=value:option=value`, in YAML also as a mapping:
 
-    methods: [rtn, "rtn:bits=4", {method: edkm, steps: 100, granularity: "row:1"}]
+    methods: [rtn, "rtn:bits=4", {method: edkm, steps: 100, granularity: "row:1"}, "gguf:model-Q3_K_S.gguf"]
+
+`gguf:FILE` is a file of llama.cpp of the same model, measured as it is.
 
 Nothing here imports torch.
 """
@@ -33,8 +35,8 @@ from edkm_cli.settings import (
     setting,
 )
 
-UNCOMPRESSED, OURS, AUTOROUND = "fp16", "edkm", "autoround"
-METHODS = (UNCOMPRESSED, *BASELINES, AUTOROUND, OURS)
+UNCOMPRESSED, OURS, AUTOROUND, GGUF = "fp16", "edkm", "autoround", "gguf"
+METHODS = (UNCOMPRESSED, *BASELINES, AUTOROUND, GGUF, OURS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class CompareConfig:
     model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
     methods: tuple[str, ...] = setting(
         (UNCOMPRESSED, "rtn", "gptq", "awq", "kmeans", OURS),
-        f"Methods to compare, with commas: {', '.join(METHODS)}; with options as name:option=value.",
+        f"Methods to compare, with commas: {', '.join(METHODS)}; with options as name:option=value. gguf:FILE is a file of "
+        "llama.cpp of the same model.",
         COMPRESSION,
         check=lambda text: Entry.parse(text),
     )
@@ -54,8 +57,11 @@ class CompareConfig:
     data: tuple[str, ...] = setting(
         ("builtin",), "Text to calibrate and train on: wikitext2, alpaca, builtin or a file.", DATA
     )
-    eval_data: str | None = setting(
-        None, "Text on which perplexity is measured; default: a tenth held out of the first --data.", DATA
+    eval_data: tuple[str, ...] = setting(
+        (),
+        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
+        "of the first --data.",
+        DATA,
     )
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     eval_windows: int = setting(8, "Number of windows on which perplexity is measured.", DATA, minimum=1)
@@ -67,6 +73,8 @@ class CompareConfig:
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
+        if isinstance(self.eval_data, str):  # a single text is a list of one
+            object.__setattr__(self, "eval_data", (self.eval_data,))
         refuse([*faults(self), *self._contradictions()])
 
     def _contradictions(self) -> list[str]:
@@ -74,6 +82,8 @@ class CompareConfig:
         found = []
         if not self.data:
             found.append("data must name at least one data set or file")
+        if len(set(self.eval_data)) < len(self.eval_data):
+            found.append(f"eval_data must name each text once, got {', '.join(self.eval_data)}")
         if not self.methods:
             found.append(f"methods must name at least one of {', '.join(METHODS)}")
         if faults(self):
@@ -102,6 +112,9 @@ class Entry:
         Raises UserError for an unknown method, or an option without a value or given twice.
         """
         method, *parts = re.split(r":(?=[a-zA-Z_-]+=)", text.strip())
+        kind, _, file = method.partition(":")
+        if kind == GGUF and file:
+            method, parts = GGUF, [f"file={file}", *parts]
         if method not in METHODS:
             raise UserError(
                 f"each method must be one of {', '.join(METHODS)} (with options: name:option=value), got {text!r}"
@@ -113,7 +126,7 @@ class Entry:
             if name in options:
                 raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
-                options[name] = yaml.safe_load(value)
+                options[name] = value if method == GGUF else yaml.safe_load(value)
             except yaml.YAMLError:
                 options[name] = value
         return cls(method, tuple(sorted(options.items())))
@@ -121,6 +134,8 @@ class Entry:
     @property
     def label(self) -> str:
         """The canonical text, that `parse` reads."""
+        if self.method == GGUF and [name for name, _ in self.options] == ["file"]:
+            return f"{GGUF}:{self.options[0][1]}"
         return ":".join([self.method, *(f"{name}={_text(value)}" for name, value in self.options)])
 
     @property

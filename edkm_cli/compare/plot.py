@@ -64,7 +64,8 @@ def plot(result: dict[str, Any], path: str | Path) -> list[_Box]:
     axes.set_xlabel("bits per weight of the decoder, all side information counted")
     axes.set_ylabel("perplexity (lower is better)")
     setting = result["setting"]
-    text = Path(setting["eval_data"] or f"the held-out tenth of {setting['data'][0]}").name
+    measured = setting["eval_data"] or f"the held-out tenth of {setting['data'][0]}"
+    text = Path(measured if isinstance(measured, str) else measured[0]).name
     axes.set_title(f"{setting['model']}, {text}, context {setting['context']}", loc="left")
     if len(set(kinds)) > 1:
         axes.legend(loc="upper right", frameon=False)

@@ -1,9 +1,10 @@
 """One method of `edkm compare`, in a process of its own, which keeps its peak memory, failures and random state apart.
 
-    python -m edkm_cli.compare.worker DIR/rtn.json TOKENS.safetensors [--resume] [--overwrite]
+    python -m edkm_cli.compare.worker DIR/rtn.json TOKENS.safetensors PREDICTIONS [--resume] [--overwrite] [--remember]
 
 The first file holds `settings` (all that the row depends on); the process adds `row`, or `error` with the reason. The
-second holds the tokens of the `training` and the `evaluation` text.
+second holds the tokens of the `training` text and of each that is measured (`evaluation.0`, ...). In the directory are the
+uncompressed model's predictions on these, which a process with `--remember` puts there, and does nothing else.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from edkm_cli import models
 from edkm_cli.baselines import load
 from edkm_cli.baselines.autoround import quantize as autoround
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.compare.config import AUTOROUND, OURS, UNCOMPRESSED
+from edkm_cli.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.format import write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches, choose_start
 from edkm_cli.progress import Observer, Progress, Track
 from edkm_cli.settings import from_mapping
 
+# What a method trains.
+NOTHING, BLOCKS, END_TO_END = "none", "block by block", "end to end"
 EMBEDDING_BYTES = 2  # a baseline's embeddings and norms are stored as they came, in 16 bits
 
 
@@ -45,35 +49,63 @@ def measure(
     directory: Path,
     observer: Observer,
     *,
+    predictions: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """The row of one method. `directory` is where `edkm` puts its checkpoint. Raises UserError."""
+    """The row of one method. `directory` is where `edkm` puts its checkpoint, `predictions` where those of the
+    uncompressed model are. Raises UserError."""
+    reference = RememberedPredictions(predictions) if predictions is not None else None
     if settings["method"] == OURS:
         row, model = _ours(settings, tokens["training"], directory, observer, resume=resume, overwrite=overwrite)
     elif settings["method"] == UNCOMPRESSED:
         row, model = _uncompressed(settings)
+    elif settings["method"] == GGUF:
+        row, model = _gguf(settings)
     else:
         row, model = _baseline(settings, tokens["training"], observer.track)
-    measured = perplexity(
-        model,
-        tokens["evaluation"],
-        context=settings["context"],
-        max_windows=settings["eval_windows"],
-        track=observer.track,
-    )
+    measured = [
+        perplexity(
+            model,
+            ids,
+            context=settings["context"],
+            max_windows=settings["eval_windows"],
+            track=observer.track,
+            reference=reference if reference is not None and reference.knows_text(ids, settings["context"]) else None,
+        )
+        for ids in _texts(tokens)
+    ]
+    keys = ("perplexity", "kl_per_token", "top1_agreement", "windows")
+    texts = [{key: getattr(one, key) for key in keys} for one in measured]
     return {
         **row,
-        "perplexity": measured.perplexity,
-        "windows": measured.windows,
-        "evaluation_seconds": round(measured.seconds, 3),
+        **texts[0],
+        "texts": [{"data": name, **figures} for name, figures in zip(settings["texts"], texts, strict=True)],
+        "evaluation_seconds": round(sum(one.seconds for one in measured), 3),
         "peak_memory_bytes": peak_memory_bytes(settings["device"]),
     }
+
+
+def _texts(tokens: dict[str, Tensor]) -> list[Tensor]:
+    """The tokens of the texts that are measured, in their order."""
+    return [tokens[f"evaluation.{index}"] for index in range(len(tokens) - 1)]
+
+
+def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: Path, track: Track) -> None:
+    """Put the uncompressed model's predictions on the measured texts into a directory. Raises UserError."""
+    model = _dense(settings)
+    context, windows = settings["context"], settings["eval_windows"]
+    with Recorder(model, predictions) as recorder:
+        for ids in _texts(tokens):
+            perplexity(model, ids, context=context, max_windows=windows, track=track, seen=recorder.see)
+    if recorder.failure:
+        raise UserError(recorder.failure)
 
 
 def _uncompressed(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     model = _dense(settings)
     row = {
+        "training": NOTHING,
         "bits": 16,
         "granularity": "",
         "decoder_bits_per_weight": 16.0,
@@ -84,6 +116,21 @@ def _uncompressed(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         "note": "",
     }
     return row, model
+
+
+def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A file of llama.cpp, decoded."""
+    source = models.resolve(settings["file"])
+    wanted, found = (models.load_config(models.resolve(settings["model"])), models.load_config(source))
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        ours, theirs = (getattr(one.get_text_config(), name, None) for one in (wanted, found))
+        if ours != theirs:
+            raise UserError(
+                f"{settings['file']} must be a file of {settings['model']}, but its {name} is {theirs}, not {ours}"
+            )
+    model = models.load_dense(source, dtype="float32", device=settings["device"], progress=False)
+    costs = {"calibration_tokens": 0, "training_tokens": 0, "seconds": 0.0}
+    return {"training": NOTHING, **settings["facts"], **costs}, model
 
 
 def _dense(settings: dict[str, Any]) -> Any:
@@ -110,7 +157,9 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     start = time.perf_counter()
     outcome = quantize(model, batches, track=track, **arguments)
     seconds = time.perf_counter() - start
+    trained = BLOCKS if settings["method"] == AUTOROUND else END_TO_END
     row = {
+        "training": trained if outcome.training_tokens else NOTHING,
         "bits": arguments["bits"],
         "granularity": settings["granularity"],
         "decoder_bits_per_weight": outcome.bits_per_weight,
@@ -135,7 +184,9 @@ def _ours(
     )
     texts = [calibration_batches(tokens, config, limit) for limit in limits]
     dense = config.embedding_bits == 16
+    start = choose_start(config, sharded=False)
     row = {
+        "training": END_TO_END if config.steps else BLOCKS if start == "reconstructed" else NOTHING,
         "bits": config.bits,
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
@@ -152,18 +203,23 @@ def _ours(
 
 
 def main(arguments: list[str]) -> int:
-    """0: the file has a row or an error; 143: stopped by SIGTERM with its state saved; 130: interrupted."""
-    path = Path(arguments[0])
+    """0: the file has a row or an error; 143: stopped by SIGTERM with its state saved; 130: interrupted. With `--remember`
+    0: the predictions are there; 2: they are not, of which standard error has the reason."""
+    path, predictions = Path(arguments[0]), Path(arguments[2])
     settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
     progress = Progress()
     observer = Observer(progress.track, progress.show, progress.say)
     result: dict[str, Any]
     try:
+        if "--remember" in arguments:
+            remember(settings, load_file(arguments[1]), predictions, progress.track)
+            return 0
         row = measure(
             settings,
             load_file(arguments[1]),
             path.with_name(path.stem),
             observer,
+            predictions=predictions,
             resume="--resume" in arguments,
             overwrite="--overwrite" in arguments,
         )
@@ -177,6 +233,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # a fault in one method must not cost the others; the traceback is on standard error
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    if "--remember" in arguments:
+        observer.say(f"  KL is not measured: {result['error']}")
+        return 2
     write_json(path, {"settings": settings, **result})
     return 0
 

@@ -12,7 +12,14 @@ from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, pars
 from edkm_cli.data.splits import Reading
 from edkm_cli.data.store import TokenStore
 from edkm_cli.data.text import Documents, documents_of, load_documents, measured_split, require_apart, tokenize
-from edkm_cli.data.training import DataOptions, TrainingData, open_training_data, overlap_warning, training_tokens
+from edkm_cli.data.training import (
+    DataOptions,
+    TrainingData,
+    open_training_data,
+    overlap_warning,
+    training_tokens,
+    unchanged,
+)
 
 __all__ = [
     "ALPACA",
@@ -37,5 +44,6 @@ __all__ = [
     "require_apart",
     "tokenize",
     "training_tokens",
+    "unchanged",
     "wikitext_rows",
 ]

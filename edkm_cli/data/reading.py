@@ -17,6 +17,7 @@ from edkm_cli.data.sources import Source, is_compressed, is_text, is_wikitext, s
 
 PART_BYTES = 1_000_000  # about 250,000 tokens, for which a tokenizer takes 75 MB
 _LONGEST_ITEM = 100_000_000
+_LONG_LINE_PARTS = 16  # of PART_BYTES: a line that is longer is cut
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -88,11 +89,24 @@ def _read_file(path: Path, first: int, column: str | None) -> Iterator[Part]:
     elif is_compressed(path):
         with _open(path) as file:
             records = (
-                parse_line(line, f"{path}, line {number + 1}") for number, line in enumerate(file) if line.strip()
+                parse_line(line, f"{path}, line {number + 1}")
+                for number, line in enumerate(_whole_lines(path, file))
+                if line.strip()
             )
             yield from batched(_reading(path, records), str(path), first)
     else:
         yield from line_ranges(path)
+
+
+def _whole_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a compressed file. Raises UserError for one that memory should not hold: a few kilobytes can unpack to
+    a line without end."""
+    while line := file.readline(_LONGEST_ITEM + 1):
+        if len(line) > _LONGEST_ITEM:
+            raise UserError(
+                f"--data must have lines of at most {_LONGEST_ITEM} bytes, but {path} has a longer one; is it damaged?"
+            )
+        yield line
 
 
 def line_ranges(path: Path, start: int = 0) -> Iterator[Part]:
@@ -128,7 +142,8 @@ def read_text(path: Path) -> str:
 
 
 def text_pieces(path: Path) -> Iterator[str]:
-    """A long text in pieces of about PART_BYTES that end with a line; WikiText's as its rows joined."""
+    """A long text in pieces of about PART_BYTES that end with a line (where lines are very long, with a word); WikiText's
+    as its rows joined."""
     pending, size, number = [], 0, 0
     with _open(path) as file:
         for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
@@ -136,11 +151,24 @@ def text_pieces(path: Path) -> Iterator[str]:
                 line = line.removeprefix(_BOM)
             pending.append(line)
             size, number = size + len(line), number + 1
+            if size >= _LONG_LINE_PARTS * PART_BYTES and not line.endswith(b"\n"):  # a text without lines
+                data = b"".join(pending)
+                cut = data.rfind(b" ", len(data) // 2) + 1 or _whole_characters(data)
+                yield _decoded([data[:cut]], path)
+                pending, size = [data[cut:]], len(data) - cut
             if size >= PART_BYTES and line.endswith(b"\n"):
                 yield _decoded(pending, path)
                 pending, size = [], 0
     if pending:
         yield _decoded(pending, path)
+
+
+def _whole_characters(data: bytes) -> int:
+    """How many bytes there are before the last character, which may be cut."""
+    end = len(data) - 1
+    while end > 0 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return max(end, 1)
 
 
 def _decoded(lines: list[bytes], path: Path) -> str:
@@ -241,8 +269,9 @@ def _columnar(path: Path, column: str | None) -> Iterator[Any]:
                 opened = pyarrow.ipc.open_file(str(path))
                 batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
             for batch in batches:
+                batch.validate(full=True)  # Arrow trusts a file's offsets, whatever they say
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         text = " ".join(str(error).split())
         raise UserError(f"--data must be a {kind} file, but {path} cannot be read ({text})") from error
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding, marks
 from edkm_cli.data.layout import SPLIT
-from edkm_cli.data.sources import Source, parse_sources
+from edkm_cli.data.sources import Source, parse_source, parse_sources
 from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
@@ -115,11 +116,11 @@ class TrainingData:
         return int(seen.sum()), len(wanted)
 
 
-def overlap_warning(found: int, of: int) -> str:
-    """What is said where a measured text is trained on, too."""
+def overlap_warning(name: str, found: int, of: int) -> str:
+    """What is said where some of the measured text `name` is trained on, too."""
     return (
-        f"WARNING: {found} of {of} documents and lines that perplexity is measured on are in the training data, too: the "
-        "perplexity will look better than it is; take them out of one of the two"
+        f"WARNING: {found} of {of} documents and lines of {name}, on which perplexity is measured, are in the training "
+        "data, too: the perplexity will look better than it is; take them out of one of the two"
     )
 
 
@@ -187,7 +188,7 @@ def _open(
         say(f"tokenizing {source.name}, once")
         yield from read_split(source, TRAIN, options.reading)
         if _identity(source) != before:
-            raise UserError(f"--data {source.name} changed while it was read; start again when it is whole")
+            raise _has_changed(source)
 
     return cached_store(
         settings,
@@ -198,6 +199,22 @@ def _open(
         rebuild=options.rebuild,
         say=say,
     )
+
+
+@contextmanager
+def unchanged(names: Sequence[str]) -> Iterator[None]:
+    """Inside, sources are read more than once (what is trained on, what is measured). Raises UserError at the end where
+    the files of one are not what they were at the beginning."""
+    sources = [parse_source(name) for name in names]
+    before = [_identity(source) for source in sources]
+    yield
+    for source, identity in zip(sources, before, strict=True):
+        if _identity(source) != identity:
+            raise _has_changed(source)
+
+
+def _has_changed(source: Source) -> UserError:
+    return UserError(f"--data {source.name} changed while it was read; start again when it is whole")
 
 
 def available_cpus() -> int:

@@ -14,7 +14,8 @@ from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.evaluate import tasks
-from edkm_cli.evaluate.perplexity import logits_of, perplexity
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.hf import load_any
@@ -26,7 +27,7 @@ from edkm_cli.progress import Track, no_progress
 def evaluate_model(
     name: str,
     *,
-    data: str | None,
+    data: str | Sequence[str] | None,
     context: int,
     max_windows: int | None,
     dtype: str,
@@ -43,7 +44,8 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
-    Without `data` there is no perplexity: it and what belongs to it are None. `benchmarks` are tasks of
+    Of several texts each has a row in `texts`; the keys beside it are those of the first. Without `data` there is no
+    perplexity: it and what belongs to it are None. `benchmarks` are tasks of
     lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.evaluate.tasks).
     `reference` is the uncompressed model that predictions are compared with; it is loaded beside the model.
 
@@ -51,18 +53,21 @@ def evaluate_model(
     """
     models.check_dtype(dtype)
     source = models.resolve(name)
-    if data is None and (speed or not benchmarks):
+    names = [data] if isinstance(data, str) else list(data or ())
+    if len(set(names)) < len(names):
+        raise UserError(f"--data must name each text once, got {', '.join(names)}")
+    if not names and (speed or not benchmarks):
         raise UserError("--data must name a text: only --tasks work without one; give --data")
-    if reference is not None and data is None:
+    if reference is not None and not names:
         raise UserError("--reference must come with a text on which models are compared; give --data")
     if reference is not None:
         models.resolve(reference)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
-    documents = None
-    if data is not None:
-        split = texts.measured_split(texts.parse_source(data))
-        documents = texts.load_documents(data, split, tokenizer=late)
+    documents = {}
+    for text in names:
+        split = texts.measured_split(texts.parse_source(text))
+        documents[text] = texts.load_documents(text, split, tokenizer=late)
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(
@@ -72,19 +77,22 @@ def evaluate_model(
     tokenizer = late.tokenizer
     start = time.perf_counter()
     size = footprint(model)
-    result: dict[str, Any] = {"model": name, "data": data}
+    result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
-    if documents is not None:
-        tokens = texts.tokenize(documents, tokenizer)
+    tokens = [texts.tokenize(found, tokenizer) for found in documents.values()]
+    if names:
         theirs = None
         if reference is not None:
             theirs = logits_of(load_any(reference, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
-        measured = perplexity(model, tokens, context=context, max_windows=max_windows, track=track, reference=theirs)
-        del theirs
-        result |= {key: getattr(measured, key) for key in ("context", "windows", "tokens", "perplexity")}
-        if reference is not None:
             result["reference"] = reference
-            result |= {key: getattr(measured, key) for key in ("kl_per_token", "top1_agreement")}
+        keys = ["context", "windows", "tokens", "perplexity"]
+        keys += ["kl_per_token", "top1_agreement"] if reference is not None else []
+        rows = []
+        for text, ids in zip(names, tokens, strict=True):
+            measured = perplexity(model, ids, context=context, max_windows=max_windows, track=track, reference=theirs)
+            rows.append({"data": text} | {key: getattr(measured, key) for key in keys})
+        del theirs
+        result |= rows[0] | {"texts": rows}
     # A dense model is measured in `dtype`, but it weighs what its files do.
     compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
     stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
@@ -96,10 +104,10 @@ def evaluate_model(
         "model_bits_per_weight": size.model_bits_per_weight * stored,
     }
     if speed:
-        result |= measure_speed(model, tokens)
+        result |= measure_speed(model, tokens[0])
         if is_packed(model):  # the same weights dense, in the same run; nothing below needs them packed
             dequantize_model(model, getattr(torch, dtype))
-            result["dense"] = measure_speed(model, tokens)
+            result["dense"] = measure_speed(model, tokens[0])
     if loaded:
         dequantize_model(model, getattr(torch, dtype))  # once, not in each of many thousand short passes
         result["tasks"] = tasks.run_tasks(model, tokenizer, loaded, limit=limit, batch_size=batch_size)

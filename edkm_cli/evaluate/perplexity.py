@@ -8,10 +8,8 @@ have the same most likely token.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,8 @@ from torch import Tensor, nn
 
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference
 from edkm_cli.progress import Track, no_progress
-
-_CHUNK_TOKENS = 256
-
-
-Logits = Callable[[Tensor], Tensor]
-"""Token ids of a window (1, context) -> its logits or log-probabilities (context, vocabulary)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ def perplexity(
     track: Track = no_progress,
     description: str = "perplexity",
     world: World = ALONE,
-    reference: Logits | None = None,
+    reference: Reference | None = None,
     seen: Callable[[Tensor, Tensor], None] = lambda ids, logits: None,
 ) -> Perplexity:
     """Perplexity over non-overlapping windows: within each, tokens 2..context are predicted (GPTQ, arXiv 2210.17323).
@@ -91,7 +84,7 @@ def perplexity(
         loss = nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum")
         total[0] += counts * loss.double().cpu()
         if reference is not None:
-            total[1:] += counts * _compare(logits, reference(ids)[:-1])
+            total[1:] += counts * _compare(logits, reference(ids))
     model.train(was_training)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
@@ -107,52 +100,20 @@ def perplexity(
     return Perplexity(value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start, *compared)
 
 
-def _compare(logits: Tensor, theirs: Tensor) -> Tensor:
-    """(sum of KL(theirs || logits), number of equal likeliest tokens), float64, on the CPU; logits (tokens, vocabulary)."""
-    if logits.shape != theirs.shape:
-        raise UserError(
-            f"--reference must have the model's vocabulary, {logits.shape[-1]} tokens, got {theirs.shape[-1]}; give the "
-            "model that was compressed"
-        )
-    sums = torch.zeros(2, dtype=torch.float64)
-    for ours, wanted in zip(logits.split(_CHUNK_TOKENS), theirs.split(_CHUNK_TOKENS), strict=True):
-        log_ours, log_theirs = ours.float().log_softmax(1), wanted.to(ours.device).float().log_softmax(1)
-        sums[0] += ((log_theirs - log_ours) * log_theirs.exp()).sum(dtype=torch.float64).cpu()
-        sums[1] += (log_ours.argmax(1) == log_theirs.argmax(1)).sum().cpu()
-    return sums
+def _compare(logits: Tensor, reference: Iterable[Tensor]) -> Tensor:
+    """(sum of KL(reference || logits), number of equal likeliest tokens), float64, on the CPU.
 
-
-def logits_of(model: Any) -> Logits:
-    """A causal LM as a reference: run beside the model that is measured, window by window."""
-    device = next(model.parameters()).device
-    return lambda ids: model(input_ids=ids.to(device), use_cache=False).logits[0]
-
-
-class RememberedLogits:
-    """The uncompressed model's predictions on a few windows, kept on disk until the compressed model is measured.
-
-    `remember` is given to `perplexity` as `seen`, the object as `reference`. Log-probabilities are kept in float16, which
-    changes a KL by less than 0.001: 100 MB for 1,024 tokens and a vocabulary of 49,152. The file has no name and goes
-    with the object.
+    Logits (tokens, vocabulary); those of the reference in parts, perhaps of more tokens.
     """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the object
-        self._places: dict[bytes, tuple[int, torch.Size]] = {}
-
-    def remember(self, ids: Tensor, logits: Tensor) -> None:
-        """Keep a window's log-probabilities, (context, vocabulary)."""
-        kept = logits.float().log_softmax(1).clamp_min(torch.finfo(torch.float16).min).to("cpu", torch.float16)
-        place = self._file.seek(0, os.SEEK_END)
-        self._file.write(kept.contiguous().numpy().data)
-        self._places[_key(ids)] = (place, kept.shape)
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """The log-probabilities of a window that was remembered; KeyError for another."""
-        place, shape = self._places[_key(ids)]
-        self._file.seek(place)
-        return torch.frombuffer(bytearray(self._file.read(2 * shape.numel())), dtype=torch.float16).view(shape)
-
-
-def _key(ids: Tensor) -> bytes:
-    return ids.cpu().numpy().tobytes()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for ours, theirs in zip(logits.split(CHUNK_TOKENS), reference, strict=False):
+        theirs = theirs[: ours.shape[0]]
+        if ours.shape != theirs.shape:
+            raise UserError(
+                f"--reference must have the model's vocabulary, {ours.shape[-1]} tokens, got {theirs.shape[-1]}; give the "
+                "model that was compressed"
+            )
+        log_ours, log_theirs = ours.float().log_softmax(1), theirs.to(ours.device).float().log_softmax(1)
+        sums[1] += (log_ours.argmax(1) == log_theirs.argmax(1)).sum().cpu()
+        sums[0] += (log_theirs.exp() * log_theirs.sub_(log_ours)).sum(dtype=torch.float64).cpu()
+    return sums

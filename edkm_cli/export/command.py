@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def export_model(
     nothing is left behind.
     """
     form = find(to)
+    if verify == "perplexity":
+        options = replace(options, context=context)
     if verify not in ("weights", "perplexity"):
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()

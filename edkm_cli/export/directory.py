@@ -103,11 +103,13 @@ class OutputDirectory:
         return self.partial
 
     def marked(self) -> dict[str, Any] | None:
-        """What `mark` recorded in an unfinished run, or None where there is none."""
+        """What `mark` recorded in an unfinished run, or None where there is none, or none that can be read."""
         try:
-            return json.loads((self.partial / MARKER).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = json.loads((self.partial / MARKER).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return None
+        parts = [found.get(name) for name in ("fingerprint", "perplexity")] if isinstance(found, dict) else [None]
+        return found if all(isinstance(part, dict) for part in parts) else None
 
     def mark(self, facts: dict[str, Any]) -> None:
         """Record what the unfinished run is; a directory with this file is ours to remove."""
@@ -148,7 +150,7 @@ def settle(path: Path) -> None:
     if partial.is_dir() and _is_ours(partial):
         _remove(partial)
     shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
-    (path / MARKER).unlink()
+    (path / MARKER).unlink(missing_ok=True)  # another process may look at the finished run, too
     sync(path)
 
 

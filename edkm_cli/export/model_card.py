@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from edkm_cli.summaries import megabytes, perplexity_rows
+from edkm_cli.summaries import megabytes, perplexity_rows, text_names, texts_of, windows_of
 
 
 def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
     """README.md of a checkpoint, with the metadata block the hub reads."""
-    config, evaluation = report["config"], report["evaluation"]
+    config = report["config"]
     bits = f"{report['decoder_bits_per_weight']:.2f}"
     metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if base_model:
         metadata += [f"base_model: {base_model}", "base_model_relation: quantized"]
     metadata += ["tags:", "- edkm", "- palettization", "- quantized", f"- {config['bits']}-bit", "---"]
-    rows = "\n".join(f"| {label} | {value} | {factor} |" for label, value, factor in perplexity_rows(report))
+    rows = ["| " + " | ".join(row) + " |" for row in perplexity_rows(report)]
+    names = text_names([text["data"] for text in texts_of(report)])
+    header = ["", *(cell for name in names for cell in (f"perplexity, {name}", "relative"))]
     return "\n".join(
         [
             *metadata,
@@ -39,11 +41,12 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             "## Figures",
             "",
-            f"Perplexity on {evaluation['data']}, {evaluation['windows']} windows of {evaluation['context']} tokens:",
+            f"Perplexity ({windows_of(report)}), its ratio to the uncompressed model's, and the KL divergence of the "
+            "predictions from that model's:",
             "",
-            "| stage | perplexity | relative to uncompressed |",
-            "| --- | --- | --- |",
-            rows,
+            "| " + " | ".join(header) + " |",
+            "| --- " * len(header) + "|",
+            *rows,
             "",
             f"Weights: {megabytes(report['weights_bytes'])}, {report['model_bits_per_weight']:.3f} bits per weight over the "
             "whole model. All settings and versions are in `report.json`.",

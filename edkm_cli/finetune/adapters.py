@@ -105,7 +105,7 @@ def recorded(directory: Path, name: str) -> dict[str, Any]:
 def adapter_card(report: dict[str, Any]) -> str:
     """README.md of an adapter, with the metadata block the hub reads."""
     before, after = report["perplexity"]["compressed"], report["perplexity"]["adapted"]
-    measured, config = report["evaluation"], report["config"]
+    measured, config = report["texts"][0], report["config"]
     version, learnt = report["versions"].get("edkm-cli", ""), ", ".join(config["data"])
     return f"""---
 library_name: peft

@@ -126,7 +126,7 @@ class _Run:
                 training,
                 world=self.world,
                 staging=staging,
-                measure=session.perplexities,
+                measure=session.on_the_way,
                 track=self.watch.track,
                 show=self.watch.show,
             )
@@ -170,7 +170,7 @@ class _Run:
         own = {
             "dtype": session.dtype,
             "target_modules": list(self.config.target_modules),
-            "evaluation_sha256": digest([("evaluation", session.held_out)]),
+            "evaluation_sha256": digest((text.name, text.tokens) for text in session.texts),
         }
         return {**identity, **own}
 
@@ -180,7 +180,7 @@ class _Run:
         if found is None:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
-        self.session.perplexity.update(found["perplexity"])
+        self.session.found.update(found["measured"])
         return True
 
     def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
@@ -189,7 +189,7 @@ class _Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            output.mark({"fingerprint": identity, "perplexity": self.session.perplexity})
+            output.mark({"fingerprint": identity, "measured": self.session.found})
             return str(staging)
 
         return Path(self.world.on_main(begin))
@@ -206,7 +206,7 @@ class _Run:
         """On the first process: write the adapter, read it back, measure what was read, and put it in its place."""
         assert output is not None
         session = self.session
-        probe = session.held_out[:_PROBE_TOKENS][None].to(self.world.device)
+        probe = session.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
         save_adapter(model, staging, base=str(session.directory.resolve()))
         del model
@@ -220,10 +220,13 @@ class _Run:
         report = {
             **plan,
             "perplexity": session.perplexity,
-            "evaluation": session.evaluation(),
+            "texts": session.rows(),
             "data": {
                 **session.data.summary(blocks),
-                "measured_and_trained_on": {"found": session.overlap[0], "of": session.overlap[1]},
+                "measured_and_trained_on": {
+                    "found": sum(found for found, _ in session.overlap.values()),
+                    "of": sum(of for _, of in session.overlap.values()),
+                },
             },
             "processes": self.world.size,
             "seconds": session.clock.seconds,

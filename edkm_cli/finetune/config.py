@@ -49,7 +49,9 @@ class FinetuneConfig:
     long_records: str = as_in_compress("long_records")
     data_workers: int = as_in_compress("data_workers")
     rebuild_cache: bool = as_in_compress("rebuild_cache")
-    eval_data: str | None = as_in_compress("eval_data")
+    eval_data: tuple[str, ...] = as_in_compress(
+        "eval_data", help="Text on which perplexity is measured; default: a tenth held out of the first --data."
+    )
     eval_windows: int = as_in_compress("eval_windows")
     context: int = as_in_compress("context")
     eval_every: int = as_in_compress("eval_every")
@@ -119,7 +121,9 @@ class MergeConfig:
         "label_weight", help="Weight of the next-token loss beside the adapted model's predictions; 0 uses these only."
     )
     gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
-    eval_data: str | None = as_in_compress("eval_data")
+    eval_data: tuple[str, ...] = as_in_compress(
+        "eval_data", help="Text on which perplexity is measured; default: a tenth held out of the first --data."
+    )
     eval_windows: int = as_in_compress("eval_windows")
     context: int = as_in_compress("context")
     max_perplexity_ratio: float = setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,20 @@ def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     """The configuration with the adapter's own text where none is named. Raises UserError where there is none."""
     if config.data:
         return config
-    trained_on = recorded(adapter, FINETUNED).get("config", {})
-    found = trained_on.get("data") if isinstance(trained_on, dict) else None
-    found = tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+    trained_on = recorded(adapter, FINETUNED).get("config")
+    trained_on = trained_on if isinstance(trained_on, dict) else {}
+    found = _names(trained_on.get("data"))
     require_data(found, f"since {adapter} does not say what it was trained on")
-    values = {**asdict(config), "data": found}
-    for name in ("eval_data", "data_column"):
-        values[name] = values[name] or trained_on.get(name)
-    return MergeConfig(**values)
+    return replace(
+        config,
+        data=found,
+        data_column=config.data_column or trained_on.get("data_column"),
+        eval_data=config.eval_data or _names(trained_on.get("eval_data")),
+    )
+
+
+def _names(found: Any) -> tuple[str, ...]:
+    return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
 
 class _Run:
@@ -180,7 +186,7 @@ class _Run:
             "adapter_sha256": sha256_of(self.adapter / "adapter_model.safetensors"),
             "output": str(output.path),
             "perplexity": session.perplexity,
-            "evaluation": session.evaluation(),
+            "texts": session.rows(),
             "adapted_layers": layers,
             "steps": self.config.steps,
             "weights_bytes": models.weight_files_bytes(staging),
@@ -208,7 +214,7 @@ def require_close(perplexity: dict[str, float | None], limit: float, staging: Pa
 
 def merged_card(report: dict[str, Any]) -> str:
     """README.md of a merged model, with the metadata block the hub reads."""
-    values, measured = report["perplexity"], report["evaluation"]
+    values, measured = report["perplexity"], report["texts"][0]
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
@@ -14,10 +13,11 @@ from edkm_cli.data.store import TokenStore
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.texts import MeasuredText
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load
 from edkm_cli.preflight import data_options, evaluation_documents
-from edkm_cli.progress import Clock, Observer
+from edkm_cli.progress import Clock, Observer, Track, no_progress
 
 
 def require_palettized(directory: Path) -> QuantizationSpec:
@@ -40,8 +40,9 @@ class Session:
         self.directory, self.config, self.world, self.watch, self.dtype = directory, config, world, watch, dtype
         self.spec = require_palettized(directory)
         self.clock = Clock()
-        self.perplexity: dict[str, float | None] = {}
-        self.overlap = (0, 0)
+        self.texts: list[MeasuredText] = []
+        self.found: dict[str, dict[str, float | None]] = {}  # stage -> text -> perplexity
+        self.overlap: dict[str, tuple[int, int]] = {}
 
     def load_model(self) -> Any:
         """The packed model, on the world's device."""
@@ -53,16 +54,13 @@ class Session:
         )
 
     def open_texts(self, *, token_limit: int, written: dict[str, TokenStore] | None = None) -> None:
-        """Tokenizer, the text that is measured, and the training data. A text that is yet to be written cannot be
-        measured: Python's documentation takes its place."""
+        """Tokenizer, the texts that are measured, and the training data."""
         config = self.config
         self.tokenizer = models.load_tokenizer(
             models.resolve(str(self.directory)), trust_remote_code=config.trust_remote_code
         )
-        own = data.parse_source(config.data[0]).needs_model
-        self.measured_name = config.eval_data or (data.BUILTIN if own else f"held-out part of {config.data[0]}")
-        documents = evaluation_documents(config, self.tokenizer, config.eval_data or (data.BUILTIN if own else None))
-        self.held_out: Tensor = data.tokenize(documents, self.tokenizer)
+        documents = evaluation_documents(config, self.tokenizer)
+        self.texts = [MeasuredText(name, data.tokenize(found, self.tokenizer)) for name, found in documents.items()]
         self.data = data.open_training_data(
             config.data,
             self.tokenizer,
@@ -71,36 +69,52 @@ class Session:
             written=written or {},
             say=self.watch.say,
         )
-        self.overlap = self.data.found_in(documents)
-        if self.overlap[0]:
-            self.watch.say(data.overlap_warning(*self.overlap))
+        self.overlap = {name: self.data.found_in(found) for name, found in documents.items()}
+        for name, (found, of) in self.overlap.items():
+            if found:
+                self.watch.say(data.overlap_warning(name, found, of))
 
-    def measure(self, name: str, model: Any, *, shared: bool = True) -> None:
-        """The model's perplexity, by all processes, or by this one alone."""
+    def measure(self, stage: str, model: Any, *, shared: bool = True) -> None:
+        """The model's perplexity on each text, by all processes, or by this one alone."""
         with self.clock.phase("evaluate"):
-            self.perplexity[name] = perplexity(
+            world = self.world if shared else World(device=self.world.device)
+            self.found[stage] = self._perplexities(model, world, self.watch.track, f"perplexity, {stage}")
+
+    def on_the_way(self, model: Any) -> dict[str, dict[str, float | None]]:
+        """In the middle of training: figure -> text -> value."""
+        return {"perplexity": self._perplexities(model, self.world, no_progress, "")}
+
+    def _perplexities(self, model: Any, world: World, track: Track, description: str) -> dict[str, float | None]:
+        return {
+            text.name: perplexity(
                 model,
-                self.held_out,
+                text.tokens,
                 context=self.config.context,
                 max_windows=self.config.eval_windows,
-                track=self.watch.track,
-                description=f"perplexity, {name}",
-                world=self.world if shared else World(device=self.world.device),
+                track=track,
+                description=description,
+                world=world,
             ).perplexity
-
-    def perplexities(self, model: Any) -> dict[str, float]:
-        """By text, in the middle of training."""
-        config = self.config
-        found = perplexity(
-            model, self.held_out, context=config.context, max_windows=config.eval_windows, world=self.world
-        )
-        return {self.measured_name: found.perplexity}
-
-    def evaluation(self) -> dict[str, Any]:
-        """What was measured, as reports have it."""
-        return {
-            "data": self.measured_name,
-            "context": self.config.context,
-            "windows": min(self.config.eval_windows, max(1, self.held_out.numel() // self.config.context)),
-            "tokens": self.held_out.numel(),
+            for text in self.texts
         }
+
+    @property
+    def perplexity(self) -> dict[str, float | None]:
+        """Stage -> perplexity of the first text."""
+        return {stage: values[self.texts[0].name] for stage, values in self.found.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was measured, text by text, as reports have it."""
+        rows = []
+        for text in self.texts:
+            width = min(self.config.context, text.tokens.numel())
+            rows.append(
+                {
+                    "data": text.name,
+                    "context": width,
+                    "windows": min(self.config.eval_windows, text.tokens.numel() // width),
+                    "tokens": text.tokens.numel(),
+                    **{stage: values[text.name] for stage, values in self.found.items()},
+                }
+            )
+        return rows

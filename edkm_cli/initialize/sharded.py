@@ -30,7 +30,7 @@ class SafetensorsReader:
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 files = {str(name): str(file) for name, file in weight_map.items()}
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{index} must map tensors to files, but cannot be read; fetch it again") from error
             for file in set(files.values()):
                 if Path(file).name != file or not (self._directory / file).is_file():

@@ -9,7 +9,6 @@ from typing import Any
 from edkm_cli.report.charts import (
     MOST_LINES,
     Series,
-    bars,
     figure,
     heat_map,
     histogram,
@@ -19,17 +18,12 @@ from edkm_cli.report.charts import (
     stacked_bars,
 )
 from edkm_cli.report.layers import Histogram, LayerError, Weights
-from edkm_cli.report.markup import Markup, table, tag, unfold
+from edkm_cli.report.markup import Markup, section, table, tag, unfold
 from edkm_cli.report.read import RunFiles, number
-from edkm_cli.summaries import duration, megabytes
+from edkm_cli.report.texts import STAGE_NAMES, fixed, perplexity_section
+from edkm_cli.summaries import duration, megabytes, text_names
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
-_STAGE_NAMES = {
-    "original": "uncompressed",
-    "start": "compressed, not trained",
-    "trained": "compressed and trained",
-    "exported": "read back from disk",
-}
 _MODES = {
     "straight-through": "the loss is that of the weights as they will be exported",
     "hard": "the loss is that of the weights as they will be exported",
@@ -77,8 +71,18 @@ def _sentence(run: RunFiles) -> str:
     trained = f"after {report['steps']:,} training steps" if report["steps"] else "without training"
     if not {"original", "exported"} <= measured.keys():
         return f"{smaller.capitalize()}, {trained}."
-    factor = measured["exported"] / measured["original"]
-    return f"{smaller.capitalize()} at {factor:.2f} times the perplexity, {trained}."
+    factors = [_factor(text.perplexity) for text in run.texts]
+    if len(factors) < 2 or None in factors:
+        return f"{smaller.capitalize()} at {_factor(measured):.2f} times the perplexity, {trained}."
+    names = text_names([text.name for text in run.texts])
+    parts = [f"{factor:.2f} times on {name}" for factor, name in zip(factors, names, strict=True)]
+    return f"{smaller.capitalize()}, {trained}; the perplexity is {', '.join(parts)}."
+
+
+def _factor(perplexity: Mapping[str, float]) -> float | None:
+    """The exported perplexity by the original."""
+    known = {"original", "exported"} <= perplexity.keys()
+    return perplexity["exported"] / perplexity["original"] if known else None
 
 
 def tiles(run: RunFiles) -> Markup:
@@ -87,8 +91,8 @@ def tiles(run: RunFiles) -> Markup:
     shown: list[tuple[str, str, str]] = []
     last = next((stage for stage in ("exported", "trained", "start", "original") if stage in measured), None)
     if last is not None:
-        more = f"{_STAGE_NAMES[last]}; original {_fixed(measured['original'])}" if "original" in measured else ""
-        shown.append(("perplexity", _fixed(measured[last]), more))
+        more = f"{STAGE_NAMES[last]}; original {fixed(measured['original'])}" if "original" in measured else ""
+        shown.append(("perplexity", fixed(measured[last]), more))
     if report:
         ratio = report["original_weights_bytes"] / report["weights_bytes"]
         shown += [
@@ -114,34 +118,6 @@ def tiles(run: RunFiles) -> Markup:
 
 def _tile(name: str, value: str, more: str) -> Markup:
     return tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", more, class_="more"), class_="tile")
-
-
-def perplexity_section(run: RunFiles) -> Markup | None:
-    """Bars before and after."""
-    measured = run.perplexity
-    if not measured:
-        return None
-    original = measured.get("original")
-    rows = [
-        (_STAGE_NAMES[stage], value, f"{value / original:.2f}x" if original and stage != "original" else "",
-         "muted" if stage == "original" else "c1" if stage == list(measured)[-1] else "c1 pale")
-        for stage, value in measured.items()
-    ]  # fmt: skip
-    evaluation = run.report.get("evaluation", {})
-    where = ""
-    if evaluation:
-        counts = f"{evaluation.get('windows')} windows of {evaluation.get('context')} tokens"
-        where = f"Measured on {evaluation.get('data')}: {counts}. "
-    return _section(
-        "Perplexity",
-        f"{where}Lower is better; the dashed line is the uncompressed model.",
-        tag("figure", bars(rows, title="Perplexity by stage", reference=original, show=_fixed, width=1000)),
-        unfold(
-            "as a table",
-            table([[label, _fixed(value), note or "1.00x"] for label, value, note, _ in rows],
-                  header=["stage", "perplexity", "against the original"], caption="Perplexity by stage"),
-        ),
-    )  # fmt: skip
 
 
 def training_section(run: RunFiles) -> Markup | None:
@@ -172,7 +148,7 @@ def training_section(run: RunFiles) -> Markup | None:
     columns = ["step", *(key for key in _COLUMNS if any(key in record for record in metrics))]
     every = max(1, len(metrics) // 50)
     rows = [[_cell(record.get(key)) for key in columns] for record in [*metrics[:-1:every], metrics[-1]]]
-    return _section(
+    return section(
         "Training",
         f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point for each step')}.",
         legend(entries),
@@ -215,7 +191,7 @@ def weights_sections(weights: Weights | None) -> list[Markup | None]:
     if weights is None:
         return []
     if weights.missing:
-        missing = _section("Weights", f"Errors and histograms need the original weights: {weights.missing}.")
+        missing = section("Weights", f"Errors and histograms need the original weights: {weights.missing}.")
         return [size_section(weights), missing]
     return [size_section(weights), error_section(weights.errors), histogram_section(weights.histograms)]
 
@@ -230,7 +206,7 @@ def size_section(weights: Weights) -> Markup:
         for label, parts in both
         for part, size in parts.items()
     ]
-    return _section(
+    return section(
         "Size",
         "Bytes of the weights by part, on one scale.",
         legend([("decoder linears, indices", "c1"), ("lookup tables", "c2"), ("embeddings", "c3"), ("dense rest", "muted")]),
@@ -256,7 +232,7 @@ def error_section(errors: Sequence[LayerError]) -> Markup:
     worst = sorted(errors, key=lambda entry: -entry.error)[:3]
     low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
     chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
-    return _section(
+    return section(
         "Error by layer",
         "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
         "weights, so this includes both what rounding lost and what training changed. Largest: "
@@ -283,7 +259,7 @@ def histogram_section(histograms: Sequence[Histogram]) -> Markup:
     bands = many and any(len(entry.entries) <= MOST_LINES for entry in histograms)
     tables = "the median of each entry over the layer's lookup tables" if many else "the entries of the lookup table."
     tables += "; the bars below them span the middle half of its values." if bands else "." if many else ""
-    return _section(
+    return section(
         "Weights and their lookup tables",
         f"Areas: the original weights, four standard deviations to either side. Lines: {tables}",
         legend(
@@ -309,7 +285,7 @@ def settings_section(run: RunFiles) -> Markup | None:
     blocks = [block for block in blocks if block]
     said = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left uncompressed." if report else ""
     return (
-        _section("Settings, versions and hardware", said, tag("div", *blocks, class_="pair facts")) if blocks else None
+        section("Settings, versions and hardware", said, tag("div", *blocks, class_="pair facts")) if blocks else None
     )
 
 
@@ -329,10 +305,6 @@ def _setting(value: object) -> str:
 
 def footer(run: RunFiles) -> Markup:
     return tag("footer", f"{run.directory}. Made by edkm report; this page loads nothing from anywhere else.")
-
-
-def _section(title: str, note: str, *content: object) -> Markup:
-    return tag("section", tag("h2", title), tag("p", note, class_="note"), *content)
 
 
 def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, float]]:
@@ -357,10 +329,6 @@ def _running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, fl
 
 def _column(layer: int | None) -> str:
     return "-" if layer is None else str(layer)
-
-
-def _fixed(value: float) -> str:
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
 
 
 def _percent(value: float) -> str:

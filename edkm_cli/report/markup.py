@@ -50,6 +50,11 @@ def table(rows: Sequence[Sequence[object]], *, header: Sequence[str], caption: s
     return tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *lines))
 
 
+def section(title: str, note: str, *content: object) -> Markup:
+    """A section of the page under its heading."""
+    return tag("section", tag("h2", title), tag("p", note, class_="note"), *content)
+
+
 def unfold(summary: str, *content: object) -> Markup:
     """Content that is folded until the reader opens it."""
     return tag("details", tag("summary", summary), tag("div", *content, class_="scroll"))

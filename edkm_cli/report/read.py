@@ -13,6 +13,7 @@ from typing import Any
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.directory import MARKER
+from edkm_cli.settings import shown
 
 STAGES = ("original", "start", "trained", "exported")
 _NUMBERS = (
@@ -26,18 +27,39 @@ _CONTAINERS = {
 
 
 @dataclass(frozen=True)
+class Text:
+    """A text that was measured: `perplexity` by stage, without those not measured (yet), the mean KL per token from the
+    original and how often both have the same likeliest token, and on how much of the text (`about`)."""
+
+    name: str
+    perplexity: dict[str, float]
+    kl: float | None = None
+    agreement: float | None = None
+    about: str = ""
+
+
+@dataclass(frozen=True)
 class RunFiles:
     """A run's files. `report` is empty until it is finished; `metrics` is empty for `--steps 0`.
 
-    `perplexity` maps stages to figures, without those not measured (yet); `settings` is the configuration.
+    `texts` are what was measured, and `perplexity` that of the first by stage; `settings` is the configuration.
     """
 
     directory: Path
     name: str
     report: dict[str, Any]
     settings: dict[str, Any]
-    perplexity: dict[str, float]
+    texts: list[Text]
     metrics: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def perplexity(self) -> dict[str, float]:
+        return self.texts[0].perplexity
+
+    def by_step(self, text: str) -> list[tuple[float, float]]:
+        """(step, perplexity) wherever a text was measured in training."""
+        key = _key("perplexity", text)
+        return [(record["step"], record[key]) for record in self.metrics if key in record]
 
     @property
     def finished(self) -> bool:
@@ -63,17 +85,54 @@ def read_run(directory: str | Path) -> RunFiles:
     metrics = _read_metrics(found / "metrics.jsonl")
     if (found / "report.json").is_file():
         report = _checked_report(found / "report.json")
-        return RunFiles(found, report["model"], report, report["config"], _figures(report["perplexity"]), metrics)
+        return RunFiles(found, report["model"], report, report["config"], _texts(report), metrics)
     mark = _read_json(found / MARKER) if (found / MARKER).is_file() else {}
-    settings, measured = (mark.get(key) for key in ("fingerprint", "perplexity"))
+    settings = mark.get("fingerprint")
     return RunFiles(
         found,
         found.name.removesuffix(".partial"),
         {},
         settings if isinstance(settings, dict) else {},
-        _figures(measured if isinstance(measured, dict) else {}),
+        _texts_so_far(mark),
         metrics,
     )
+
+
+def _texts(report: dict[str, Any]) -> list[Text]:
+    """The measured texts of a report; of one without a list of them, the one that it has."""
+    rows = report.get("texts")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not rows:
+        rows = [{**report["evaluation"], **report["perplexity"]}]
+    return [
+        Text(
+            str(row.get("data")),
+            _figures(row),
+            number(row.get("kl_per_token")),
+            number(row.get("top1_agreement")),
+            f"{row.get('data')}: {row.get('windows')} windows of {row.get('context')} tokens",
+        )
+        for row in rows
+    ]
+
+
+def _texts_so_far(mark: dict[str, Any]) -> list[Text]:
+    """The measured texts of a run that is not finished, from its mark: stage -> text -> figures."""
+    stages = mark.get("measured")
+    found: dict[str, dict[str, Any]] = {}
+    for stage, texts in stages.items() if isinstance(stages, dict) else ():
+        for name, figures in texts.items() if isinstance(texts, dict) else ():
+            if isinstance(figures, dict):
+                found.setdefault(name, {})[stage] = figures.get("perplexity")
+                for key in ("kl_per_token", "top1_agreement"):
+                    found[name][key] = figures.get(key)
+    if not found:
+        measured = mark.get("perplexity")
+        return [Text("", _figures(measured if isinstance(measured, dict) else {}))]
+    return [
+        Text(name, _figures(values), number(values["kl_per_token"]), number(values["top1_agreement"]))
+        for name, values in found.items()
+    ]
 
 
 def number(value: object) -> float | None:
@@ -99,7 +158,7 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} must be JSON that edkm compress wrote, but cannot be read ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, got a {type(value).__name__}; run edkm compress again")
@@ -111,10 +170,10 @@ def _checked_report(path: Path) -> dict[str, Any]:
     faults = []
     for key in _NUMBERS:
         if (number(report.get(key)) or 0.0) < 0 or number(report.get(key)) is None:
-            faults.append(f"{key} must be a number from 0, got {json.dumps(report.get(key))[:40]}")
+            faults.append(f"{key} must be a number from 0, got {shown(report.get(key))[:40]}")
     for key, kind in _CONTAINERS.items():
         if not isinstance(report.get(key), kind):
-            faults.append(f"{key} must be a {kind.__name__}, got {json.dumps(report.get(key))[:40]}")
+            faults.append(f"{key} must be a {kind.__name__}, got {shown(report.get(key))[:40]}")
     for key in ("swapped", "skipped"):
         if isinstance(report.get(key), list) and not all(isinstance(entry, dict) for entry in report[key]):
             faults.append(f"{key} must list objects")
@@ -123,6 +182,17 @@ def _checked_report(path: Path) -> dict[str, Any]:
     if faults:
         raise UserError(f"{path} must be a report of edkm compress: {'; '.join(faults)}; run edkm compress again")
     return report
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics with its maps by text taken apart."""
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    parts = [(key, value) for key, value in values.items() if isinstance(value, dict)]
+    return plain | {_key(key, name): one for key, texts in parts for name, one in texts.items()}
+
+
+def _key(figure: str, text: str) -> str:
+    return f"{figure}: {text}"
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
@@ -135,13 +205,13 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
         try:
             values = json.loads(line)
             step = int(values["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if index == len(lines) - 1:
                 break
             raise UserError(
                 f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error}); "
                 "remove the line"
             ) from error
-        numbers = {key: number(value) for key, value in values.items()}
+        numbers = {key: number(value) for key, value in _flat(values).items()}
         records[step] = {key: value for key, value in numbers.items() if value is not None}
     return [records[step] for step in sorted(records)]

@@ -83,7 +83,7 @@ def train(
     world: World,
     staging: Path,
     mixed_precision: str = "no",
-    measure: Callable[[Any], dict[str, float]] = lambda model: {},
+    measure: Callable[[Any], dict[str, Any]] = lambda model: {},
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def train(
         staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
             newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.
         mixed_precision: `no` or `bf16`.
-        measure: perplexities of the model by text, the first of which decides what is best; called every
-            `config.eval_every` steps (0: never) and at the last one. With `config.keep_best` training ends with the
-            weights of the step at which it was lowest.
+        measure: figures of the model, each a map by text, for the step's line; called every `config.eval_every` steps (0:
+            never) and at the last one. With `config.keep_best` training ends with the weights of the step at which the
+            `perplexity` of the first text was lowest.
         track, show: progress.
 
     Returns what offloading moved: empty without it. Raises UserError if the loss stops being finite, Preempted after
@@ -120,7 +120,7 @@ def train(
                 raise UserError(f"{error}{checkpoints.kept()}", everywhere=error.everywhere) from error
             done = step + 1
             if config.eval_every and (done % config.eval_every == 0 or done == config.steps):
-                record["perplexity"] = measure(model)
+                record.update(measure(model))
                 if best is not None:
                     best.offer(done, next(iter(record["perplexity"].values())), model, optimizer)
             metrics.write(record)

@@ -72,7 +72,7 @@ def _is_plain(value: Any) -> bool:
 def keep_metrics(path: Path, steps: int) -> None:
     """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()[:steps]
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:steps]
         kept = path.with_name(path.name + ".tmp")
-        kept.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        kept.write_text("".join(line + "\n" for line in lines if line), encoding="utf-8")
         os.replace(kept, path)  # a kill in between loses no line

@@ -121,7 +121,7 @@ class Checkpoints:
                 state = json.loads((candidate / "state.json").read_text(encoding="utf-8"))
                 if sha256_of(candidate / "state.safetensors") == state["sha256"]:
                     return {**state, "step": int(state["step"]), "path": str(candidate / "state.safetensors")}
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue  # damaged: an older one will do
         return {"step": 0}
 
@@ -172,8 +172,16 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
     """The lowest perplexity of the first text in the first lines of metrics.jsonl; infinity where none is there."""
     if not metrics.is_file():
         return math.inf
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()[:steps]]
-    return min((next(iter(r["perplexity"].values())) for r in records if r.get("perplexity")), default=math.inf)
+    try:
+        records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()[:steps]]
+        return min(
+            (float(next(iter(r["perplexity"].values()))) for r in records if r.get("perplexity")), default=math.inf
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is not "
+            "known: start again without --resume, or leave --keep-best out"
+        ) from error
 
 
 def _layout(opened: Any) -> dict[str, tuple[str, list[int]]]:

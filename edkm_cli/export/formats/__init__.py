@@ -27,6 +27,7 @@ FORMATS: dict[str, str] = {
     "squeezellm": "squeezellm",
     "any-precision": "any_precision",
     "lut-b": "lut_b",
+    "coreml": "coreml",
 }
 
 

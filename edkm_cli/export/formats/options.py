@@ -20,12 +20,14 @@ class Options:
         dtype: of tensors that the format stores as plain numbers: `auto`, `float16`, `bfloat16` or `float32`.
         sequence_length: `coreml`: tokens of a call, `N`, or a range, `1-N`.
         cache: `coreml`: keep keys and values of earlier tokens in the model's state.
+        context: tokens of the windows that perplexity will be measured on; None: it will not.
         trust_remote_code: run the Python files of a checkpoint whose model is none of transformers' own.
     """
 
     dtype: str = "auto"
-    sequence_length: str = "1-256"
+    sequence_length: str = "1-1024"
     cache: bool = False
+    context: int | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,51 @@
+"""What a machine runs out of in the middle of a command, told in one line: a full disk, a disk that cannot be written,
+memory."""
+
+from __future__ import annotations
+
+import errno
+
+from edkm_cli.errors import UserError
+
+_DISK = {
+    errno.ENOSPC: "free some room",
+    errno.EDQUOT: "free some room, or have the quota raised",
+    errno.EROFS: "give a place that can be written to",
+    errno.EACCES: "give a place that this user may write to",
+    errno.EPERM: "give a place that this user may write to",
+    errno.EIO: "check the disk",
+    errno.EFBIG: "have the limit of file sizes raised",
+    errno.ENOMEM: "give it less to do, or a machine with more memory",
+}
+# What torch says where it has no exception of its own.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+_RESUME = "what was running can go on with --resume from its last checkpoint, if it has one"
+
+
+def told(error: BaseException) -> UserError | None:
+    """The one line for an error that is the machine's; None for one that is ours.
+
+    MemoryError, what torch raises for it (on a GPU and on a CPU), and an OSError of a disk: full, read-only or broken.
+    """
+    text = (str(error).splitlines() or [""])[0][:300]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _is_memory(error):
+        return UserError(
+            f"there is not enough memory ({text or 'MemoryError'}); --dry-run says what a run needs and what would need "
+            f"less; {_RESUME}"
+        )
+    number = _disk_error(error)
+    if number is not None:
+        return UserError(f"a file cannot be written or read ({text}); {_DISK[number]}; {_RESUME}")
+    return None
+
+
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
+
+
+def _disk_error(error: BaseException) -> int | None:
+    """The number of a disk's error. Libraries in Rust give it as text only: `No space left on device (os error 28)`."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        number = next((known for known in _DISK if f"(os error {known})" in str(error)), None)
+    return number if number in _DISK else None

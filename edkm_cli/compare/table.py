@@ -1,0 +1,80 @@
+"""The table of a comparison as text, and the names of its rows. Reads JSON, never imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edkm_cli.summaries import megabytes, table, text_names
+
+# Options that have a column of their own.
+_IN_COLUMNS = {"bits", "group_size", "granularity", "steps", "calibration_samples", "sequence_length"}
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The table as text, with notes and the reasons of failures below it."""
+    texts = _texts(result)
+    names = text_names(texts)
+    header = ["method", "training", "bits", "granularity", "bits/weight", "weights"]
+    header += [cell for name in names for cell in (name, "KL")]
+    header += ["calibrated", "trained", "minutes", "peak memory"]
+    rows, notes = [], []
+    for row in result["rows"]:
+        name = display_name(row)
+        if row["error"]:
+            rows.append([name, "failed", *[""] * (len(header) - 2)])
+            notes.append(f"{row['label']}: {row['error']}")
+            continue
+        rows.append(
+            [
+                name,
+                row.get("training") or "",
+                str(row["bits"]),
+                row["granularity"],
+                f"{row['decoder_bits_per_weight']:.3f}",
+                megabytes(row["weights_bytes"]),
+                *(cell for text in _measured(row) for cell in _figures(text)),
+                f"{row['calibration_tokens']:,}",
+                f"{row['training_tokens']:,}",
+                f"{row['seconds'] / 60:.1f}",
+                megabytes(row["peak_memory_bytes"]),
+            ]
+        )
+        if row["note"]:
+            notes.append(f"{row['label']}: {row['note']}")
+    setting = result["setting"]
+    windows = max(row["windows"] for row in result["rows"] if row["windows"])
+    return "\n".join(
+        [
+            f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}",
+            "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
+            "linears, all side information counted; calibrated, trained: tokens",
+            "",
+            table(rows, header=header),
+            *([""] if notes else []),
+            *notes,
+        ]
+    )
+
+
+def _measured(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row's figures by text; one that is older has those of one text."""
+    return row.get("texts") or [{"perplexity": row["perplexity"]}]
+
+
+def _texts(result: dict[str, Any]) -> list[str]:
+    """The names of the measured texts."""
+    for row in result["rows"]:
+        if row.get("texts"):
+            return [text["data"] for text in row["texts"]]
+    return [str(result["setting"]["eval_data"] or f"held-out part of {result['setting']['data'][0]}")]
+
+
+def _figures(text: dict[str, Any]) -> tuple[str, str]:
+    divergence = text.get("kl_per_token")
+    return f"{text['perplexity']:,.3f}", "" if divergence is None else f"{divergence:.3f}"
+
+
+def display_name(row: dict[str, Any]) -> str:
+    """The method with those options that have no column of their own."""
+    options = [f"{name}={value}" for name, value in row["options"].items() if name not in _IN_COLUMNS]
+    return " ".join([row["method"], *options])

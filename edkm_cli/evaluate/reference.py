@@ -1,0 +1,120 @@
+"""What a model's predictions are compared with: those of the uncompressed model, computed beside it or remembered.
+
+A run that compresses a model has no room for the uncompressed one beside it, so its predictions on the few windows that
+are measured are remembered before it is changed. Logits are large (200 MB for 1,024 tokens and 49,152 words). Where they
+are the output head's product with the last hidden states, as in the LLaMA family, those are kept instead (2.4 MB for 1,024
+tokens of 576 numbers) with one copy of the head, and the product is done again: nothing is rounded. A model that does more
+to its logits (caps or scales them) has its log-probabilities kept in float16, which changes a KL by less than 0.001.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from edkm_cli.distributed import full
+
+CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the loss before it
+
+Reference = Callable[[Tensor], Iterable[Tensor]]
+"""Token ids of a window (1, context) -> its logits or log-probabilities, (CHUNK_TOKENS, vocabulary) at a time."""
+
+
+def logits_of(model: Any) -> Reference:
+    """A causal LM as a reference: run beside the model that is measured, window by window."""
+    device = next(model.parameters()).device
+    return lambda ids: model(input_ids=ids.to(device), use_cache=False).logits[0].split(CHUNK_TOKENS)
+
+
+class Recorder:
+    """Writes a model's predictions into `directory` while it is measured: `see` is given to `perplexity` as `seen`.
+
+    Use as a context manager; inside, a hook takes the hidden states on their way to the output head. All processes of a
+    sharded model make one alike. A disk that cannot be written to stops no measurement: `failure` says why.
+    """
+
+    def __init__(self, model: Any, directory: str | Path):
+        self.failure: str | None = None
+        self._directory = Path(directory)
+        found = model.get_output_embeddings()
+        self._module = found if isinstance(found, nn.Linear) else None
+        self._hidden: Tensor | None = None
+        self._head: dict[str, Tensor] = {}
+        self._hook: Any = None
+
+    def __enter__(self) -> Recorder:
+        if self._module is not None:
+            self._head = {name: full(tensor.detach()) for name, tensor in self._module.named_parameters()}
+            self._hook = self._module.register_forward_pre_hook(self._take)
+            self._save(self._head, _HEAD)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hidden, self._head = None, {}
+
+    def _take(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._hidden = inputs[0].detach()
+
+    def see(self, ids: Tensor, logits: Tensor) -> None:
+        """Keep the predictions of a window (1, context), whose logits are (context, vocabulary)."""
+        hidden = self._hidden[0] if self._hidden is not None else None
+        if hidden is not None and self._explains(hidden, logits):
+            kept = {"hidden": hidden}
+        else:
+            lowest = torch.finfo(torch.float16).min
+            kept = {"log_probabilities": logits.float().log_softmax(1).clamp_min(lowest).half()}
+        self._save(kept, _file_of(ids))
+
+    def _explains(self, hidden: Tensor, logits: Tensor) -> bool:
+        """Whether the logits are the head's product with the hidden states and nothing more, on the last rows."""
+        if hidden.shape[0] != logits.shape[0]:
+            return False
+        wanted = logits[-8:].float()
+        error = (nn.functional.linear(hidden[-8:], **self._head).float() - wanted).abs().max()
+        return bool(error <= (1e-4 if logits.dtype == torch.float32 else 1e-2) * wanted.abs().max())
+
+    def _save(self, tensors: dict[str, Tensor], name: str) -> None:
+        if self.failure is None:
+            try:
+                save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, self._directory / name)
+            except (OSError, SafetensorError) as error:
+                self.failure = f"the uncompressed model's predictions could not be kept on disk ({error}); set TMPDIR"
+
+
+class RememberedPredictions:
+    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed."""
+
+    def __init__(self, directory: str | Path):
+        self._files = {path.name: safe_open(path, framework="pt") for path in Path(directory).glob("*.safetensors")}
+
+    def __call__(self, ids: Tensor) -> Iterator[Tensor]:
+        """The logits of a window that was seen; KeyError for another."""
+        opened = self._files[_file_of(ids)]
+        if "hidden" not in opened.keys():  # noqa: SIM118 - not a mapping
+            yield from opened.get_tensor("log_probabilities").split(CHUNK_TOKENS)
+            return
+        head = self._files[_HEAD]
+        weights = {name: head.get_tensor(name).to(ids.device) for name in head.keys()}  # noqa: SIM118
+        for hidden in opened.get_tensor("hidden").split(CHUNK_TOKENS):
+            yield nn.functional.linear(hidden.to(ids.device), **weights)
+
+    def knows_text(self, tokens: Tensor, context: int) -> bool:
+        """Whether the first window of `context` tokens of a text (tokens,) was seen."""
+        return _file_of(tokens[: min(context, tokens.numel())]) in self._files
+
+
+_HEAD = "head.safetensors"
+
+
+def _file_of(ids: Tensor) -> str:
+    """The name of a window's file, by its tokens."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest() + ".safetensors"

@@ -1,0 +1,135 @@
+"""The texts that a run measures at each of its stages: perplexities, and the distance from the uncompressed model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from edkm_cli.distributed import ALONE, World
+from edkm_cli.evaluate.perplexity import Perplexity, perplexity
+from edkm_cli.evaluate.reference import Recorder, Reference, RememberedPredictions
+from edkm_cli.progress import Track, no_progress
+
+ORIGINAL = "original"
+STAGES = (ORIGINAL, "start", "trained", "exported")
+DISTANCES = ("kl_per_token", "top1_agreement")
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """A text that is measured: its name in the report, and its token ids (tokens,) int64."""
+
+    name: str
+    tokens: Tensor
+
+
+class Measurements:
+    """What is found of each text at each stage. The first text is the one that decides what is best."""
+
+    def __init__(self, texts: Sequence[MeasuredText], *, context: int, max_windows: int, track: Track = no_progress):
+        self.texts = list(texts)
+        self._context, self._max_windows, self._track = context, max_windows, track
+        self._reference: RememberedPredictions | None = None
+        self._why_not: str | None = None
+        # stage -> text -> figures
+        self._found: dict[str, dict[str, dict[str, float | None]]] = {}
+
+    def measure_original(self, model: Any, world: World = ALONE) -> str | None:
+        """Measure the uncompressed model and remember its predictions, with which those of later stages are compared.
+
+        Returns why they could not be remembered, if so: later stages then have perplexities only.
+        """
+        # Open files outlive their directory: nothing is left on the disk when the process ends, however it ends.
+        with tempfile.TemporaryDirectory(prefix="edkm-predictions-") as folder:
+            with Recorder(model, folder) as recorder:
+                self._found[ORIGINAL] = self._figures(model, ORIGINAL, world, recorder=recorder)
+            if world.any(recorder.failure is not None):
+                self._why_not = (
+                    recorder.failure or "another process could not keep the uncompressed model's predictions"
+                )
+            else:
+                self._reference = RememberedPredictions(folder)
+        return self._why_not
+
+    def measure(self, stage: str, model: Any, world: World = ALONE, *, compare: bool = True) -> None:
+        """Measure a later stage. Without `compare` its distance from the uncompressed model is not."""
+        self._found[stage] = self._figures(model, stage, world, reference=self._reference if compare else None)
+
+    def on_the_way(self, model: Any, world: World = ALONE) -> dict[str, dict[str, float | None]]:
+        """In the middle of training: figure -> text -> value, without those that are not measured."""
+        found = self._figures(model, None, world, reference=self._reference)
+        names = ("perplexity", *(DISTANCES if self._reference is not None else ()))
+        return {name: {text: figures[name] for text, figures in found.items()} for name in names}
+
+    def _figures(
+        self,
+        model: Any,
+        stage: str | None,
+        world: World,
+        *,
+        reference: Reference | None = None,
+        recorder: Recorder | None = None,
+    ) -> dict[str, dict[str, float | None]]:
+        found = {}
+        for text in self.texts:
+            about = f" of {text.name}" if len(self.texts) > 1 else ""
+            measured = self._of_text(
+                model,
+                text,
+                world=world,
+                reference=reference,
+                track=self._track if stage else no_progress,
+                description=f"perplexity{about}, {stage}",
+                **({"seen": recorder.see} if recorder is not None else {}),
+            )
+            found[text.name] = {name: getattr(measured, name) for name in ("perplexity", *DISTANCES)}
+        return found
+
+    def _of_text(self, model: Any, text: MeasuredText, **options: Any) -> Perplexity:
+        return perplexity(model, text.tokens, context=self._context, max_windows=self._max_windows, **options)
+
+    @property
+    def perplexity(self) -> dict[str, float | None]:
+        """Stage -> perplexity of the first text; None for what is not measured."""
+        return {stage: self._of(stage, self.texts[0].name, "perplexity") for stage in STAGES}
+
+    def _of(self, stage: str, text: str, figure: str) -> float | None:
+        return self._found.get(stage, {}).get(text, {}).get(figure)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of the report for each text: its perplexities by stage, and the distances of the last stage that was
+        compared; those of all stages are in `stages`."""
+        rows = []
+        for text in self.texts:
+            stages = {
+                stage: {name: self._of(stage, text.name, name) for name in DISTANCES}
+                for stage in STAGES[1:]
+                if stage in self._found
+            }
+            compared = [figures for figures in stages.values() if figures["kl_per_token"] is not None]
+            width = min(self._context, text.tokens.numel())
+            rows.append(
+                {
+                    "data": text.name,
+                    "context": width,
+                    "windows": min(self._max_windows, text.tokens.numel() // width),
+                    "tokens": text.tokens.numel(),
+                    **{stage: self._of(stage, text.name, "perplexity") for stage in STAGES},
+                    **(compared[-1] if compared else dict.fromkeys(DISTANCES)),
+                    "stages": stages,
+                    **({"not_compared": self._why_not} if self._why_not else {}),
+                }
+            )
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """What has been found so far, as JSON."""
+        return self._found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what an interrupted run had found."""
+        self._found.update(state)

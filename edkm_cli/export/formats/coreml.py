@@ -1,0 +1,259 @@
+"""`coreml`: a Core ML program (.mlpackage, target iOS 18) whose compressed weights are palettized.
+
+Each compressed weight is one `constexpr_lut_to_dense` with our indices and float16 tables, of the whole tensor or of groups
+of rows; scales of float8 tables are multiplied into the entries (`enable_per_channel_scale` of coremltools crashes on
+macOS 26, apple/coremltools issue 2688). Embeddings are `constexpr_blockwise_shift_scale`: int8 with a float16 scale for each
+row. Norms and biases are float16.
+
+coremltools runs on Linux, Core ML does not: what was written is read back, weight by weight, and computed again in float32
+(`coreml_run`). It has not been run on Apple hardware. The program is built in memory, about one byte for each weight.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edkm_cli.config import UserError
+from edkm_cli.export.formats import coreml_graph
+from edkm_cli.export.formats.folder import copy_beside
+from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.rows import require_fit
+from edkm_cli.export.source import Compressed
+from edkm_cli.format import sync
+from edkm_cli.progress import Track, no_progress
+
+PACKAGE = "model.mlpackage"
+FAMILIES = ("llama", "mistral", "qwen2")
+_MAP = "edkm.tensors"  # in the package's metadata: name of an operation -> name of the tensor it holds
+_LENGTH = "edkm.length"
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def check(source: Compressed, options: Options) -> None:
+    """1, 2, 3, 4, 6 or 8 bits, float16 tables of rows, a family whose decoder is known, coremltools installed."""
+    require_fit("coreml", source)
+    config = source.config
+    if options.dtype not in ("auto", "float16"):
+        raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"--to coreml knows the decoders of {', '.join(FAMILIES)}, not of {config.model_type}; use another --to"
+        )
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise UserError(f"--to coreml knows decoders with silu, got {config.hidden_act}; use another --to")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _FIXED_ROPE:
+        raise UserError(
+            f"--to coreml needs rotary angles that are fixed ({', '.join(_FIXED_ROPE)}), got {rope}; use another --to"
+        )
+    first, last = lengths(options)
+    limit = config.max_position_embeddings
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        limit = min(limit, window)
+    if last > limit:
+        raise UserError(f"--sequence-length must be at most {limit}, which the model's attention spans, got {last}")
+    if options.context is not None and not first <= options.context <= last:
+        raise UserError(
+            f"--verify perplexity measures windows of --context {options.context} tokens, but the program takes "
+            f"{options.sequence_length}; give a --context within"
+        )
+    if find_spec("coremltools") is None:
+        raise UserError("--to coreml needs coremltools, which is not installed; pip install 'edkm-cli[coreml]'")
+
+
+def lengths(options: Options) -> tuple[int, int]:
+    """The fewest and most tokens of a call. Raises UserError for a text that is neither N nor A-B."""
+    parts = options.sequence_length.split("-")
+    if len(parts) <= 2 and all(part.isdigit() and 0 < int(part) < 2**20 for part in parts):
+        first, last = int(parts[0]), int(parts[-1])
+        if first <= last:
+            return first, last
+    raise UserError(
+        f"--sequence-length must be a number of tokens, or a range such as 1-1024, got {options.sequence_length!r}"
+    )
+
+
+def facts(source: Compressed, options: Options) -> dict[str, Any]:
+    """What export.json says."""
+    return {
+        "dtype": "float16",
+        "sequence_length": options.sequence_length,
+        "cache": options.cache,
+        "notes": ["read back and computed again on this machine; not run on Apple hardware"],
+    }
+
+
+def needed_bytes(source: Compressed, options: Options) -> int:
+    """Disk that the export takes, about: what the converter writes first, and its copy."""
+    return (
+        2 * sum(file.stat().st_size for file in source.directory.glob("*.safetensors")) + 4 * source.config.hidden_size
+    )
+
+
+def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
+    """Write model.mlpackage, and the tokenizer beside it."""
+    with _quiet():
+        import coremltools as ct
+
+        names: dict[str, str] = {}
+        made = coreml_graph.program(
+            _shape(source, options), _weights(source, names, track), _biases(source, names), _rotary(source, options)
+        )
+        first, last = lengths(options)
+        tokens = ct.RangeDim(first, last, last) if first < last else last
+        inputs = [ct.TensorType("input_ids", shape=(1, tokens), dtype=np.int32)]
+        if options.cache:
+            inputs.append(ct.TensorType("position", shape=(1,), dtype=np.int32))
+        model = ct.convert(
+            made,
+            source="milinternal",
+            convert_to="mlprogram",
+            minimum_deployment_target=ct.target.iOS18,
+            compute_precision=ct.precision.FLOAT32,  # as the program says, operation by operation
+            inputs=inputs,
+            pass_pipeline=ct.PassPipeline.EMPTY,
+            skip_model_load=True,
+        )
+        model.user_defined_metadata[_MAP] = json.dumps(names)
+        model.user_defined_metadata[_LENGTH] = str(last)
+        model.save(str(folder / PACKAGE))
+    for path in (folder / PACKAGE).rglob("*"):
+        sync(path)
+    copy_beside(source.directory, folder)
+
+
+def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
+    """Makes the variable of a tensor, and records under which name."""
+    from coremltools.converters.mil.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{source.spec.bits}"))
+    progress = iter(track(list(source.tensors), "building the program", len(source.tensors)))
+
+    def make(name: str) -> Any:
+        next(progress, None)
+        tensor, label = source.tensors[name], name.replace(".", "_")
+        names[label] = name
+        if tensor.linear:
+            table = rounded(source.table(tensor.module), torch.float16, name)
+            groups = table.shape[0]  # of rows: `check` has seen to that
+            indices = source.indices(tensor.module).numpy().astype(index_type)
+            return mb.constexpr_lut_to_dense(indices=indices, lut=table.numpy().reshape(groups, 1, -1, 1), name=label)
+        if tensor.module:
+            data, scale = _embedding(source, tensor.module)
+            return mb.constexpr_blockwise_shift_scale(data=data.numpy(), scale=scale.numpy(), name=label)
+        return mb.const(val=rounded(source.dense(name), torch.float16, name).numpy(), name=label)
+
+    return make
+
+
+def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
+    """(levels int8, scale of each row float16) of an embedding."""
+    middle = 2 ** ((source.spec.embedding_bits or 8) - 1)
+    data = (source.indices(path).to(torch.int16) - middle).to(torch.int8)
+    return data, rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
+
+
+def _biases(source: Compressed, names: dict[str, str]) -> Any:
+    def make(path: str) -> Any:
+        name = f"{path}.bias"
+        if name not in source.tensors:
+            return None
+        from coremltools.converters.mil.mil import Builder as mb
+
+        names[name.replace(".", "_")] = name
+        value = rounded(source.dense(name), torch.float16, name).numpy()
+        return mb.const(val=value, name=name.replace(".", "_"))
+
+    return make
+
+
+def _shape(source: Compressed, options: Options) -> coreml_graph.Shape:
+    config = source.config
+    heads = config.num_attention_heads
+    first, last = lengths(options)
+    return coreml_graph.Shape(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        key_heads=config.num_key_value_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        eps=config.rms_norm_eps,
+        length=last,
+        tokens=last if first == last else None,
+        cache=options.cache,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _rotary(source: Compressed, options: Options) -> tuple[Any, Any]:
+    """Cosines and sines of all positions, (length, head size) float16, as the model's own class computes them."""
+    kind = type(source.model.model.rotary_emb)
+    positions = torch.arange(lengths(options)[1])[None]
+    cosines, sines = kind(config=source.config)(torch.zeros(1), positions)
+    return cosines[0].half().numpy(), sines[0].half().numpy()
+
+
+def _function(folder: Path) -> tuple[Any, dict[str, str]]:
+    """(the program's function as coremltools reads it from the disk, the metadata)."""
+    with _quiet():
+        import coremltools as ct
+        from coremltools.converters.mil.frontend.milproto.load import load as load_program
+
+        model = ct.models.MLModel(str(folder / PACKAGE), skip_model_load=True)
+        spec = model.get_spec()
+        found = load_program(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
+        return found.functions["main"], dict(spec.description.metadata.userDefined)
+
+
+def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of the dense model: the constants of the program read back."""
+    from edkm_cli.export.formats.coreml_run import dense_of
+
+    function, metadata = _function(folder)
+    names = json.loads(metadata[_MAP])
+    for operation in function.operations:
+        name = names.get(operation.outputs[0].name)
+        if operation.op_type.startswith("constexpr_"):
+            yield name or operation.name, dense_of(operation)
+        elif name is not None:
+            yield name, torch.from_numpy(np.array(operation.val.val, dtype=np.float32))
+
+
+def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
+    """Tables, norms and biases are float16; of an embedding the scale is, and its product with a level."""
+    exact = source.dense(name)
+    tensor = source.tensors[name]
+    if tensor.module and not tensor.linear:
+        data, scale = _embedding(source, tensor.module)
+        return (data.float() * scale.float()).half().float(), exact
+    return exact.half().float(), exact
+
+
+def load(folder: Path, source: Compressed, options: Options) -> Any:
+    """The program read back, computed in float32."""
+    from edkm_cli.export.formats.coreml_run import Program
+
+    function, metadata = _function(folder)
+    return Program(function, int(metadata[_LENGTH]))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """coremltools tells on import what of Core ML it does not find on Linux."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

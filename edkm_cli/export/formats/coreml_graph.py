@@ -1,0 +1,165 @@
+"""A decoder of the LLaMA family as a Core ML program (MIL, iOS 18), written operation by operation.
+
+Tracing a model would leave names, precisions and constant folding to a converter; here each compressed weight is one
+`constexpr_lut_to_dense`, the embedding one `constexpr_blockwise_shift_scale`, and the rest about twenty kinds of
+operations, which `coreml_run` computes again. Activations are float16, norms and their sums float32.
+
+Inputs are `input_ids` (1, tokens) int32 and, with a cache, `position` (1) int32: how many tokens came before. Output is
+`logits` (1, tokens, vocabulary) float16. A cache is two states, (layers, key-value heads, length, head size) float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_BLOCKED = np.float16(3e4)  # taken from a score, makes its share zero; within float16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's numbers. `length` is the longest sequence, `tokens` the fixed number in a call or None for a range."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    eps: float
+    length: int
+    tokens: int | None
+    cache: bool
+    tied: bool
+
+
+def program(shape: Shape, weight: Callable[[str], Any], bias: Callable[[str], Any], rotary: tuple[Any, Any]) -> Any:
+    """The MIL program.
+
+    Args:
+        weight: tensor name -> the variable that holds it; called inside the program, once for each name.
+        bias: module path -> its bias as a float16 array, or None.
+        rotary: cosines and sines, (length, head size) float16.
+    """
+    import coremltools as ct
+    from coremltools.converters.mil.mil import Builder as mb
+    from coremltools.converters.mil.mil import get_new_symbol, types
+
+    tokens = shape.tokens or get_new_symbol()
+    specs = [mb.TensorSpec(shape=(1, tokens), dtype=types.int32)]
+    if shape.cache:
+        state = (shape.layers, shape.key_heads, shape.length, shape.head_size)
+        specs += [
+            mb.TensorSpec(shape=(1,), dtype=types.int32),
+            mb.StateTensorSpec(state, dtype=types.fp16),
+            mb.StateTensorSpec(state, dtype=types.fp16),
+        ]
+
+    def body(input_ids: Any, position: Any = None, keys: Any = None, values: Any = None) -> Any:
+        return _Decoder(mb, shape, weight, bias, rotary).run(input_ids, position, (keys, values))
+
+    if shape.cache:
+
+        @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
+        def made(input_ids, position, key_cache, value_cache):  # type: ignore[no-untyped-def]
+            return body(input_ids, position, key_cache, value_cache)
+    else:
+
+        @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
+        def made(input_ids):  # type: ignore[no-untyped-def]
+            return body(input_ids)
+
+    return made
+
+
+class _Decoder:
+    """One call's operations, in order; `n` is the number of its tokens, `end` that of all tokens so far."""
+
+    def __init__(self, mb: Any, shape: Shape, weight: Any, bias: Any, rotary: tuple[Any, Any]):
+        self.mb, self.shape, self.weight, self.bias, self.rotary = mb, shape, weight, bias, rotary
+
+    def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
+        mb, shape = self.mb, self.shape
+        embedding = self.weight("model.embed_tokens.weight")
+        self.n = self._vector(mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0))
+        self.start = position if shape.cache else mb.sub(x=self.n, y=self.n)
+        self.end = mb.add(x=self.start, y=self.n)
+        self.states = states
+        x = mb.gather(x=embedding, indices=input_ids, axis=0)
+        size = mb.concat(values=[self.n, [shape.head_size]], axis=0)
+        begin = mb.concat(values=[self.start, [0]], axis=0)
+        self.cosines, self.sines = (mb.slice_by_size(x=table, begin=begin, size=size) for table in self.rotary)
+        self.mask = self._mask()
+        for layer in range(shape.layers):
+            path = f"model.layers.{layer}"
+            x = mb.add(x=x, y=self._attention(layer, self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn"))
+            x = mb.add(x=x, y=self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp"))
+        x = self._norm(x, "model.norm")
+        head = embedding if shape.tied else self.weight("lm_head.weight")
+        return mb.linear(x=x, weight=head, name="logits")
+
+    def _vector(self, scalar: Any) -> Any:
+        return self.mb.expand_dims(x=scalar, axes=[0])
+
+    def _mask(self) -> Any:
+        """(tokens, end) float16: 0 where a token sees another, else far below all scores."""
+        mb = self.mb
+        columns = mb.range_1d(start=0, end=mb.squeeze(x=self.end, axes=[0]), step=1)
+        rows = mb.add(x=mb.range_1d(start=0, end=mb.squeeze(x=self.n, axes=[0]), step=1), y=self.start)
+        sees = mb.less_equal(x=mb.expand_dims(x=columns, axes=[0]), y=mb.expand_dims(x=rows, axes=[1]))
+        return mb.mul(x=mb.sub(x=mb.cast(x=sees, dtype="fp16"), y=np.float16(1)), y=_BLOCKED)
+
+    def _norm(self, x: Any, path: str) -> Any:
+        mb = self.mb
+        wide = mb.cast(x=x, dtype="fp32")
+        mean = mb.reduce_mean(x=mb.mul(x=wide, y=wide), axes=[-1], keep_dims=True)
+        factor = mb.rsqrt(x=mb.add(x=mean, y=np.float32(self.shape.eps)), epsilon=np.float32(1e-30))
+        return mb.mul(x=mb.cast(x=mb.mul(x=wide, y=factor), dtype="fp16"), y=self.weight(f"{path}.weight"))
+
+    def _linear(self, x: Any, path: str) -> Any:
+        bias = self.bias(path)
+        more = {} if bias is None else {"bias": bias}
+        return self.mb.linear(x=x, weight=self.weight(f"{path}.weight"), **more)
+
+    def _heads(self, x: Any, count: int) -> Any:
+        """(1, tokens, count * size) -> (1, count, tokens, size)."""
+        parted = self.mb.reshape(x=x, shape=[1, -1, count, self.shape.head_size])
+        return self.mb.transpose(x=parted, perm=[0, 2, 1, 3])
+
+    def _turned(self, x: Any) -> Any:
+        """Rotary position embedding, the halves of a head as pairs."""
+        mb = self.mb
+        first, second = mb.split(x=x, num_splits=2, axis=-1)
+        swapped = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=-1)
+        return mb.add(x=mb.mul(x=x, y=self.cosines), y=mb.mul(x=swapped, y=self.sines))
+
+    def _kept(self, layer: int, index: int, new: Any) -> Any:
+        """Keys or values of all tokens so far, (1, key heads, end, size); the state is updated."""
+        if not self.shape.cache:
+            return new
+        mb, shape, state = self.mb, self.shape, self.states[index]
+        begin = mb.concat(values=[[layer, 0], self.start, [0]], axis=0)
+        stop = mb.concat(values=[[layer + 1, shape.key_heads], self.end, [shape.head_size]], axis=0)
+        updated = mb.slice_update(x=mb.read_state(input=state), update=new, begin=begin, end=stop)
+        mb.coreml_update_state(state=state, value=updated)
+        return mb.slice_by_index(x=updated, begin=[layer, 0, 0, 0], end=stop)
+
+    def _attention(self, layer: int, x: Any, path: str) -> Any:
+        mb, shape = self.mb, self.shape
+        query = self._turned(self._heads(self._linear(x, f"{path}.q_proj"), shape.heads))
+        key = self._turned(self._heads(self._linear(x, f"{path}.k_proj"), shape.key_heads))
+        value = self._heads(self._linear(x, f"{path}.v_proj"), shape.key_heads)
+        key, value = self._kept(layer, 0, key), self._kept(layer, 1, value)
+        groups = [1, shape.key_heads, shape.heads // shape.key_heads, -1, shape.head_size]
+        query = mb.mul(x=query, y=np.float16(shape.head_size**-0.5))
+        scores = mb.matmul(x=mb.reshape(x=query, shape=groups), y=mb.expand_dims(x=key, axes=[2]), transpose_y=True)
+        shares = mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1)
+        mixed = mb.matmul(x=shares, y=mb.expand_dims(x=value, axes=[2]))
+        mixed = mb.reshape(x=mixed, shape=[1, shape.heads, -1, shape.head_size])
+        joined = mb.reshape(x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, -1, shape.heads * shape.head_size])
+        return self._linear(joined, f"{path}.o_proj")
+
+    def _mlp(self, x: Any, path: str) -> Any:
+        gate = self.mb.silu(x=self._linear(x, f"{path}.gate_proj"))
+        return self._linear(self.mb.mul(x=gate, y=self._linear(x, f"{path}.up_proj")), f"{path}.down_proj")

@@ -1,0 +1,199 @@
+"""A Core ML program read back from disk and computed in float32: what stands in for Apple hardware in the gate.
+
+It knows the operations that `coreml_graph` writes, by their definition in MIL, and nothing of how that file combines them.
+Sums are in float32 where a device has float16, so that what differs from the source is the program and not rounding. A
+result that float16 could not hold is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.config import UserError
+
+_LARGEST = 65504.0
+
+
+class Program:
+    """A program as a causal LM: called with `input_ids` (1, tokens), it gives `logits`. With a cache, states start empty
+    and `position` tokens came before."""
+
+    training = False
+    device = torch.device("cpu")
+
+    def __init__(self, function: Any, length: int):
+        self._operations, self._length = list(function.operations), length
+        self._inputs, self._outputs = list(function.inputs), function.outputs
+        self.states: dict[str, Tensor] = {}
+        self._constants: dict[str, Any] = {}
+        for operation in self._operations:
+            kind = operation.op_type
+            if kind == "const":
+                self._constants[operation.outputs[0].name] = _as_tensor(operation.val.val)
+            elif kind.startswith("constexpr_"):
+                self._constants[operation.outputs[0].name] = dense_of(operation)
+            elif kind not in _KINDS and kind not in ("read_state", "coreml_update_state"):
+                raise UserError(f"the program must consist of operations that it was written with, but holds {kind}")
+
+    def eval(self) -> Program:
+        return self
+
+    def train(self, mode: bool = True) -> Program:
+        return self
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, *, position: int = 0, **_: Any) -> Any:
+        if position + input_ids.shape[1] > self._length:
+            raise UserError(
+                f"the program takes sequences of at most {self._length} tokens, got {position + input_ids.shape[1]}"
+            )
+        known = {"input_ids": input_ids, "position": torch.tensor([position])}
+        values: dict[str, Any] = {**self._constants, **{name: known[name] for name in self._inputs if name in known}}
+        for operation in self._operations:
+            if operation.op_type == "const" or operation.op_type.startswith("constexpr_"):
+                continue
+            results = self._result(operation, values)
+            for variable, result in zip(operation.outputs, results, strict=True):
+                _require_range(variable, result)
+                values[variable.name] = result
+        return SimpleNamespace(logits=values[self._outputs[0].name])
+
+    def _result(self, operation: Any, values: dict[str, Any]) -> tuple[Any, ...]:
+        if operation.op_type == "read_state":
+            name = operation.inputs["input"].name
+            if name not in self.states:
+                self.states[name] = torch.zeros(tuple(int(side) for side in operation.outputs[0].shape))
+            return (self.states[name],)
+        if operation.op_type == "coreml_update_state":
+            self.states[operation.inputs["state"].name] = values[operation.inputs["value"].name]
+            return (values[operation.inputs["value"].name],)
+        given = {name: _value(variable, values) for name, variable in operation.inputs.items() if variable is not None}
+        result = _KINDS[operation.op_type](**given)
+        return result if isinstance(result, tuple) else (result,)
+
+
+def dense_of(operation: Any) -> Tensor:
+    """The float32 tensor that a constexpr operation stands for, by its definition."""
+    if operation.op_type == "constexpr_lut_to_dense":
+        index, table = _as_tensor(operation.indices.val), _as_tensor(operation.lut.val)  # table (.., .., entries, 1)
+        row = torch.arange(index.shape[0]) // (index.shape[0] // table.shape[0])
+        column = torch.arange(index.shape[1]) // (index.shape[1] // table.shape[1])
+        return table[row[:, None], column[None, :], index.long(), 0]
+    if operation.op_type == "constexpr_blockwise_shift_scale":
+        data, scale = _as_tensor(operation.data.val), _as_tensor(operation.scale.val)  # scale (rows, 1)
+        product = data.float() * scale
+        return product.half().float() if operation.scale.val.dtype == np.float16 else product
+    raise UserError(f"the program must consist of operations that it was written with, but holds {operation.op_type}")
+
+
+def _as_tensor(value: Any) -> Any:
+    """A constant: numbers with a fraction in float32, whole ones in int64; texts and flags as they are."""
+    if isinstance(value, (str, bool, np.bool_)):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        return torch.from_numpy(np.array(array, dtype=np.float32))
+    return torch.from_numpy(np.array(array, dtype=np.int64))
+
+
+def _value(variable: Any, values: dict[str, Any]) -> Any:
+    if isinstance(variable, (list, tuple)):
+        return [_value(one, values) for one in variable]
+    if variable.name in values:
+        return values[variable.name]
+    return _as_tensor(variable.val)  # an argument that is written in place
+
+
+def _require_range(variable: Any, result: Any) -> None:
+    """Raises UserError where a device, which computes in float16, would get infinity."""
+    from coremltools.converters.mil.mil import types
+
+    if getattr(variable, "dtype", None) is types.fp16 and result.numel() and float(result.abs().max()) > _LARGEST:
+        raise UserError(
+            f"activations of a Core ML program are float16, at most {_LARGEST:g}, but {variable.name} reaches "
+            f"{float(result.abs().max()):g}; this model cannot be exported to coreml"
+        )
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    return [int(number) for number in tensor.reshape(-1)]
+
+
+def _slices(begin: Tensor, end: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in zip(_numbers(begin), end, strict=True))
+
+
+def _slice_update(x: Tensor, update: Tensor, begin: Tensor, end: Tensor, **_: Any) -> Tensor:
+    result = x.clone()
+    result[_slices(begin, _numbers(end))] = update
+    return result
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+def _matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    return (x.mT if transpose_x else x) @ (y.mT if transpose_y else y)
+
+
+def _split(x: Tensor, num_splits: Tensor, axis: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return x.chunk(int(num_splits), int(axis))
+
+
+def _expand_dims(x: Tensor, axes: Tensor) -> Tensor:
+    for axis in sorted(_numbers(axes)):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _squeeze(x: Tensor, axes: Tensor) -> Tensor:
+    for axis in sorted(_numbers(axes), reverse=True):
+        x = x.squeeze(axis)
+    return x
+
+
+def _cast(x: Tensor, dtype: str) -> Tensor:
+    return x.float() if dtype in ("fp16", "fp32") else x.long()
+
+
+def _reshape(x: Tensor, shape: Tensor) -> Tensor:
+    return x.reshape(_numbers(shape))
+
+
+def _slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
+    return x[_slices(begin, [a + b for a, b in zip(_numbers(begin), _numbers(size), strict=True)])]
+
+
+_KINDS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "less_equal": lambda x, y: x <= y,
+    "rsqrt": lambda x, epsilon: (x + epsilon).rsqrt(),
+    "silu": lambda x: nn.functional.silu(x),
+    "softmax": lambda x, axis: x.softmax(int(axis)),
+    "reduce_mean": lambda x, axes, keep_dims: x.mean(_numbers(axes), keepdim=bool(keep_dims)),
+    "cast": _cast,
+    "shape": lambda x: torch.tensor(x.shape),
+    "gather": lambda x, indices, axis, **_: x[indices],
+    "range_1d": lambda end, start, step: torch.arange(int(start), int(end), int(step)),
+    "concat": lambda values, axis, **_: torch.cat(values, int(axis)),
+    "split": _split,
+    "expand_dims": _expand_dims,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "transpose": lambda x, perm: x.permute(_numbers(perm)),
+    "slice_by_size": _slice_by_size,
+    "slice_by_index": lambda x, begin, end, **_: x[_slices(begin, _numbers(end))],
+    "slice_update": _slice_update,
+    "linear": _linear,
+    "matmul": _matmul,
+    "identity": lambda x: x,
+}
