@@ -189,7 +189,8 @@ class _Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            output.mark({"fingerprint": identity, "measured": self.session.found})
+            session = self.session
+            output.mark({"fingerprint": identity, "perplexity": session.perplexity, "measured": session.found})
             return str(staging)
 
         return Path(self.world.on_main(begin))
