@@ -113,8 +113,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (("--bits", 9), "bits must be one of"),
-            (("--bits", 0), "bits must be one of"),
+            (("--bits", 9), "bits must be at most 8, got 9"),
+            (("--bits", 0), "bits must be at least 1, got 0"),
             (("--granularity", "row:5"), "does not divide model.layers.0"),
             (("--granularity", "rows"), "granularity must be"),
             (("--lut-dtype", "int8"), "lut_dtype must be one of"),

@@ -10,6 +10,7 @@ tables already.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
     """
     base: Any = model.base_model.model
-    tables: dict[str, torch.Tensor] = {}
+    tables: dict[str, tuple[torch.Tensor, int]] = {}
     for name, module in list(base.named_modules()):
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
-            tables[path] = module.table().float()
+            tables[path] = module.table().float(), module.bits
             base.set_submodule(name, to_dense(module, torch.float32))
         elif isinstance(module, (PalettizedEmbedding, PalettizedHead)) and name.endswith(".base_layer"):
             raise UserError(
@@ -39,12 +40,13 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
                 "be merged into; train an adapter with --target-modules all-linear"
             )
     merged = model.merge_and_unload()
-    for path, table in tables.items():
+    for path, (table, bits) in tables.items():
         linear = merged.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         if not bool(linear.weight.isfinite().all()):
             raise UserError(f"the adapter must be finite, but its update of {path} is not")
-        layer = ClusteredLinear(linear.weight, linear.bias, table, clustering, temperature=1.0, name=path)
+        own = replace(clustering, bits=bits)
+        layer = ClusteredLinear(linear.weight, linear.bias, table, own, temperature=1.0, name=path)
         merged.set_submodule(path, layer)
     return merged.requires_grad_(False).eval()
 

@@ -45,7 +45,10 @@ def check(x_columns: int, packed: Packed) -> None:
             f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
         )
     if tile is None:
-        wanted: tuple[int, ...] = (rows, 1)
+        groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1
+        if x_columns % groups:
+            raise ValueError(f"{groups} scales a row must divide its {x_columns} columns")
+        wanted: tuple[int, ...] = (rows, groups)
     elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
         raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
     else:

@@ -47,9 +47,11 @@ def level() -> int:
 
 
 def supports(packed: Packed) -> bool:
-    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, and a compiler was there."""
+    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, with one scale a row at most,
+    and a compiler was there."""
     return (
         packed.indices.device.type == "cpu"
+        and not packed.grouped
         and packed.table.dtype in _TABLE_DTYPES
         and packed.indices.is_contiguous()
         and packed.table.is_contiguous()

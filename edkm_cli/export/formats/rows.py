@@ -13,6 +13,8 @@ def require_fit(name: str, source: Compressed) -> None:
     """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
     spec = source.spec
     found = misfits(name, bits=spec.bits, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
+    if spec.module_bits:
+        found.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
     if found:
         raise UserError(f"--to {name}: {'; '.join(found)} (edkm compress --target {name} sets all of them)")
     for tensor in source.linears:
