@@ -23,7 +23,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allotment import spread_evenly
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
-from edkm_cli.targets import check_shape
+from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
@@ -179,9 +179,8 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     if config.target is not None:
-        for swap in swaps:
-            if swap.clustered:
-                check_shape(config.target, swap.name, swap.shape)
+        shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
+        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
     tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
