@@ -126,15 +126,15 @@ class CompressConfig:
     )
     temperature: float = setting(
         0.02,
-        "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
+        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a table.",
         COMPRESSION,
         positive=True,
     )
     temperature_end: float = setting(
-        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
+        0.0005, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
     )
     temperature_schedule: str = setting(
-        "constant",
+        "exponential",
         "How the temperature goes from --temperature to --temperature-end.",
         COMPRESSION,
         choices=("constant", "linear", "cosine", "exponential"),
@@ -341,6 +341,11 @@ class CompressConfig:
         if self.start == "reconstructed" and self.mode != "straight-through":
             found.append(
                 f"start reconstructed is for mode straight-through, got mode {self.mode}; use start compensated"
+            )
+        if self.temperature_schedule != "constant" and 0 < self.temperature < self.temperature_end:
+            found.append(
+                f"temperature falls to temperature_end, but {self.temperature:g} is below {self.temperature_end:g}; give a "
+                "lower temperature_end, or temperature_schedule constant"
             )
         if self.keep_best and not self.eval_every:
             found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
