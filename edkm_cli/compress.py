@@ -13,6 +13,7 @@ import torch
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.dequantize import load_source
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.size import footprint
@@ -159,6 +160,7 @@ class Run:
                 if found:
                     self.watch.say(data.overlap_warning(name, found, of))
             dense = dense if dense is not None else self._load_dense()
+            models.require_finite(plan.source, dense)
             if config.packing and config.steps:
                 require_attention_within_documents(dense)
             return tokenizer, dense
@@ -184,12 +186,12 @@ class Run:
         if world.sharded:
             dtype, trust = getattr(torch, plan.dense_dtype), config.trust_remote_code
             return build_sharded(plan.source, world, dtype=dtype, trainable=False, trust_remote_code=trust)
-        return models.load_dense(
+        return load_source(
             plan.source,
+            dequantize=config.dequantize,
             dtype=plan.dtype,
             device=world.device,
             trust_remote_code=config.trust_remote_code,
-            progress=False,
         )
 
     def _identity(self, dense: Any) -> dict[str, Any]:

@@ -324,6 +324,11 @@ class CompressConfig:
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
+    dequantize: bool = setting(
+        False,
+        "Decode a model that is quantized already (an edkm checkpoint, or FP8 in blocks), and start from that.",
+        MODEL,
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, float) and self.bits.is_integer():

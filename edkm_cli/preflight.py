@@ -23,7 +23,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allotment import spread_evenly
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
-from edkm_cli.targets import check_shape
+from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
@@ -148,12 +148,23 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
     else:
         source = models.resolve(config.model)
-        if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-            raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
-        architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
+        own = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
+        if own and not config.dequantize:
+            raise UserError(
+                f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
+                "from what is left of it"
+            )
+        architecture = models.load_config(
+            source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
+        )
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and config.dequantize:
+        raise UserError(
+            "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first",
+            everywhere=True,
+        )
     if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
         raise UserError(
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
@@ -168,9 +179,8 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     if config.target is not None:
-        for swap in swaps:
-            if swap.clustered:
-                check_shape(config.target, swap.name, swap.shape)
+        shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
+        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
     tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
