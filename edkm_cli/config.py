@@ -37,6 +37,14 @@ def configs_directory() -> Path:
     return beside if (beside / "models.yaml").is_file() else package / "configs"
 
 
+def ready_file(path: str | Path) -> Path:
+    """A file as it was named; where there is none, the one of edkm's own that `configs/FILE` or FILE names."""
+    named = Path(path).expanduser()
+    shipped = configs_directory() / named.name
+    own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
+    return shipped if own else named
+
+
 @dataclass(frozen=True)
 class CompressConfig:
     """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
@@ -126,15 +134,15 @@ class CompressConfig:
     )
     temperature: float = setting(
         0.02,
-        "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
+        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a table.",
         COMPRESSION,
         positive=True,
     )
     temperature_end: float = setting(
-        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
+        0.0005, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
     )
     temperature_schedule: str = setting(
-        "constant",
+        "exponential",
         "How the temperature goes from --temperature to --temperature-end.",
         COMPRESSION,
         choices=("constant", "linear", "cosine", "exponential"),
@@ -376,7 +384,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
 
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
-    values = read_yaml(file) if file is not None else {}
+    values = read_yaml(ready_file(file)) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
     if values.get("target") in TARGETS:
         values = {**TARGETS[values["target"]].settings, **values}

@@ -19,6 +19,11 @@ def contradictions(config: Any) -> list[str]:
         config.mode != "straight-through" or config.lora_rank or config.sharding == "full"
     ):
         found.append("assignments held is for mode straight-through without LoRA or sharding; use assignments free")
+    if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
+        found.append(
+            f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "
+            "lower temperature_end, or temperature_schedule constant"
+        )
     if config.keep_best and not config.eval_every:
         found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
     if config.lut_scale is not None and math.frexp(config.lut_scale)[0] != 0.5:
