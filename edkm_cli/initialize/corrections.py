@@ -110,7 +110,8 @@ class Corrections:
 
         Args:
             inputs: X, (batch, sequence, in), of the compressed model.
-            factor, order: of the damped inverse of the weighted X X^T, as `edkm_cli.initialize.compensate.compensated` takes them.
+            factor, order: of the damped inverse of the weighted X X^T, as
+                `edkm_cli.initialize.compensate.compensated` takes them.
 
         A layer that sees a choice of the tokens, as experts do, keeps its weight: nothing says that they are the same.
         """
