@@ -152,8 +152,8 @@ class CompressConfig:
     # data
     data: tuple[str, ...] = setting(
         ("builtin",),
-        "Training data: builtin (Python's documentation), self (text that the model writes), wikitext2, alpaca, c4, "
-        "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
+        "Training data: builtin (Python's documentation), builtin-prose (everyday English, small), self (text that the "
+        "model writes), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
         "gives it a share of the sequences.",
         DATA,
     )
@@ -243,6 +243,15 @@ class CompressConfig:
         TRAINING,
         minimum=0,
     )
+    compare_dense: bool = setting(
+        False,
+        "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio of "
+        "their perplexities. Takes as long again.",
+        TRAINING,
+    )
+    dense_learning_rate: float = setting(
+        2e-5, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
+    )
     gradient_checkpointing: bool = setting(False, "Save memory: compute activations again in the backward pass.", SCALE)
     offload: str = setting(
         "none",
@@ -329,6 +338,12 @@ class CompressConfig:
             found += misfits(self.target, bits=self.bits, granularity=self.granularity, lut_dtype=self.lut_dtype)
             if self.target == "lut-b" and self.lut_scale is None:
                 found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+        if self.compare_dense and not self.steps:
+            found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
+        if self.compare_dense and self.lora_rank:
+            found.append(
+                "compare_dense trains all weights, for which lora_rank leaves no memory; leave one of the two out"
+            )
         if not self.data:
             found.append("data must name at least one data set or file")
         twice = [name for name in dict.fromkeys(self.eval_data) if self.eval_data.count(name) > 1]
