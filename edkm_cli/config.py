@@ -153,8 +153,8 @@ class CompressConfig:
     data: tuple[str, ...] = setting(
         ("builtin",),
         "Training data: builtin (Python's documentation), builtin-prose (everyday English, small), self (text that the "
-        "model writes), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
-        "gives it a share of the sequences.",
+        "model writes), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, "
+        "glob or directory; NAME=WEIGHT gives it a share of the sequences.",
         DATA,
     )
     data_column: str | None = setting(
