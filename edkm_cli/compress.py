@@ -12,6 +12,7 @@ import torch
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
+from edkm_cli.dequantize import load_source
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
@@ -162,6 +163,7 @@ class Run:
                 if found:
                     self.watch.say(data.overlap_warning(name, found, of))
             dense = dense if dense is not None else self._load_dense()
+            models.require_finite(plan.source, dense)
             if config.packing and config.steps:
                 require_attention_within_documents(dense)
             return tokenizer, dense
@@ -187,12 +189,12 @@ class Run:
         if world.sharded:
             dtype, trust = getattr(torch, plan.dense_dtype), config.trust_remote_code
             return build_sharded(plan.source, world, dtype=dtype, trainable=False, trust_remote_code=trust)
-        return models.load_dense(
+        return load_source(
             plan.source,
+            dequantize=config.dequantize,
             dtype=plan.dtype,
             device=world.device,
             trust_remote_code=config.trust_remote_code,
-            progress=False,
         )
 
     def _identity(self, dense: Any) -> dict[str, Any]:
@@ -209,6 +211,7 @@ class Run:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
         self.measured.restore(found["measured"])
+        self.plan = self.plan.with_bits(found.get("module_bits", {}))
         return True
 
     def _measure(self, stage: str, model: Any) -> None:
@@ -229,6 +232,7 @@ class Run:
                 world=world,
                 track=self.watch.track,
             )
+        self.plan = plan.after_start(model)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
 
     def _rebuild(self) -> Any:
@@ -249,8 +253,8 @@ class Run:
         def begin() -> str:
             assert output is not None
             staging = output.begin(keep=keep)
-            perplexity, found = self.measured.perplexity, self.measured.state()
-            output.mark({"fingerprint": identity, "perplexity": perplexity, "measured": found})
+            found = {"measured": self.measured.state(), "module_bits": self.plan.spec.module_bits}
+            output.mark({"fingerprint": identity, "perplexity": self.measured.perplexity, **found})
             return str(staging)
 
         return Path(self.world.on_main(begin))

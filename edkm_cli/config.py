@@ -27,14 +27,8 @@ from edkm_cli.settings import (
     refuse,
     setting,
 )
+from edkm_cli.settings import configs_directory as configs_directory
 from edkm_cli.targets import TARGETS, misfits
-
-
-def configs_directory() -> Path:
-    """Where models.yaml and the ready configurations are: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    beside = package.parent / "configs"
-    return beside if (beside / "models.yaml").is_file() else package / "configs"
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,22 @@ class CompressConfig:
 
     model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
-    bits: int = setting(3, "Bits per weight: a lookup table has 2^bits entries.", COMPRESSION, choices=range(1, 9))
+    bits: float = setting(
+        3,
+        "Bits per weight, 1 to 8: a lookup table has 2^bits entries. With --allocation sensitivity an average, such as 3.5.",
+        COMPRESSION,
+        minimum=1,
+        maximum=8,
+    )
+    allocation: str = setting(
+        "uniform",
+        "Which matrices get how many bits.",
+        COMPRESSION,
+        choices={
+            "uniform": "all as many as --bits says",
+            "sensitivity": "more where errors raise the loss most, fewer elsewhere, in no more room than uniform",
+        },
+    )
     granularity: str = setting(
         "row:1",
         "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C columns).",
@@ -73,6 +82,12 @@ class CompressConfig:
         "Bits per weight of embeddings and output head; 16 leaves them uncompressed.",
         COMPRESSION,
         choices=(*range(2, 9), 16),
+    )
+    embedding_group: int = setting(
+        0,
+        "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
+        COMPRESSION,
+        minimum=0,
     )
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
@@ -153,8 +168,8 @@ class CompressConfig:
     data: tuple[str, ...] = setting(
         ("builtin",),
         "Training data: builtin (Python's documentation), builtin-prose (everyday English, small), self (text that the "
-        "model writes), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, "
-        "glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        "model writes), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a "
+        "file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
         DATA,
     )
     data_column: str | None = setting(
@@ -312,8 +327,15 @@ class CompressConfig:
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
+    dequantize: bool = setting(
+        False,
+        "Decode a model that is quantized already (an edkm checkpoint, or FP8 in blocks), and start from that.",
+        MODEL,
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.bits, float) and self.bits.is_integer():
+            object.__setattr__(self, "bits", int(self.bits))
         for name in ("data", "eval_data"):  # a single text is a list of one
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
@@ -334,7 +356,8 @@ class CompressConfig:
             found.append(f"lut_scale must be a power of two, such as 0.0625, got {self.lut_scale:g}")
         if self.lut_scale is not None and self.lut_dtype != "float8_e4m3fn":
             found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {self.lut_dtype}; leave it out")
-        if self.target is not None:
+        found += self._bits_contradictions()
+        if self.target is not None and isinstance(self.bits, int):
             found += misfits(self.target, bits=self.bits, granularity=self.granularity, lut_dtype=self.lut_dtype)
             if self.target == "lut-b" and self.lut_scale is None:
                 found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
@@ -344,10 +367,25 @@ class CompressConfig:
             found.append(
                 "compare_dense trains all weights, for which lora_rank leaves no memory; leave one of the two out"
             )
+        if self.embedding_group and self.embedding_bits == 16:
+            found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
         if not self.data:
             found.append("data must name at least one data set or file")
         twice = [name for name in dict.fromkeys(self.eval_data) if self.eval_data.count(name) > 1]
         found += [f"eval_data names {name} twice; give each text once" for name in twice]
+        return found
+
+    def _bits_contradictions(self) -> list[str]:
+        found = []
+        if self.allocation == "uniform" and not isinstance(self.bits, int):
+            found.append(f"bits {self.bits:g} is an average; give a whole number, or allocation sensitivity")
+        if self.allocation == "sensitivity" and self.importance != "gradient":
+            found.append(
+                "allocation sensitivity compares matrices by squared gradients, but importance is "
+                f"{self.importance}; use importance gradient"
+            )
+        if self.allocation == "sensitivity" and self.target is not None:
+            found.append(f"target {self.target} holds one number of bits for all matrices; use allocation uniform")
         return found
 
 

@@ -1,8 +1,8 @@
 """The checkpoint's schema: what `quantization_config` holds, which tensors a module stores, and how files are written.
 
 A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
-(groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and one
-float32 `scale` a row. docs/format.md specifies both to the byte.
+(groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and a
+float32 `scale` for each row, or for each group of its columns. docs/format.md specifies both to the byte.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
 SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
+MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 LUT_DTYPES: dict[str, torch.dtype] = {
@@ -57,7 +58,9 @@ _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 class QuantizationSpec:
     """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
 
-    `granularity` may be given as the file has it, a text. `format_version` 0 stands for the one that is written today.
+    `embedding_group` columns of an embedding share a scale; None: a whole row. `module_bits` holds the bits of the
+    linears that have others than `bits`. `granularity` may be given as the file has it, a text. `format_version` 0
+    stands for the lowest that can hold the rest.
     """
 
     bits: int
@@ -66,9 +69,13 @@ class QuantizationSpec:
     embedding_bits: int | None
     skipped: list[str] = field(default_factory=list)
     format_version: int = 0
+    embedding_group: int | None = None
+    module_bits: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
+        if self.embedding_group is not None or self.module_bits:
+            versions = (MIXED_VERSION,)
         if self.format_version == 0 and _is_int(self.format_version):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -87,6 +94,13 @@ class QuantizationSpec:
                 f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: a newer edkm-cli "
                 "may read it"
             )
+        if self.embedding_group is not None and (
+            not _is_int(self.embedding_group) or self.embedding_group < 1 or self.embedding_bits is None
+        ):
+            faults.append(
+                f"embedding_group must be a positive number, with embedding_bits, got {self.embedding_group!r}"
+            )
+        faults += _module_bits_faults(self.module_bits)
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
         except UserError as error:
@@ -99,7 +113,7 @@ class QuantizationSpec:
         """Read the `quantization_config` of a config.json. Raises UserError listing every fault."""
         values: dict[str, Any] = {key: value for key, value in mapping.items() if key != "quant_method"}
         known = set(cls.__dataclass_fields__)
-        unknown, missing = sorted(set(values) - known), sorted(known - {"skipped"} - set(values))
+        unknown, missing = sorted(set(values) - known), sorted(known - _OPTIONAL - set(values))
         if mapping.get("quant_method") != QUANT_METHOD or unknown or missing:
             raise UserError(
                 f"quantization_config must have quant_method {QUANT_METHOD!r} and the keys {', '.join(sorted(known))}; "
@@ -110,28 +124,67 @@ class QuantizationSpec:
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        return {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
+        """As config.json has it: what versions 1 and 2 do not know is left out of them."""
+        mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
+        unused = () if self.format_version == MIXED_VERSION else ("embedding_group", "module_bits")
+        return {key: value for key, value in mapping.items() if key not in unused}
+
+    def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
+        """The same, with these bits of linears by module path, in the lowest version that can hold them."""
+        own = {name: count for name, count in bits.items() if count != self.bits}
+        return replace(self, module_bits=own, format_version=0) if own or self.module_bits else self
+
+    def bits_of(self, name: str) -> int:
+        """Bits of an index of the linear `name`."""
+        return self.module_bits.get(name, self.bits)
+
+    @property
+    def scales_luts(self) -> bool:
+        """Whether the tables of a linear have a scale beside them."""
+        return self.lut_dtype == "float8_e4m3fn" and self.format_version >= SCALED_VERSION
 
     def linear_tensors(
         self, out_features: int, in_features: int, *, layer: str
     ) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized linear stores."""
-        groups = self.granularity.groups(out_features, in_features, layer=layer)
+        groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
         tensors: dict[str, tuple[torch.dtype, tuple]] = {
-            "indices": (torch.uint8, (out_features, packed_width(in_features, self.bits))),
-            "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**self.bits)),
+            "indices": (torch.uint8, (out_features, packed_width(in_features, bits))),
+            "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**bits)),
         }
-        if self.format_version == SCALED_VERSION:
+        if self.scales_luts:
             tensors["lut_scale"] = (torch.float32, (1,))
         return tensors
 
     def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:
-        """Name -> (dtype, shape) of what a palettized embedding or output embedding stores."""
+        """Name -> (dtype, shape) of what a palettized embedding or output embedding stores.
+
+        Raises UserError for groups of columns that do not divide a row.
+        """
         assert self.embedding_bits is not None
+        group = self.embedding_group or columns
+        if columns % group:
+            fits = max(size for size in range(1, group) if columns % size == 0) if group > 1 else 1
+            raise UserError(
+                f"--embedding-group must divide the {columns} columns of the embeddings, got {group}; nearest below that "
+                f"fits: {fits}"
+            )
         return {
             "indices": (torch.uint8, (rows, packed_width(columns, self.embedding_bits))),
-            "scale": (torch.float32, (rows, 1)),
+            "scale": (torch.float32, (rows, columns // group)),
         }
+
+
+_OPTIONAL = {"skipped", "embedding_group", "module_bits"}
+
+
+def _module_bits_faults(value: Any) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"module_bits must map module names to bits, got {value!r:.60}"]
+    for name, bits in value.items():
+        if not isinstance(name, str) or not _is_int(bits) or not MIN_BITS <= bits <= MAX_BITS:
+            return [f"module_bits must map module names to {MIN_BITS} to {MAX_BITS}, got {name!r:.60}: {bits!r:.60}"]
+    return []
 
 
 def _is_int(value: object) -> bool:

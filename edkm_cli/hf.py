@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
+from edkm_cli.nn.one_token import shorten
 from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 
@@ -74,6 +75,7 @@ class EdkmQuantizer(HfQuantizer):
             if isinstance(module, PALETTIZED):
                 _check_loaded(name, module)
         share_inputs(model)
+        shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
         return model

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from edkm_cli.config import UserError, configs_directory
+from edkm_cli.distributed import local
+from edkm_cli.quantized import as_if_dense, require_unquantized
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -107,11 +109,13 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
     )
 
 
-def load_config(source: ModelSource, *, trust_remote_code: bool = False, may_be_quantized: bool = False) -> Any:
+def load_config(
+    source: ModelSource, *, trust_remote_code: bool = False, may_be_quantized: bool = False, dequantize: bool = False
+) -> Any:
     """The transformers configuration. An alias brings its architecture, so that planning needs neither hub nor files.
 
     Its `tie_word_embeddings` is what the weight files on this machine say. Raises UserError for a model that cannot be
-    had, or one that is quantized already unless it `may_be_quantized`.
+    had, or one that is quantized already unless it `may_be_quantized`. With `dequantize` it is that of the decoded model.
     """
     import transformers
 
@@ -125,26 +129,23 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False, may_be_
         )
     except Exception as error:
         raise _loading_error(source, error) from error
-    if not may_be_quantized:
-        require_unquantized(source, config)
+    if dequantize:
+        as_if_dense(source.name, config)
+    elif not may_be_quantized:
+        require_unquantized(source.name, config)
     if source.is_local and not source.gguf_file:
         settle_ties(config, Path(source.location))
     return config
 
 
-def require_unquantized(source: ModelSource, config: Any) -> None:
-    """Raises UserError for a checkpoint whose weights are quantized: clustering needs the numbers themselves."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    method = getattr(method, "value", method)
-    if method == "gguf":
-        return
-    raise UserError(
-        f"--model must not be quantized yet, but {source.name} is ({method or 'unknown method'}); give the model it was "
-        "made from, or decode it first: AutoModelForCausalLM.from_pretrained(...).dequantize() and save_pretrained(...)"
-    )
+def require_finite(source: ModelSource, model: Any) -> None:
+    """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
+    for name, parameter in model.named_parameters():
+        if not bool(local(parameter.detach()).isfinite().all()):
+            raise UserError(
+                f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again, or "
+                "use --dtype float32 where another format is too narrow for them"
+            )
 
 
 def settle_ties(config: Any, directory: Path) -> None:
@@ -198,13 +199,14 @@ def load_dense(
     trust_remote_code: bool = False,
     progress: bool = True,
     may_be_quantized: bool = False,
+    config: Any = None,
 ) -> Any:
     """A dense causal LM in `dtype`, in evaluation mode.
 
     A GGUF file is decoded to bfloat16 first: that is the precision of the checkpoints such files are made from, and
     what the perplexities of docs/results refer to. `config.tie_word_embeddings` says of the model what its weights say.
     Raises UserError if the model cannot be had, if its files lack a tensor, hold one too many or one of another shape,
-    or if it is quantized already (unless it `may_be_quantized`).
+    or if it is quantized already (unless it `may_be_quantized`). `config` takes the place of the one in the files.
     """
     import torch
 
@@ -218,7 +220,8 @@ def load_dense(
             for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(target)
         else:
-            model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target)
+            options = {} if config is None else {"config": config}
+            model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target, **options)
     model.config._name_or_path = source.name
     model.config.dtype = target
     return model.to(device).eval()

@@ -7,7 +7,9 @@ follow from it, too.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.allotment import spread_evenly
+from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
-from edkm_cli.targets import check_shape
+from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
@@ -62,6 +65,7 @@ class RunPlan:
         dtype: of the clustered model; differs where sharded training keeps float32 master weights.
         mixed_precision: `no` or `bf16`.
         start: how weights start: `kmeans`, `compensated` or `reconstructed`.
+        allotted: whether the bits of each linear in `spec` are final; before, they only have the right sum.
     """
 
     config: CompressConfig
@@ -75,6 +79,15 @@ class RunPlan:
     dtype: str
     mixed_precision: str
     start: str
+    allotted: bool = False
+
+    def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
+        """The plan after the linears have been given their bits, by module path."""
+        return replace(self, spec=self.spec.with_bits(bits), allotted=True)
+
+    def after_start(self, model: Any) -> RunPlan:
+        """The plan with the bits that the linears of the clustered model have."""
+        return self.with_bits({name: layer.clustering.bits for name, layer in clustered_layers(model).items()})
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
@@ -89,7 +102,7 @@ class RunPlan:
     def clustering(self) -> Clustering:
         config = self.config
         return Clustering(
-            bits=config.bits,
+            bits=self.spec.bits,
             granularity=self.spec.granularity,
             lut_dtype=config.lut_dtype,
             method=config.method,
@@ -135,23 +148,39 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
     else:
         source = models.resolve(config.model)
-        if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-            raise UserError(f"--model {config.model} is compressed already; give the uncompressed model")
-        architecture = models.load_config(source, trust_remote_code=config.trust_remote_code)
+        own = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
+        if own and not config.dequantize:
+            raise UserError(
+                f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
+                "from what is left of it"
+            )
+        architecture = models.load_config(
+            source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
+        )
         skeleton = _skeleton(architecture, config)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+    if setting.sharded and config.dequantize:
+        raise UserError(
+            "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first",
+            everywhere=True,
+        )
     if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
         raise UserError(
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
             everywhere=True,
         )
+    if setting.sharded and config.allocation == "sensitivity":
+        raise UserError(
+            "--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use "
+            "--allocation uniform",
+            everywhere=True,
+        )
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     if config.target is not None:
-        for swap in swaps:
-            if swap.clustered:
-                check_shape(config.target, swap.name, swap.shape)
+        shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
+        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
     tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
@@ -174,18 +203,25 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         architecture=architecture,
         parameters=parameters,
         swaps=swaps,
-        spec=QuantizationSpec(
-            bits=config.bits,
-            granularity=granularity,
-            lut_dtype=config.lut_dtype,
-            embedding_bits=embedding_bits(config),
-            skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
-        ),
+        spec=_spec(config, granularity, swaps),
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
         start=choose_start(config, sharded=setting.sharded),
     )
+
+
+def _spec(config: CompressConfig, granularity: Granularity, swaps: tuple[Swap, ...]) -> QuantizationSpec:
+    """The checkpoint's; where matrices will differ in bits, with any that take the same room."""
+    spec = QuantizationSpec(
+        bits=math.floor(config.bits),
+        granularity=granularity,
+        lut_dtype=config.lut_dtype,
+        embedding_bits=embedding_bits(config),
+        embedding_group=config.embedding_group or None,
+        skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
+    )
+    return spec.with_bits(spread_evenly([swap for swap in swaps if swap.clustered], spec, config.bits))
 
 
 def choose_device(device: str) -> str:
@@ -337,6 +373,8 @@ def needed_bytes(plan: RunPlan) -> int:
     trained = plan.parameters
     if config.lora_rank:
         updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
-        luts = sum(plan.spec.granularity.groups(*swap.shape) for swap in plan.clustered)
-        trained = updates + luts * 2**config.bits
+        luts = sum(
+            plan.spec.granularity.groups(*swap.shape) * 2 ** plan.spec.bits_of(swap.name) for swap in plan.clustered
+        )
+        trained = updates + luts
     return int(plan.parameters * 1.1) + 50_000_000 + kept * 12 * trained

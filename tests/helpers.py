@@ -83,10 +83,13 @@ def tiny_qwen():
     return Qwen2ForCausalLM(config).eval()
 
 
-def cluster(model, *, bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8, skip=(), **options):
-    """Swap a model in place as `compress` does; returns (model in evaluation mode, spec)."""
+def cluster(
+    model, *, bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8, skip=(), mixed=None, **options
+):
+    """Swap a model in place as `compress` does; returns (model in evaluation mode, spec). `mixed`: more of the spec."""
     swaps = plan_swaps(model, embedding_bits=embedding_bits, skip=skip)
-    spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, [s.name for s in swaps if s.reason])
+    skipped = [s.name for s in swaps if s.reason]
+    spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, skipped, **(mixed or {}))
     initialize(model, Recipe(swaps, spec, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05))
     return model.eval(), spec
 

@@ -11,7 +11,9 @@ from helpers import byte_tokenizer, cluster, compress_arguments, export, refused
 from processes import PATIENCE_SECONDS
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compress", "--help"], ["eval", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compress", "--help"], ["finetune", "--help"], ["eval", "--help"], ["--version"]]
+)
 def test_help_imports_no_torch(arguments):
     code = (
         "import sys\nfrom edkm_cli.cli import main\n"
@@ -111,8 +113,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (("--bits", 9), "bits must be one of"),
-            (("--bits", 0), "bits must be one of"),
+            (("--bits", 9), "bits must be at most 8, got 9"),
+            (("--bits", 0), "bits must be at least 1, got 0"),
             (("--granularity", "row:5"), "does not divide model.layers.0"),
             (("--granularity", "rows"), "granularity must be"),
             (("--lut-dtype", "int8"), "lut_dtype must be one of"),

@@ -327,7 +327,7 @@ class TestSettings:
             (("--methods", "rtn,rtn"), "names rtn twice"),
             (("--methods", "rtn:speed=9"), "rtn has the options bits, group_size"),
             (("--methods", "rtn:bits=x"), "bits must be a whole number, got 'x'"),
-            (("--methods", "edkm:bits=77"), "bits must be one of"),
+            (("--methods", "edkm:bits=77"), "bits must be at most 8"),
             (("--methods", "edkm:output=here"), "output is the same for all methods"),
             (("--methods", "fp16:bits=3"), "fp16 has no options"),
             (("--bits", 9, "--steps", -1), "bits must be at most 8, got 9; steps must be at least 0, got -1"),

@@ -84,16 +84,17 @@ def test_accumulation_that_the_launcher_was_told_is_not_applied_twice(monkeypatc
 
 
 @pytest.mark.slow
-def test_bfloat16_learns_like_float32(model_directory, text_file, tmp_path):
+@pytest.mark.parametrize("distill", [False, True])
+def test_bfloat16_learns_like_float32(model_directory, text_file, tmp_path, distill):
     """60 steps at a rate at which plain bfloat16 steps lose most updates; both results are measured in float32, since what
     bfloat16 products cost this random model has nothing to do with updates."""
-    more = {"steps": 60, "learning_rate": 5e-5, "save_every": 0, "distill": False}
+    more = {"steps": 60, "learning_rate": 5e-5, "save_every": 0, "distill": distill}
     found = {}
     for dtype in ("float32", "bfloat16"):
         compress(config_of(model_directory, text_file, tmp_path / dtype, dtype=dtype, **more))
         exported = edkm_cli.load(tmp_path / dtype, dtype=torch.float32)
         tokens = tokenize(load_documents(str(text_file), "train"), load_tokenizer(resolve(str(tmp_path / dtype))))
-        found[dtype] = perplexity(exported, tokens, context=32, max_windows=200).perplexity
+        found[dtype] = perplexity(exported, tokens, context=32, max_windows=60).perplexity
     assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.02)
 
 
@@ -129,7 +130,7 @@ def test_fifty_save_and_load_cycles_need_no_more_memory(tmp_path):
     from edkm_cli import hf
     from helpers import cluster, export, tiny_llama
 
-    model, spec = cluster(tiny_llama(hidden=64, inner=256))
+    model, spec = cluster(tiny_llama(hidden=64, inner=512, layers=1))
     peaks = []
     for _ in range(50):
         hf.load(export(model, spec, tmp_path / "cycle"))

@@ -28,7 +28,7 @@ from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, wa
         {"lora_rank": 2},
         {"lora_rank": 2, "mode": "soft", "distill": False},
         {"optimizer": "sgd"},
-        {"gradient_accumulation": 2, "save_every": 2, "weight_decay": 0.1},
+        {"gradient_accumulation": 2, "save_every": 2, "weight_decay": 0.1, "dtype": "float16"},
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",
 )

@@ -84,3 +84,34 @@ def test_the_choices_are_those_of_the_code_that_reads_them():
     assert declared["temperature_schedule"] == set(SCHEDULES)
     assert declared["lut_dtype"] == set(LUT_DTYPES)
     assert declared["importance"] == set(IMPORTANCES)
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        ("squeezellm", (3, "row:1", "float16", None)),
+        ("coreml", (3, "row:1", "float16", None)),
+        ("lut-b", (3, "block:8x64", "float8_e4m3fn", 0.0625)),
+    ],
+)
+def test_a_target_sets_what_its_format_holds(target, wanted):
+    config = build_config(None, {"target": target})
+    assert (config.bits, config.granularity, config.lut_dtype, config.lut_scale) == wanted
+    assert build_config(None, {"target": "any-precision", "bits": 5}).bits == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": "coreml", "bits": 5}, "coreml holds 1, 2, 3, 4, 6 and 8 bits, got 5; use --bits 4"),
+        ({"target": "coreml", "lut_dtype": "bfloat16"}, "got bfloat16; use --lut-dtype float16"),
+        ({"target": "lut-b", "granularity": "row:1"}, "got row:1; use --granularity block:8x64"),
+        ({"lut_scale": 0.1, "lut_dtype": "float8_e4m3fn"}, "lut_scale must be a power of two, such as 0.0625, got 0.1"),
+        ({"lut_scale": 0.5}, "lut_scale is for lut_dtype float8_e4m3fn, got float16"),
+        ({"target": "gguf"}, "target must be one of squeezellm"),
+    ],
+)
+def test_what_contradicts_a_target_is_refused_with_what_would_fit(settings, message):
+    with pytest.raises(UserError) as caught:
+        build_config(None, settings)
+    assert message in str(caught.value)

@@ -16,6 +16,7 @@ from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, Palettiz
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
 from edkm_cli.report.inspection import inspect_checkpoint
+from edkm_cli.report.verify import verify_checkpoint
 from helpers import cluster, export, tiny_llama, tiny_qwen
 
 
@@ -70,6 +71,20 @@ def test_tied_and_untied_embeddings_round_trip(tied, embedding_bits, ids, tmp_pa
         assert isinstance(loaded.lm_head, PalettizedHead)
         assert loaded.lm_head.tied_to is loaded.model.embed_tokens
         assert sum(layer["name"] == "lm_head" and bool(layer["bytes"]) for layer in names) == 0
+
+
+@pytest.mark.parametrize("lut_dtype", ["float16", "float8_e4m3fn"])
+def test_matrices_of_different_bits_and_scales_for_groups_round_trip(lut_dtype, ids, tmp_path):
+    own = {"model.layers.0.self_attn.k_proj": 2, "model.layers.1.mlp.down_proj": 5}
+    mixed = {"embedding_group": 8, "module_bits": own}
+    model, spec = cluster(tiny_llama(), embedding_bits=4, lut_dtype=lut_dtype, mixed=mixed)
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    assert loaded.model.embed_tokens.scale.shape == (257, 3)
+    layers = {layer["name"]: layer for layer in inspect_checkpoint(tmp_path / "one")["layers"]}
+    assert {name: layers[name]["bits"] for name in own} == own
+    assert layers["model.layers.0.self_attn.q_proj"]["bits"] == 3
+    assert verify_checkpoint(tmp_path / "one")["tensors"] > 20
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["format_version"] == 3
 
 
 def test_biases_round_trip(ids, tmp_path):
@@ -199,6 +214,10 @@ class TestDamage:
             ({"lut_dtype": "float32"}, "must be float32"),
             ({"embedding_bits": None}, "must skip"),
             ({"format_version": 9}, "format_version"),
+            ({"format_version": 3, "embedding_group": 5}, "must divide the 24 columns"),
+            ({"format_version": 3, "embedding_group": 8}, r"must be float32 \(257, 3\)"),
+            ({"format_version": 3, "module_bits": {"model.layers.0.mlp.up_proj": 4}}, "must be uint8"),
+            ({"format_version": 3, "module_bits": {"model.norm": 4}}, "module_bits must name linears"),
         ],
     )
     def test_altered_config(self, directory, change, message):

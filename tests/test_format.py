@@ -22,6 +22,8 @@ GOOD = {
 
 def test_a_spec_survives_its_mapping():
     assert QuantizationSpec.from_mapping(GOOD).to_mapping() == GOOD
+    mixed = {**GOOD, "format_version": 3, "embedding_group": 8, "module_bits": {"a": 4}}
+    assert QuantizationSpec.from_mapping(mixed).to_mapping() == mixed
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,12 @@ def test_a_spec_survives_its_mapping():
         ({"lut_dtype": "int4"}, "lut_dtype must be one of"),
         ({"embedding_bits": 1}, "embedding_bits must be"),
         ({"format_version": 2}, "format_version must be 1"),
+        ({"format_version": 3}, "format_version must be 1"),
+        ({"embedding_group": 8}, "format_version must be 3"),
+        ({"format_version": 3, "embedding_group": 0}, "embedding_group must be"),
+        ({"format_version": 3, "embedding_group": True}, "embedding_group must be"),
+        ({"format_version": 3, "module_bits": {"a": 9}}, "module_bits must map"),
+        ({"format_version": 3, "module_bits": ["a"]}, "module_bits must map"),
         ({"extra": 1}, "unknown keys"),
         ({"quant_method": "gptq"}, "quant_method"),
     ],

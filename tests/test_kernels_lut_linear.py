@@ -115,6 +115,25 @@ def test_row_scaled_products_are_as_exact_as_dense_ones(bits, path):
             assert_as_exact_as_dense(x, packed, call(x, packed))
 
 
+def test_scales_of_groups_of_columns(path):
+    """By a loop over the definition in docs/format.md; no kernel takes them, so that plain PyTorch computes."""
+    codes = torch.randint(1, 16, (5, 12), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    scale = torch.rand(5, 3, generator=torch.Generator().manual_seed(6))
+    weight = torch.zeros(5, 12)
+    for row, column in itertools.product(range(5), range(12)):
+        weight[row, column] = scale[row, column // 4] * (int(codes[row, column]) - 8)
+    packed = Packed(pack(codes, 4), scale, None, 4, None)
+    x = torch.randn(2, 12, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(paths.dense(packed, 12, torch.float32), weight)
+    torch.testing.assert_close(row_scaled_linear(x, packed.indices, scale, None, bits=4), x @ weight.t())
+    ids = torch.tensor([[4, 0], [2, 2]])
+    for chosen in (ids, ids[:0]):
+        rows = row_scaled_embedding(chosen, packed.indices, scale, columns=12, bits=4, dtype=torch.float32)
+        assert torch.equal(rows, weight[chosen])
+    with pytest.raises(ValueError, match="5 scales a row must divide its 12 columns"):
+        row_scaled_linear(x, packed.indices, torch.rand(5, 5), None, bits=4)
+
+
 def test_wide_sums_stay_as_exact(path):
     """4,096 columns: sums in one long chain would be several times worse."""
     packed = random_packed("row:1", 32, 4096, 3, bias=False)

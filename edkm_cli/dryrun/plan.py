@@ -120,8 +120,10 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    linear = f"{config.bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
-    other = f"{config.embedding_bits}-bit, a float32 scale a row"
+    bits = f"{config.bits:g} on average by sensitivity:" if config.allocation == "sensitivity" else f"{config.bits}"
+    linear = f"{bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
+    other = f"{config.embedding_bits}-bit, a float32 scale "
+    other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
         {"role": role, "shape": list(shape), "count": count, "becomes": linear if role == LINEAR else other}
         for (role, shape), count in sorted(counts.items(), key=lambda item: (item[0][0] == EMBEDDING, item[0]))

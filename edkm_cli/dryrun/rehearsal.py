@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,7 @@ class Rehearsal:
         with self._ledger.under(LOGITS), META:
             model, teacher = initialize(
                 dense,
-                Recipe.of(plan),
+                replace(Recipe.of(plan), average_bits=None),
                 calibration=batches if config.importance != "none" else [],
                 fitting=start_batches(text, plan),
                 keep_dense=plan.copies_teacher,
@@ -317,7 +317,7 @@ class Rehearsal:
             if shape not in seen:
                 seen.add(shape)
                 with self._ledger.under(CLUSTERING), self._gathered(model):
-                    pack(layer.snapped()[0], self.config.bits)
+                    pack(layer.snapped()[0], layer.clustering.bits)
 
     # Several processes.
 

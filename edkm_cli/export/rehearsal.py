@@ -8,6 +8,7 @@ hold is refused here, not after training.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def rehearse_export(
         if swap.role == LINEAR and not swap.reason:
             linear = model.get_submodule(swap.name)
             groups = spec.granularity.groups(swap.shape[0], swap.shape[1], layer=swap.name)
-            tables = torch.empty(groups, 2**spec.bits, device="meta")
-            layer = ClusteredLinear(linear.weight, linear.bias, tables, clustering, temperature=1.0, name=swap.name)
+            own = replace(clustering, bits=spec.bits_of(swap.name))
+            tables = torch.empty(groups, 2**own.bits, device="meta")
+            layer = ClusteredLinear(linear.weight, linear.bias, tables, own, temperature=1.0, name=swap.name)
             model.set_submodule(swap.name, layer)
     empty_embeddings(model, swaps, spec)
     try:

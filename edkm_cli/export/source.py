@@ -110,7 +110,9 @@ class Compressed:
             return lookup(indices, self.table(tensor.module), granularity=self.spec.granularity)
         module: Any = self._modules[tensor.module]
         middle = 2 ** (module.bits - 1)
-        return self.stored(f"{tensor.module}.scale") * (indices.to(torch.int16) - middle).float()
+        scale = self.stored(f"{tensor.module}.scale")  # (rows, groups)
+        levels = (indices.to(torch.int16) - middle).float().view(*scale.shape, -1)
+        return (scale[:, :, None] * levels).view(indices.shape)
 
     def parameters(self) -> int:
         """Numbers in the dense model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from edkm_cli.clustering import relative_importance
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.allocation import allocate
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
@@ -46,6 +47,7 @@ class Recipe:
         lora_rank: 0 trains the weights themselves.
         lora_alpha: the updates' scale is alpha / rank; None: alpha is twice the rank.
         seed: of the updates, and of the order of the text in a reconstruction.
+        average_bits: linears get bits by sensitivity, in the room of so many for each; None: those of `spec`.
         passes: of the reconstruction over its text; None: weights are compensated only.
     """
 
@@ -58,6 +60,7 @@ class Recipe:
     lora_rank: int = 0
     lora_alpha: float | None = None
     seed: int = 0
+    average_bits: float | None = None
     passes: int | None = None
 
     @classmethod
@@ -73,6 +76,7 @@ class Recipe:
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             seed=config.seed,
+            average_bits=config.bits if config.allocation == "sensitivity" and not plan.allotted else None,
             passes=config.start_passes if plan.start == "reconstructed" else None,
         )
 
@@ -114,6 +118,10 @@ def initialize(
     """
     names = [swap.name for swap in recipe.clustered]
     importance = collect(dense, names, list(calibration), kind=recipe.importance, world=world, track=track)
+    average = recipe.average_bits
+    if average is not None:
+        bits = world.on_main(lambda: allocate(dense, recipe.clustered, importance, recipe.spec, average, track=track))
+        recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
     kept = (dense if build else duplicate(dense)).requires_grad_(False) if keep_dense else None
 
     parts: list[str] = []
@@ -186,27 +194,26 @@ def cluster_linears(
     for swap in track(swaps, "k-means start", len(swaps)):
         linear = model.get_submodule(swap.name.removeprefix(prefix))
         assert isinstance(linear, nn.Linear)
+        clustering = replace(recipe.clustering, bits=recipe.spec.bits_of(swap.name))
         weighing = _whole(importance.pop(swap.name, None) if importance else None, swap, world)
         centroids = start(
             linear.weight.detach(),
-            2**recipe.clustering.bits,
-            granularity=recipe.clustering.granularity,
+            2**clustering.bits,
+            granularity=clustering.granularity,
             importance=weighing,
             name=swap.name,
             world=world,
         )
-        _require_range(centroids, recipe.clustering, swap.name)
+        _require_range(centroids, clustering, swap.name)
         kept = None
-        if weighing is not None and recipe.centroid_weighting == "importance" and not recipe.clustering.trains_luts:
-            relative = relative_importance(
-                weighing, linear.weight, granularity=recipe.clustering.granularity, layer=swap.name
-            )
+        if weighing is not None and recipe.centroid_weighting == "importance" and not clustering.trains_luts:
+            relative = relative_importance(weighing, linear.weight, granularity=clustering.granularity, layer=swap.name)
             kept = world.broadcast(relative)  # processors may differ in the last bit
         clustered = ClusteredLinear(
             linear.weight,
             linear.bias,
             centroids,
-            recipe.clustering,
+            clustering,
             temperature=recipe.temperature,
             name=swap.name,
             importance=kept,

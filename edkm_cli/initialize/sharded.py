@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from edkm_cli import models
 from edkm_cli.config import UserError
 from edkm_cli.distributed import World, shard
+from edkm_cli.quantized import require_unquantized
 
 
 class SafetensorsReader:
@@ -103,7 +104,7 @@ def build_sharded(
 
     directory = models.safetensors_directory(source, trust_remote_code=trust_remote_code)
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    models.require_unquantized(source, architecture)
+    require_unquantized(source.name, architecture)
     models.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):

@@ -170,6 +170,22 @@ INLINE vf greatest(vf a, vf b) {
 #endif
 }
 
+/* 2^y for y <= 0, 0 below -126. Degree 6 on [-1/2, 1/2] (Cephes' coefficients), good to about one unit in the last place. */
+INLINE vf exp2_negative(vf y) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, held in the low bits */
+    vi alive = y > splat(-126.0f);
+    y = greatest(y, splat(-126.0f));
+    vf shifted = y + magic;
+    vf f = y - (shifted - magic);
+    vf p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    return keep((vf)((vi)p + ((vi)shifted << 23)), alive);
+}
+
 /* Attention of far centroids times small distances falls below float32's normal range, where x86 takes a hundred cycles
  * an operation. Such results become zero until `restore`; denormal weights are still read as what they are. */
 INLINE unsigned flush_tiny(void) {

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear_c import unwatched
+from edkm_cli.kernels.lut_linear_c import check, unwatched
 from edkm_cli.kernels.tiles import Packed
-from edkm_cli.packing import packed_width
 
 _LIBRARY = torch.library.Library("edkm", "DEF")
 _LIBRARY.define(
@@ -32,28 +31,6 @@ _LIBRARY.define(
 _LIBRARY.define(
     "row_scaled_embedding(Tensor ids, Tensor indices, Tensor scale, SymInt columns, int bits, ScalarType dtype) -> Tensor"
 )
-
-
-def check(x_columns: int, packed: Packed) -> None:
-    """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
-    indices, table, bias, bits, tile = packed
-    rows = indices.shape[0]
-    if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
-        raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
-    if indices.shape[1] != packed_width(x_columns, bits):
-        raise ValueError(
-            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
-        )
-    if tile is None:
-        wanted: tuple[int, ...] = (rows, 1)
-    elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
-        raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
-    else:
-        wanted = (rows // tile[0] * (x_columns // tile[1]), 2**bits)
-    if tuple(table.shape) != wanted or (tile is None and table.dtype != torch.float32):
-        raise ValueError(f"the table must be {wanted}, got {tuple(table.shape)} {table.dtype}")
-    if bias is not None and tuple(bias.shape) != (rows,):
-        raise ValueError(f"bias must be ({rows},), got {tuple(bias.shape)}")
 
 
 def _linear(x: Tensor, packed: Packed) -> Tensor:

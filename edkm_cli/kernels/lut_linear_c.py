@@ -22,6 +22,7 @@ from edkm_cli.kernels import build
 from edkm_cli.kernels.build import library
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Packed
+from edkm_cli.packing import packed_width
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
@@ -46,10 +47,37 @@ def level() -> int:
     return 0 if compiled is None else int(compiled.edkm_lut_linear_level())
 
 
+def check(x_columns: int, packed: Packed) -> None:
+    """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
+    indices, table, bias, bits, tile = packed
+    rows = indices.shape[0]
+    if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
+        raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
+    if indices.shape[1] != packed_width(x_columns, bits):
+        raise ValueError(
+            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
+        )
+    if tile is None:
+        groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1
+        if x_columns % groups:
+            raise ValueError(f"{groups} scales a row must divide its {x_columns} columns")
+        wanted: tuple[int, ...] = (rows, groups)
+    elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
+        raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
+    else:
+        wanted = (rows // tile[0] * (x_columns // tile[1]), 2**bits)
+    if tuple(table.shape) != wanted or (tile is None and table.dtype != torch.float32):
+        raise ValueError(f"the table must be {wanted}, got {tuple(table.shape)} {table.dtype}")
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias must be ({rows},), got {tuple(bias.shape)}")
+
+
 def supports(packed: Packed) -> bool:
-    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, and a compiler was there."""
+    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, with one scale a row at most,
+    and a compiler was there."""
     return (
         packed.indices.device.type == "cpu"
+        and not packed.grouped
         and packed.table.dtype in _TABLE_DTYPES
         and packed.indices.is_contiguous()
         and packed.table.is_contiguous()

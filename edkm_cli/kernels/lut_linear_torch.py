@@ -14,7 +14,9 @@ def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
     """W (out, columns) in `dtype`: lut[group, index], or scale * level computed in float32; rounded once."""
     codes = unpack(packed.indices, packed.bits, columns)
     if packed.tile is None:
-        return ((codes.float() - 2 ** (packed.bits - 1)) * packed.table.float()).to(dtype)
+        shape = (*packed.table.shape, columns // packed.table.shape[1])  # (out, groups, columns of a group)
+        levels = codes.float().sub_(2 ** (packed.bits - 1)).view(shape)
+        return levels.mul_(packed.table.float()[:, :, None]).view(codes.shape).to(dtype)
     entries = packed.table if packed.table.dtype == torch.float64 else packed.table.float()
     return palette_torch.lookup(codes, entries, packed.tile, entries.dtype).to(dtype)
 

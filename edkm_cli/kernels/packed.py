@@ -66,7 +66,7 @@ def _path(x: Tensor, packed: Packed) -> str:
 def computes_packed(packed: Packed) -> bool:
     """Whether one token's product is computed from the packed weight; else decoding it once is faster."""
     if packed.indices.is_cuda:
-        return _triton()
+        return _triton() and not packed.grouped
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
 
 
@@ -142,7 +142,7 @@ def dense(
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
-    if packed.indices.is_cuda and _triton():
+    if packed.indices.is_cuda and _triton() and not packed.grouped:
         from edkm_cli.kernels import lut_linear_triton
 
         return lut_linear_triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]

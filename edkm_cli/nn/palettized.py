@@ -86,8 +86,10 @@ class _DecodedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:  # what was decoded would change, and be forgotten
-            raise UserError(_UNCHANGED)
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            if argument.is_write and isinstance(given.get(argument.name), cls):
+                raise UserError(_UNCHANGED)  # what was decoded would change, and be forgotten
 
         def decoded(weight: _DecodedWeight) -> Tensor:
             return weight._module.dequantize(weight.dtype)
@@ -117,7 +119,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         dtype: torch.dtype | None = None,
     ):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits
+        self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits_of(name)
         self.granularity = spec.granularity
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
@@ -186,7 +188,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
 
 
 class _RowScaled(_Packed):
-    """value = scale[row] * (index - 2**(bits - 1)): the palette of embeddings, symmetric about zero."""
+    """value = scale[row, group of the column] * (index - 2**(bits - 1)): the palette of embeddings, symmetric about zero."""
 
     scale: Tensor
 
@@ -206,17 +208,18 @@ class _RowScaled(_Packed):
         return paths.dense(self.packed(), self.columns, dtype)
 
     def fill(self, weight: Tensor) -> None:
-        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row gets the last level.
+        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
+        gets the last level.
 
         Some rows at a time, since a vocabulary's weight may be larger than a decoder layer.
         """
         top = 2 ** (self.bits - 1) - 1
         for first in range(0, self.rows, _FILL_ROWS):
             rows = slice(first, first + _FILL_ROWS)
-            part = weight[rows].detach().float()
-            scale = (part.abs().amax(1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
-            levels = (part / scale).round_().clamp_(-top, top).add_(2 ** (self.bits - 1))
-            self.scale[rows], self.indices[rows] = scale, pack(levels.to(torch.uint8), self.bits)
+            part = weight[rows].detach().float().unflatten(1, (self.scale.shape[1], -1))
+            scale = (part.abs().amax(2, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
+            levels = (part / scale).round_().clamp_(-top, top).add_(2 ** (self.bits - 1)).flatten(1)
+            self.scale[rows], self.indices[rows] = scale[..., 0], pack(levels.to(torch.uint8), self.bits)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.columns}, bits={self.bits}"

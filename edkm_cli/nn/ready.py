@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import check
-from edkm_cli.kernels.lut_linear_c import Products
+from edkm_cli.kernels.lut_linear_c import Products, check
 from edkm_cli.kernels.tiles import Packed
 
 _SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products

@@ -139,7 +139,8 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
         if swap.clustered:
             n = swap.shape[0] * swap.shape[1]
             rows, columns = swap.shape
-            total += n * spec.granularity.bits_per_weight(rows, columns, bits=spec.bits, lut_bits=lut_bits)
+            bits = spec.bits_of(swap.name)
+            total += n * spec.granularity.bits_per_weight(rows, columns, bits=bits, lut_bits=lut_bits)
             weights += n
     return total / weights
 
@@ -200,7 +201,7 @@ def palettize_skeleton(
     """
     tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    skipped = set(spec.skipped)
+    skipped, unknown = set(spec.skipped), set(spec.module_bits)
     for name, module in list(model.named_modules()):
         if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped or stays(name):
             continue
@@ -212,9 +213,15 @@ def palettize_skeleton(
             )
         if role != LINEAR and spec.embedding_bits is None:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
+        unknown -= {name} if role == LINEAR else set()
         swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))
         with torch.device(module.weight.device):
             model.set_submodule(name, _empty(model, module, swap, spec, tied=tied))
+    if unknown:
+        raise UserError(
+            f"quantization_config: module_bits must name linears that are compressed, but {sorted(unknown)[0]!r:.100} is "
+            "none; the file was altered"
+        )
     _keep_dtype_and_device(model)
 
 

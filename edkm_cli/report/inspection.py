@@ -29,7 +29,7 @@ def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False
             shape = (module.out_features, module.in_features)
             layer |= {
                 "shape": list(shape),
-                "bits": spec.bits,
+                "bits": spec.bits_of(name),
                 "luts": spec.granularity.groups(*shape),
             }
         else:
@@ -57,10 +57,13 @@ def format_inspection(result: dict[str, Any]) -> str:
         for layer in result["layers"]
     ]  # fmt: skip
     embeddings = "dense" if spec["embedding_bits"] is None else f"{spec['embedding_bits']} bits"
+    embeddings += f" in groups of {spec['embedding_group']}" if spec.get("embedding_group") else ""
+    widths = sorted({spec["bits"], *spec.get("module_bits", {}).values()})
+    bits = f"{widths[0]} to {widths[-1]} bits" if len(widths) > 1 else f"{spec['bits']} bits"
     tied = "tied" if result["tied_embeddings"] else "not tied"
     return "\n".join(
         [
-            f"{result['directory']}: {result['architecture']}, {spec['bits']} bits, {spec['granularity']}, "
+            f"{result['directory']}: {result['architecture']}, {bits}, {spec['granularity']}, "
             f"{spec['lut_dtype']} LUTs, embeddings {embeddings} ({tied}), format {spec['format_version']}",
             f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits per weight, "
             f"whole model {result['model_bits_per_weight']:.3f}",

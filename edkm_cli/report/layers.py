@@ -126,7 +126,7 @@ def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, w
     """The dense weight that a checkpoint's tensors stand for, float32 like and as large as the original's."""
     if indices.shape[0] != weight.shape[0]:
         raise UserError(f"{name} has {indices.shape[0]} rows, but {weight.shape[0]} in the original: another model?")
-    unpacked = unpack(indices, spec.bits, weight.shape[1])
+    unpacked = unpack(indices, spec.bits_of(name), weight.shape[1])
     return lookup(unpacked, lut, granularity=spec.granularity)
 
 

@@ -1,0 +1,161 @@
+/* One new token through all decoder layers of a LLaMA-like model, in one call: norm, q k v, rotary embedding, cache,
+ * attention, o, norm, gate up, SiLU, down. What is a microsecond here is thirty in Python, and a token takes hundreds.
+ *
+ * The residual stream is float32; what a matrix is multiplied with is rounded to the model's dtype, as its modules do.
+ */
+#include "decoder_step.h"
+
+#include "threads.h"
+#include "vectors.h"
+
+#define SHARED_PAIRS (1 << 16) /* products of a query with cached keys and values from which on threads share heads */
+
+typedef struct {
+    const Step *step;
+    const Layer *layer;
+    const void *q;
+    void *out;
+    int64_t tokens; /* with the new one */
+    float *scores;  /* (heads, padded tokens) */
+    int64_t padded;
+} Attention;
+
+INLINE void *at_element(const void *data, int64_t dtype, int64_t element) {
+    return (char *)data + element * (dtype == FLOAT32 ? 4 : 2);
+}
+
+INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
+    Matrix matrix = {data, dtype};
+    vf x;
+    load_run(&matrix, at, LANES, (float *)&x);
+    return x;
+}
+
+/* y = x / rms(x) * weight; `count` is a multiple of 16. */
+static void normalize(
+    const void *x, int64_t x_dtype, const void *weight, double epsilon, int64_t dtype, int64_t count, void *y
+) {
+    vf squares = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf part = read_lanes(x, x_dtype, i);
+        squares += part * part;
+    }
+    vf factor = splat((float)(1.0 / sqrt(total(squares) / (double)count + epsilon)));
+    for (int64_t i = 0; i < count; i += LANES)
+        write_lanes(y, dtype, i, read_lanes(x, x_dtype, i) * factor * read_lanes(weight, dtype, i), LANES);
+}
+
+/* x = x cos + (-second half, first half) sin, in each head. */
+static void rotate(const Step *step, void *x, int64_t heads) {
+    int64_t size = step->head_size, half = size / 2, dtype = step->dtype;
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < half; i += LANES) {
+            int64_t low = h * size + i, high = low + half;
+            vf a = read_lanes(x, dtype, low), b = read_lanes(x, dtype, high);
+            vf first = a * read_lanes(step->cosines, dtype, i) - b * read_lanes(step->sines, dtype, i);
+            vf second = b * read_lanes(step->cosines, dtype, half + i) + a * read_lanes(step->sines, dtype, half + i);
+            write_lanes(x, dtype, low, first, LANES);
+            write_lanes(x, dtype, high, second, LANES);
+        }
+}
+
+/* softmax(q k^T * scale) v of query heads [first, last). Sums go in an order that depends on shapes only. */
+static void attend(const void *job, int64_t first, int64_t last) {
+    const Attention *a = job;
+    const Step *step = a->step;
+    int64_t size = step->head_size, dtype = step->dtype;
+    for (int64_t h = first; h < last; h++) {
+        int64_t group = h / (step->heads / step->kv_heads), base = group * a->layer->head_stride;
+        float *scores = a->scores + h * a->padded;
+        vf q[MOST_HEAD_SIZE / LANES], sums[MOST_HEAD_SIZE / LANES] = {}, mass = {}, top = splat(-INFINITY);
+        for (int64_t i = 0; i < size; i += LANES)
+            q[i / LANES] = read_lanes(a->q, dtype, h * size + i) * splat((float)step->scale);
+        for (int64_t t = 0; t < a->padded; t += LANES) {
+            vf dots[LANES];
+            for (int64_t n = 0; n < LANES; n++) {
+                dots[n] = splat(0);
+                for (int64_t i = 0; t + n < a->tokens && i < size; i += LANES)
+                    dots[n] += q[i / LANES] * read_lanes(a->layer->keys, dtype, base + (t + n) * size + i);
+            }
+            vf score = choose(valid(t / LANES, a->tokens), sum_lanes(dots), splat(-INFINITY));
+            top = greatest(top, score);
+            put(scores + t, score);
+        }
+        float most = top[0];
+        for (int lane = 1; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+        for (int64_t t = 0; t < a->padded; t += LANES) {
+            vf lower = greatest((*(const vfu *)(scores + t) - splat(most)) * splat((float)LOG2E), splat(-200));
+            vf share = keep(exp2_negative(lower), valid(t / LANES, a->tokens));
+            mass += share;
+            put(scores + t, share);
+        }
+        for (int64_t t = 0; t < a->tokens; t++)
+            for (int64_t i = 0; i < size; i += LANES)
+                sums[i / LANES] += splat(scores[t]) * read_lanes(a->layer->values, dtype, base + t * size + i);
+        vf factor = splat((float)(1.0 / total(mass)));
+        for (int64_t i = 0; i < size; i += LANES)
+            write_lanes(a->out, dtype, h * size + i, sums[i / LANES] * factor, LANES);
+    }
+}
+
+/* gate = silu(gate) * up, of `count` values, a multiple of 16. */
+static void activate(int64_t dtype, int64_t count, void *gate, const void *up) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf g = read_lanes(gate, dtype, i), lower = greatest(choose(g < splat(0), g, -g) * splat((float)LOG2E), splat(-126));
+        vf e = exp2_negative(lower); /* e^-|g|, so that nothing overflows */
+        vf silu = g * choose(g < splat(0), e, splat(1)) / (splat(1) + e);
+        write_lanes(gate, dtype, i, silu * read_lanes(up, dtype, i), LANES);
+    }
+}
+
+static void add(const void *x, int64_t dtype, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) put(to + i, *(const vfu *)(to + i) + read_lanes(x, dtype, i));
+}
+
+INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+/* Adds to `hidden` (width,) float32 what all layers add, and to each layer's cache its key and value, at place `past`.
+ * Returns 1 where memory is short. */
+int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float *hidden) {
+    int64_t q_size = step->heads * step->head_size, kv_size = step->kv_heads * step->head_size, dtype = step->dtype;
+    int64_t padded = whole_lanes(past + 1), widest = whole_lanes(step->width > q_size ? step->width : q_size);
+    float *own = NULL;
+    size_t floats = (size_t)(2 * widest + q_size + 2 * kv_size + 2 * whole_lanes(step->inner) + step->heads * padded);
+    if (posix_memalign((void **)&own, 64, floats * sizeof(float))) return 1;
+    float *normed = own, *summed = normed + widest, *q = summed + widest, *k = q + q_size, *v = k + kv_size;
+    float *gate = v + kv_size, *up = gate + whole_lanes(step->inner), *scores = up + whole_lanes(step->inner);
+    int failed = 0;
+    for (int64_t l = 0; l < step->layers && !failed; l++) {
+        const Layer *layer = layers + l;
+        void *first[] = {q, k, v}, *second[] = {summed}, *third[] = {gate, up};
+        normalize(hidden, FLOAT32, layer->input_norm, step->epsilon, dtype, step->width, normed);
+        failed |= edkm_lut_linear(layer->qkv, normed, dtype, step->width, 1, first);
+        for (int64_t h = 0; layer->q_norm && h < step->heads; h++) {
+            void *head = at_element(q, dtype, h * step->head_size);
+            normalize(head, dtype, layer->q_norm, step->epsilon, dtype, step->head_size, head);
+        }
+        for (int64_t h = 0; layer->k_norm && h < step->kv_heads; h++) {
+            void *head = at_element(k, dtype, h * step->head_size);
+            normalize(head, dtype, layer->k_norm, step->epsilon, dtype, step->head_size, head);
+        }
+        rotate(step, q, step->heads);
+        rotate(step, k, step->kv_heads);
+        size_t bytes = (size_t)step->head_size * (dtype == FLOAT32 ? 4 : 2);
+        for (int64_t h = 0; h < step->kv_heads; h++) {
+            int64_t place = h * layer->head_stride + past * step->head_size;
+            memcpy(at_element(layer->keys, dtype, place), at_element(k, dtype, h * step->head_size), bytes);
+            memcpy(at_element(layer->values, dtype, place), at_element(v, dtype, h * step->head_size), bytes);
+        }
+        Attention attention = {step, layer, q, normed, past + 1, scores, padded};
+        share(attend, &attention, step->heads, q_size * (past + 1) >= SHARED_PAIRS);
+        failed |= edkm_lut_linear(layer->o, normed, dtype, q_size, 1, second);
+        add(summed, dtype, step->width, hidden);
+        normalize(hidden, FLOAT32, layer->post_norm, step->epsilon, dtype, step->width, normed);
+        failed |= edkm_lut_linear(layer->gate_up, normed, dtype, step->width, 1, third);
+        activate(dtype, step->inner, gate, up);
+        failed |= edkm_lut_linear(layer->down, gate, dtype, step->inner, 1, second);
+        add(summed, dtype, step->width, hidden);
+    }
+    free(own);
+    return failed;
+}

@@ -1,0 +1,129 @@
+"""decoder_step.c as a Python class: one new token through all layers of a decoder whose linears are packed.
+
+The structs of decoder_step.h are arrays of 64-bit numbers here, filled once; a call changes the addresses of the caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels import lut_linear_c
+from edkm_cli.kernels.build import library
+from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.kernels.tiles import Packed
+
+_LANES, _MOST_HEAD_SIZE = 16, 256
+_LAYER = 11  # numbers in struct Layer
+_KEYS, _VALUES, _STRIDE = 8, 9, 10
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one decoder layer: packed matrices by the input they share, and the weights of its norms."""
+
+    qkv: tuple[Packed, ...]
+    o: Packed
+    gate_up: tuple[Packed, ...]
+    down: Packed
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Sizes of a decoder, in elements; `scale` multiplies the product of query and key."""
+
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    epsilon: float
+    scale: float
+
+
+class DecoderStep:
+    """A decoder's weights as the kernel reads them. They must stay where they are: the caller keeps them, and asks
+    `at(...)` whether they do."""
+
+    def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, dtype: torch.dtype):
+        self.dtype, self._sizes, self.layers = dtype, sizes, tuple(layers)
+        self._blocks: list[ctypes.Array] = []
+        self._numbers = array("q", bytes(8 * _LAYER * len(layers)))
+        for index, layer in enumerate(layers):
+            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+            blocks = (
+                self._block(layer.qkv, sizes.width),
+                self._block((layer.o,), sizes.heads * sizes.head_size),
+                self._block(layer.gate_up, sizes.width),
+                self._block((layer.down,), sizes.inner),
+            )
+            first = index * _LAYER
+            self._numbers[first : first + _KEYS] = array(
+                "q", (*blocks, *(0 if n is None else n.data_ptr() for n in norms))
+            )
+        compiled = library()
+        assert compiled is not None, "callers ask `supports` first"
+        self._function = compiled.edkm_decoder_step
+        self._function.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+
+    def _block(self, matrices: tuple[Packed, ...], columns: int) -> int:
+        block = lut_linear_c.prepare(matrices, columns).block
+        self._blocks.append(ctypes.create_string_buffer(block, len(block)))
+        return ctypes.addressof(self._blocks[-1])
+
+    def run(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor, caches: Sequence[tuple[Tensor, Tensor]], past: int
+    ) -> None:
+        """Add what the layers add to `hidden` (width,) float32, and write this token's keys and values into `caches`.
+
+        cosines, sines: (head_size,) of the token's position, in the model's dtype. caches: of each layer, keys and values
+        (kv_heads, room, head_size) with more room than `past` tokens, contiguous but for the first stride.
+        Raises MemoryError where memory is short.
+        """
+        sizes, numbers = self._sizes, self._numbers
+        for index, (keys, values) in enumerate(caches):
+            first = index * _LAYER
+            numbers[first + _KEYS], numbers[first + _VALUES] = keys.data_ptr(), values.data_ptr()
+            numbers[first + _STRIDE] = keys.stride(0)
+        step = struct.pack(
+            "7q2d2Q", len(self.layers), *sizes[:5], DTYPES[self.dtype], *sizes[5:], cosines.data_ptr(), sines.data_ptr()
+        )
+        if self._function(step, numbers.buffer_info()[0], past, hidden.data_ptr()):
+            raise MemoryError(f"a token after {past} others")
+
+
+def supports(layers: Sequence[LayerWeights], sizes: Sizes, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes with these weights: their place, dtypes, and sizes that fill vectors."""
+    halves = (sizes.width, sizes.inner, sizes.head_size // 2)
+    if dtype not in DTYPES or library() is None or any(n <= 0 or n % _LANES for n in halves):
+        return False
+    if sizes.head_size % 2 or sizes.head_size > _MOST_HEAD_SIZE or sizes.heads % sizes.kv_heads:
+        return False
+    return all(_takes(layer, sizes, dtype) for layer in layers)
+
+
+def _takes(layer: LayerWeights, sizes: Sizes, dtype: torch.dtype) -> bool:
+    query, key = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    shared = ((layer.qkv, (query, key, key), sizes.width), (layer.gate_up, (sizes.inner,) * 2, sizes.width))
+    single = (((layer.o,), (sizes.width,), query), ((layer.down,), (sizes.width,), sizes.inner))
+    for matrices, rows, columns in (*shared, *single):
+        if tuple(m.indices.shape[0] for m in matrices) != rows or len({(m.bits, m.tile is None) for m in matrices}) > 1:
+            return False
+        if not all(lut_linear_c.supports(m) for m in matrices):
+            return False
+        for packed in matrices:
+            lut_linear_c.check(columns, packed)
+    norms = ((layer.input_norm, sizes.width), (layer.post_norm, sizes.width))
+    heads = ((norm, sizes.head_size) for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+    return all(
+        norm.dtype == dtype and norm.device.type == "cpu" and norm.is_contiguous() and tuple(norm.shape) == (size,)
+        for norm, size in (*norms, *heads)
+    )

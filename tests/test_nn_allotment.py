@@ -1,0 +1,108 @@
+"""Bits by sensitivity: the best choice there is on small cases, in the room of the average, and through a whole run."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.errors import Preempted
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.hf import load
+from edkm_cli.initialize.allocation import allocate, expected_rise
+from edkm_cli.nn.allotment import choose, size_bits, spread_evenly, widths
+from edkm_cli.nn.swap import Swap, decoder_bits_per_weight
+from helpers import assert_same_run, settings
+from processes import stop_after
+
+SPEC = QuantizationSpec(3, "row:1", "float16", None)
+
+
+def rises_of(swaps, sensitivities):
+    """Errors that fall by four with each bit, as those of k-means do."""
+    return {s.name: {bits: v * 4.0**-bits for bits in (2, 3, 4)} for s, v in zip(swaps, sensitivities, strict=True)}
+
+
+@pytest.mark.parametrize("average", [2.0, 2.5, 3.0, 3.7])
+def test_the_choice_is_close_to_the_best_of_all_in_the_same_room(average):
+    torch.manual_seed(0)
+    swaps = [Swap(f"l{i}", "linear", (8 * (1 + i % 3), 64)) for i in range(6)]
+    rises = rises_of(swaps, torch.randn(6).mul(2).exp().tolist())
+    room = sum(size_bits(swap, SPEC, average) for swap in swaps)
+
+    def total(bits):
+        return sum(rises[s.name][b] for s, b in zip(swaps, bits, strict=True))
+
+    fitting = [
+        bits
+        for bits in itertools.product((2, 3, 4), repeat=6)
+        if sum(size_bits(s, SPEC, b) for s, b in zip(swaps, bits, strict=True)) <= room * (1 + 1e-12)
+    ]
+    chosen = choose(swaps, rises, SPEC, average)
+    bits = tuple(chosen[swap.name] for swap in swaps)
+    assert bits in fitting
+    best, uniform = min(map(total, fitting)), total((int(average),) * 6)
+    assert total(bits) - best <= 0.2 * (uniform - best) + 1e-12
+
+
+def test_equal_sensitivities_get_equal_bits():
+    swaps = [Swap(f"l{i}", "linear", (16, 64)) for i in range(5)]
+    assert set(choose(swaps, rises_of(swaps, [1.0] * 5), SPEC, 3).values()) == {3}
+    assert spread_evenly(swaps, SPEC, 3) == {}
+    assert sorted(spread_evenly(swaps, SPEC, 2.4).values()) == [2, 2, 2, 3, 3]
+
+
+def test_widths_stay_in_range():
+    assert [list(widths(bits)) for bits in (1, 3, 3.5, 8)] == [[1, 2], [2, 3, 4], [2, 3, 4, 5], [7, 8]]
+
+
+def test_the_expected_rise_is_half_the_weighted_squared_error():
+    weight, importance = torch.randn(3, 8), torch.rand(3, 8)
+    table = torch.tensor([[-1.0, 0.0, 0.5, 1.0]]).repeat(3, 1)
+    nearest = table[0][(weight[:, :, None] - table[0]).abs().argmin(-1)]
+    wanted = 0.5 * float((importance * (weight - nearest).square()).sum())
+    assert expected_rise(weight, table, importance, SPEC) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_linear_without_squared_gradients_is_named():
+    model, swap = torch.nn.Sequential(torch.nn.Linear(8, 4)), Swap("0", "linear", (4, 8))
+    for importance in ({}, {"0": torch.ones(8)}):
+        with pytest.raises(UserError, match="squared gradients of 0"):
+            allocate(model, [swap], importance, SPEC, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bits": 3.5}, "3.5 is an average"),
+        ({"allocation": "sensitivity", "importance": "activation"}, "importance is activation"),
+        ({"bits": 8.5, "allocation": "sensitivity"}, "at most 8"),
+    ],
+)
+def test_contradictions_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        CompressConfig(**values)
+    assert repr(CompressConfig(bits=4.0).bits) == "4"
+
+
+def test_a_run_with_bits_by_sensitivity_resumes_and_holds_what_it_reports(model_directory, text_file, tmp_path):
+    changes = {"bits": 3.5, "allocation": "sensitivity", "steps": 4, "embedding_bits": 5, "embedding_group": 6}
+    report = compress(settings(model_directory, text_file, tmp_path / "whole", **changes))
+    spec = json.loads((tmp_path / "whole" / "config.json").read_text())["quantization_config"]
+    assert len(set(spec["module_bits"].values()) | {spec["bits"]}) > 1
+    model = load(tmp_path / "whole")
+    swaps = [Swap(**swap) for swap in report["swapped"]]
+    linears = [Swap(swap.name, swap.role, tuple(swap.shape)) for swap in swaps if swap.role == "linear"]
+    assert all(model.get_submodule(s.name).bits == spec["module_bits"].get(s.name, spec["bits"]) for s in linears)
+    room = sum(size_bits(swap, SPEC, 3.5) for swap in linears) / sum(s.shape[0] * s.shape[1] for s in linears)
+    assert room - 0.3 < report["decoder_bits_per_weight"] <= room
+    held = QuantizationSpec(**{key: value for key, value in spec.items() if key != "quant_method"})
+    assert report["decoder_bits_per_weight"] == decoder_bits_per_weight(linears, held)
+
+    parts = settings(model_directory, text_file, tmp_path / "parts", **changes)
+    with pytest.raises(Preempted):
+        compress(parts, resume=True, observer=stop_after(2))
+    compress(parts, resume=True)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")

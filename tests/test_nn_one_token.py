@@ -1,0 +1,142 @@
+"""A decoder's shortcut for one token gives what transformers' own forward gives, and steps aside for everything else."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+import edkm_cli
+from edkm_cli.kernels import build
+from edkm_cli.nn import one_token
+from helpers import cluster, export, tiny_llama
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler here")
+PROMPT = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(0))
+TOKENS = (3, 250, 17, 17, 99)
+
+
+def tiny_qwen3():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    base = tmp_path_factory.mktemp("one_token")
+    llama = tiny_llama(hidden=128, inner=176, bias=True)
+    return {
+        "llama": export(*cluster(llama), base / "llama"),
+        "qwen3": export(*cluster(tiny_qwen3(), bits=4), base / "qwen3"),
+    }
+
+
+@pytest.fixture
+def llama(directories):
+    return edkm_cli.load(directories["llama"], dtype="float32")
+
+
+def run(model, monkeypatch, *, shortcut, tokens=TOKENS, **options):
+    """(logits (steps, vocabulary) after each token, the cache), with the shortcut or by transformers alone."""
+    with monkeypatch.context() as patch, torch.no_grad():
+        if not shortcut:
+            patch.setattr(one_token._Shortcut, "forward", lambda self, decoder, given: None)
+        cache, logits = model(PROMPT, use_cache=True).past_key_values, []
+        for token in tokens:
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True, **options)
+            logits.append(out.logits[0, -1])
+    return torch.stack(logits), cache
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_and_cache_are_those_of_transformers(family, directories, monkeypatch):
+    model = edkm_cli.load(directories[family], dtype="float32")
+    expected, cache = run(model, monkeypatch, shortcut=False)
+    found, quick = run(model, monkeypatch, shortcut=True)
+    assert model.base_model._shortcut._step is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(cache.layers, quick.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+    half = edkm_cli.load(directories[family], dtype="bfloat16")
+    plain, short = (run(half, monkeypatch, shortcut=s)[0].float() for s in (False, True))
+    assert (short - expected).abs().max() <= 2 * (plain - expected).abs().max()
+
+
+def test_generate_writes_the_same(llama, monkeypatch):
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    found = llama.generate(PROMPT, **options)
+    monkeypatch.setattr(one_token._Shortcut, "forward", lambda self, decoder, given: None)
+    assert torch.equal(found, llama.generate(PROMPT, **options))
+
+
+def test_what_differs_goes_to_transformers(llama, monkeypatch):
+    plain, seen = run(llama, monkeypatch, shortcut=False)[0], []
+    run(llama, monkeypatch, shortcut=True)
+    monkeypatch.setattr(one_token._Shortcut, "_run", lambda *arguments: pytest.fail("the shortcut was taken"))
+    hook = llama.model.layers[1].mlp.up_proj.register_forward_hook(lambda *arguments: seen.append(1))
+    torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], plain)
+    assert len(seen) == 1 + len(TOKENS)
+    hook.remove()
+    with torch.no_grad():
+        first = llama(PROMPT, use_cache=True)
+        mask = torch.ones(1, PROMPT.shape[1] + 1, dtype=torch.long)
+        mask[0, 0] = 0
+        llama(torch.tensor([[5]]), past_key_values=first.past_key_values, attention_mask=mask)
+        pair = llama(PROMPT.repeat(2, 1), use_cache=True).past_key_values
+        llama(torch.tensor([[5], [6]]), past_key_values=pair)
+        out = llama(torch.tensor([[5]]), past_key_values=first.past_key_values, output_hidden_states=True)
+        assert len(out.hidden_states) == 3
+    cache = llama(PROMPT, use_cache=True).past_key_values
+    llama(torch.tensor([[5]]), past_key_values=cache)  # with gradients
+
+
+def test_caches_that_are_copied_or_cropped_stay_their_own(llama, monkeypatch):
+    expected = run(llama, monkeypatch, shortcut=False)[0]
+    _, cache = run(llama, monkeypatch, shortcut=True, tokens=TOKENS[:2])
+    layers = [copy.copy(layer) for layer in cache.layers]  # share their memory with those of `cache`
+    deep = copy.deepcopy(cache)
+    with torch.no_grad():
+        for other in (cache, deep):
+            llama(torch.tensor([[200]]), past_key_values=other)
+        shared = DynamicCache()
+        shared.layers = layers
+        found = llama(torch.tensor([[TOKENS[2]]]), past_key_values=shared).logits[0, -1]
+        torch.testing.assert_close(found, expected[2], rtol=1e-4, atol=1e-4)
+        cache.crop(-1)
+        found = llama(torch.tensor([[TOKENS[2]]]), past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(found, expected[2], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_gets_more_room_when_it_is_full(llama, monkeypatch):
+    monkeypatch.setattr(one_token, "_ROOM", 2)
+    expected, found = (run(llama, monkeypatch, shortcut=s, tokens=range(40, 60))[0] for s in (False, True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_models_are_copied_pickled_and_cast_with_their_shortcut(llama, monkeypatch):
+    expected = run(llama, monkeypatch, shortcut=True)[0]
+    for other in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):  # noqa: S301 - our own bytes
+        assert torch.equal(run(other, monkeypatch, shortcut=True)[0], expected)
+        assert other.base_model._shortcut is not llama.base_model._shortcut
+    cast = run(llama.to(torch.bfloat16), monkeypatch, shortcut=True)[0]
+    assert cast.dtype == torch.bfloat16
+    assert (cast.float() - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_the_number_of_threads_changes_no_bit(llama, monkeypatch):
+    before, results = torch.get_num_threads(), []
+    _, cache = run(llama, monkeypatch, shortcut=True, tokens=range(40, 80))
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                results.append(llama.model(torch.tensor([[7]]), past_key_values=copy.deepcopy(cache)).last_hidden_state)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
