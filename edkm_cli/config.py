@@ -364,9 +364,7 @@ class CompressConfig:
         if self.compare_dense and not self.steps:
             found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
         if self.compare_dense and self.lora_rank:
-            found.append(
-                "compare_dense trains all weights, for which lora_rank leaves no memory; leave one of the two out"
-            )
+            found.append("compare_dense trains all weights, which lora_rank is to avoid; leave one of the two out")
         if self.embedding_group and self.embedding_bits == 16:
             found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
         if not self.data:
