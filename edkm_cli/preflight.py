@@ -27,7 +27,7 @@ from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
-_RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
+_RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 
 
 @dataclass(frozen=True)
@@ -345,13 +345,11 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are
-    whole; it has been measured on text that the model wrote itself and without further training, so `auto` takes it
-    there only.
+    iteration moves the tables that weights are fitted to. Reconstruction is for layers that are whole.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
-            "--start reconstructed trains layers that are whole, but --sharding full divides them; use --start compensated",
+            "--start reconstructed needs layers that are whole, but --sharding full divides them; use --start compensated",
             everywhere=True,
         )
     if config.start != "auto":
@@ -360,8 +358,7 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     whole = config.mode == "straight-through" and not sharded
-    measured = not config.steps and set(config.data) == {data.SELF}
-    return "reconstructed" if whole and measured else "compensated"
+    return "reconstructed" if whole else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

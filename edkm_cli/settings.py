@@ -184,13 +184,6 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def configs_directory() -> Path:
-    """Where models.yaml and the ready configurations are: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    beside = package.parent / "configs"
-    return beside if (beside / "models.yaml").is_file() else package / "configs"
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file with a mapping. Raises UserError where it is none."""
     path = Path(path)

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory
+from edkm_cli.data import parse_source
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import read_yaml, setting_of
 
@@ -38,6 +39,15 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, message):
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=message):
         read_yaml(file)
+
+
+def test_ready_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = build_config(configs_directory() / "smollm2_chat.yaml", {})
+    assert build_config("configs/smollm2_chat.yaml", {}) == build_config("smollm2_chat.yaml", {}) == wanted
+    assert parse_source(wanted.data[0]).files == (configs_directory() / "example_chat.jsonl",)
+    (tmp_path / "smollm2_chat.yaml").write_text("bits: 5")
+    assert build_config("smollm2_chat.yaml", {}).bits == 5  # one's own comes first
 
 
 def test_a_missing_file_is_refused(tmp_path):
