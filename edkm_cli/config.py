@@ -6,12 +6,12 @@ Nothing here imports torch, so `--help` and the checks of a configuration are in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edkm_cli.contradictions import contradictions
 from edkm_cli.errors import UserError as UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import (
@@ -27,7 +27,7 @@ from edkm_cli.settings import (
     refuse,
     setting,
 )
-from edkm_cli.targets import TARGETS, misfits
+from edkm_cli.targets import TARGETS
 
 
 def configs_directory() -> Path:
@@ -35,6 +35,14 @@ def configs_directory() -> Path:
     package = Path(__file__).parent
     beside = package.parent / "configs"
     return beside if (beside / "models.yaml").is_file() else package / "configs"
+
+
+def ready_file(path: str | Path) -> Path:
+    """A file as it was named; where there is none, the one of edkm's own that `configs/FILE` or FILE names."""
+    named = Path(path).expanduser()
+    shipped = configs_directory() / named.name
+    own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
+    return shipped if own else named
 
 
 @dataclass(frozen=True)
@@ -126,15 +134,15 @@ class CompressConfig:
     )
     temperature: float = setting(
         0.02,
-        "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
+        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a table.",
         COMPRESSION,
         positive=True,
     )
     temperature_end: float = setting(
-        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
+        0.0005, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
     )
     temperature_schedule: str = setting(
-        "constant",
+        "exponential",
         "How the temperature goes from --temperature to --temperature-end.",
         COMPRESSION,
         choices=("constant", "linear", "cosine", "exponential"),
@@ -157,23 +165,26 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "reconstructed with --steps 0 and --data self, in mode straight-through without LoRA or sharding; "
-            "compensated where lookup tables are trained by gradient otherwise, or updated by importance; else kmeans",
+            "auto": "reconstructed in mode straight-through without LoRA or sharding; compensated where lookup tables "
+            "are trained by gradient otherwise, or updated by importance; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
-            "reconstructed": "compensated, then trained decoder layer by decoder layer to give what each gave before",
+            "reconstructed": "compensated, and making up for the errors of the layers before, too",
         },
     )
     start_tokens: int = setting(
-        16384, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
+        24576, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
     )
     start_passes: int = setting(
-        2, "How often --start reconstructed goes over its tokens in each decoder layer.", COMPRESSION, minimum=0
+        0,
+        "How often --start reconstructed also trains each decoder layer on its tokens.",
+        COMPRESSION,
+        minimum=0,
     )
     # data
     data: tuple[str, ...] = setting(
-        ("builtin",),
-        "Training data: builtin (Python's documentation), self (text that the model writes), wikitext2, alpaca, c4, "
+        ("self",),
+        "Training data: self (text that the model writes), builtin (Python's documentation), wikitext2, alpaca, c4, "
         "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
         "gives it a share of the sequences.",
         DATA,
@@ -223,6 +234,16 @@ class CompressConfig:
         2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
     )
     lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
+    assignments: str = setting(
+        "auto",
+        "Whether weights may leave the table entries that the start gave them.",
+        TRAINING,
+        choices={
+            "auto": "held where the teacher alone is learnt in mode straight-through, without LoRA or sharding; else free",
+            "free": "weights train, and change their entries",
+            "held": "only tables, norms and biases train",
+        },
+    )
     warmup: float = setting(
         0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
     )
@@ -255,8 +276,11 @@ class CompressConfig:
     distill: bool = setting(
         True, "Train to predict what the uncompressed model predicts; without it, only the text.", TRAINING
     )
-    label_weight: float = setting(
-        1.0, "Weight of the next-token loss beside distillation; 0 uses the teacher only.", TRAINING, minimum=0
+    label_weight: float | None = setting(
+        None,
+        "Weight of the next-token loss beside distillation; default: 1, or 0 (the teacher only) with --data self.",
+        TRAINING,
+        minimum=0,
     )
     hidden_weight: float = setting(
         0.0,
@@ -336,48 +360,23 @@ class CompressConfig:
         for name in ("data", "eval_data"):  # a single text is a list of one
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        refuse([*faults(self), *self._contradictions()])
+        refuse([*faults(self), *contradictions(self)])
 
-    def _contradictions(self) -> list[str]:
-        """What no single field shows."""
-        found = []
-        if self.start in ("compensated", "reconstructed") and self.lora_rank:
-            found.append(f"start {self.start} moves the weights, which LoRA keeps; leave start out, or lora_rank")
-        if self.start == "reconstructed" and self.mode != "straight-through":
-            found.append(
-                f"start reconstructed is for mode straight-through, got mode {self.mode}; use start compensated"
-            )
-        if self.keep_best and not self.eval_every:
-            found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
-        if self.lut_scale is not None and math.frexp(self.lut_scale)[0] != 0.5:
-            found.append(f"lut_scale must be a power of two, such as 0.0625, got {self.lut_scale:g}")
-        if self.lut_scale is not None and self.lut_dtype != "float8_e4m3fn":
-            found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {self.lut_dtype}; leave it out")
-        found += self._bits_contradictions()
-        if self.target is not None and isinstance(self.bits, int):
-            found += misfits(self.target, bits=self.bits, granularity=self.granularity, lut_dtype=self.lut_dtype)
-            if self.target == "lut-b" and self.lut_scale is None:
-                found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
-        if self.embedding_group and self.embedding_bits == 16:
-            found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
-        if not self.data:
-            found.append("data must name at least one data set or file")
-        twice = [name for name in dict.fromkeys(self.eval_data) if self.eval_data.count(name) > 1]
-        found += [f"eval_data names {name} twice; give each text once" for name in twice]
-        return found
+    @property
+    def labels(self) -> float:
+        """The weight of the next-token loss beside distillation. Text that the model wrote has nothing to teach it."""
+        if self.label_weight is not None:
+            return self.label_weight
+        return 0.0 if set(self.data) == {"self"} else 1.0
 
-    def _bits_contradictions(self) -> list[str]:
-        found = []
-        if self.allocation == "uniform" and not isinstance(self.bits, int):
-            found.append(f"bits {self.bits:g} is an average; give a whole number, or allocation sensitivity")
-        if self.allocation == "sensitivity" and self.importance != "gradient":
-            found.append(
-                "allocation sensitivity compares matrices by squared gradients, but importance is "
-                f"{self.importance}; use importance gradient"
-            )
-        if self.allocation == "sensitivity" and self.target is not None:
-            found.append(f"target {self.target} holds one number of bits for all matrices; use allocation uniform")
-        return found
+    @property
+    def holds_assignments(self) -> bool:
+        """Whether weights stay with the entries of the start. A weight that changes its entry jumps by the distance of two;
+        a gradient of few tokens is too noisy to make up for that, and the start chose the entries together."""
+        plain = self.mode == "straight-through" and not self.lora_rank and self.sharding != "full"
+        return self.assignments == "held" or (
+            self.assignments == "auto" and plain and self.distill and not self.labels and self.start != "kmeans"
+        )
 
 
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:
@@ -385,7 +384,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
 
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
-    values = read_yaml(file) if file is not None else {}
+    values = read_yaml(ready_file(file)) if file is not None else {}
     values.update({name: value for name, value in flags.items() if value is not None})
     if values.get("target") in TARGETS:
         values = {**TARGETS[values["target"]].settings, **values}

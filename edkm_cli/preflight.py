@@ -23,11 +23,11 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allotment import spread_evenly
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
-from edkm_cli.targets import check_shape
+from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
-_RECONSTRUCTION_LENGTH = 256  # many small steps fit a decoder layer better than a few long ones
+_RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,8 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
     granularity = Granularity.parse(config.granularity)
     check_geometry(swaps, granularity)
     if config.target is not None:
-        for swap in swaps:
-            if swap.clustered:
-                check_shape(config.target, swap.name, swap.shape)
+        shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
+        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(config.dtype, setting.device)
     dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
     tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
@@ -346,13 +345,11 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
 
     `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction trains straight through, on layers that are
-    whole; it has been measured on text that the model wrote itself and without further training, so `auto` takes it
-    there only.
+    iteration moves the tables that weights are fitted to. Reconstruction is for layers that are whole.
     """
     if config.start == "reconstructed" and sharded:
         raise UserError(
-            "--start reconstructed trains layers that are whole, but --sharding full divides them; use --start compensated",
+            "--start reconstructed needs layers that are whole, but --sharding full divides them; use --start compensated",
             everywhere=True,
         )
     if config.start != "auto":
@@ -361,8 +358,7 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     whole = config.mode == "straight-through" and not sharded
-    measured = not config.steps and set(config.data) == {data.SELF}
-    return "reconstructed" if whole and measured else "compensated"
+    return "reconstructed" if whole else "compensated"
 
 
 def needed_bytes(plan: RunPlan) -> int:

@@ -24,11 +24,13 @@ from torch import Tensor
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
 from edkm_cli.models import cache_directory
-from edkm_cli.precision import bfloat16_products
+from edkm_cli.precision import bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 
-SEQUENCE_TOKENS = 256
-_TOGETHER = 128  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
+# No divisor of the length of blocks: most blocks then begin inside a sequence. The first token of a text gets activations a
+# thousand times as large as all others, whatever it is, and the model must not be fitted to those of two tokens alone.
+SEQUENCE_TOKENS = 480
+_TOGETHER = 64  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
 
 
 def first_tokens(tokenizer: Any) -> list[int]:
@@ -80,13 +82,25 @@ def write_text(
 def _continue(model: Any, ids: Tensor, length: int, generator: torch.Generator, steps: Iterator[Any]) -> Tensor:
     cache = _cache(length)
     current = ids
-    with bfloat16_products():
+    with bfloat16_products(), float32_attention(model):
         while ids.shape[1] < length:
             logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
-            current = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            current = sample(logits, generator)
             ids = torch.cat((ids, current), 1)
             next(steps, None)
     return ids
+
+
+def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """One token (batch, 1) int64 from each row of logits (batch, vocabulary) float32, at temperature 1.
+
+    By the inverse of the cumulative distribution: one uniform number a row, where `torch.multinomial` draws one for each
+    entry of the vocabulary (0.18 s a step for 128 sequences of a vocabulary of 49,152, against 0.015 s).
+    """
+    cumulative = logits.sub(logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
+    drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
+    # The first entry above what was drawn: never one of probability 0, which adds nothing.
+    return torch.searchsorted(cumulative, drawn, right=True).clamp_max_(logits.shape[-1] - 1)
 
 
 def _cache(length: int) -> Any:

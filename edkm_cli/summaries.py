@@ -298,3 +298,60 @@ def export_summary(result: dict[str, Any]) -> str:
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     return "\n".join([*lines, *(f"note: {note}" for note in result.get("notes", ()))])
+
+
+_FINETUNED = {
+    "compressed": "compressed",
+    "adapted": "with the adapter",
+    "merged": "merged",
+}
+
+
+def _finetuned_lines(report: dict[str, Any]) -> list[str]:
+    texts = report["texts"]
+    stages = {stage: label for stage, label in _FINETUNED.items() if stage in texts[0]}
+    rows = [[label, *(f"{text[stage]:,.3f}" for text in texts)] for stage, label in stages.items()]
+    return ["", f"perplexity ({windows_of(report)})", *("  " + line for line in table(rows).splitlines()), ""]
+
+
+def _adapter_facts(plan: dict[str, Any]) -> list[list[str]]:
+    return [
+        ["adapter", f"{plan['trained_parameters']:,} parameters in {plan['adapted_layers']} layers, "
+                    f"{megabytes(plan['adapter_bytes'])}"],
+        ["training", f"{plan['steps']} steps, {plan['training_tokens']:,} tokens"],
+    ]  # fmt: skip
+
+
+def _facts(facts: list[list[str]]) -> list[str]:
+    width = max(len(fact[0]) for fact in facts)
+    return [f"{name.ljust(width)}  {value}" for name, value in facts]
+
+
+def finetune_plan_summary(plan: dict[str, Any]) -> str:
+    """What `edkm finetune --dry-run` prints."""
+    return "\n".join([f"{plan['model']} -> {plan['output']}", "", *_facts(_adapter_facts(plan))])
+
+
+def finetune_summary(report: dict[str, Any]) -> str:
+    """What `edkm finetune` prints at its end."""
+    seconds = report["seconds"]
+    facts = [
+        *_adapter_facts(report),
+        ["data", _data(report["data"])],
+        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
+        ["peak memory", megabytes(report["peak_memory_bytes"])],
+    ]
+    return "\n".join(["", f"{report['model']} -> {report['output']}", *_finetuned_lines(report), *_facts(facts)])
+
+
+def merge_summary(report: dict[str, Any]) -> str:
+    """What `edkm merge` prints at its end."""
+    seconds = report["seconds"]
+    facts = [
+        ["weights", f"{megabytes(report['weights_bytes'])} (before: {megabytes(report['original_weights_bytes'])})"],
+        ["merged", f"{report['adapted_layers']} layers with updates"],
+        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
+        ["peak memory", megabytes(report["peak_memory_bytes"])],
+    ]
+    names = f"{report['model']} + {report['adapter']} -> {report['output']}"
+    return "\n".join(["", names, *_finetuned_lines(report), *_facts(facts)])

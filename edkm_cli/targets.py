@@ -5,6 +5,7 @@ The same rules refuse a combination before training and before an export. Nothin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,12 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 
 ALL_BITS = tuple(range(1, 9))
+# Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
+SCALED_FAMILIES = ("llama", "mistral", "qwen2")
+# What the Core ML program can be: families, and kinds of rotary angles that do not depend on the sequence.
+DECODERS = ("llama", "mistral", "qwen2")
+ROTARY = ("default", "linear", "llama3", "yarn")
+_IN_LAYER = re.compile(r"^(\w+)\.(\w+)\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,72 @@ def misfits(name: str, *, bits: int, granularity: str | Granularity, lut_dtype: 
     return found
 
 
-def check_shape(name: str, layer: str, shape: tuple[int, ...]) -> None:
-    """Raises UserError for a compressed matrix, (rows, columns), that the target cannot hold."""
+def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ...]], *, lut_scale: float) -> None:
+    """Raises UserError for a model that the target cannot hold.
+
+    Args:
+        architecture: its Hugging Face configuration.
+        layers: module path -> (rows, columns) of each compressed linear.
+        lut_scale: the one scale of its float8 tables; 1 without.
+    """
+    for layer, shape in layers.items():
+        _check_shape(name, layer, shape)
+    if name == "any-precision":
+        repeated_layers(list(layers))
+    if name == "coreml":
+        _check_decoder(architecture)
+    if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
+        raise UserError(
+            f"lut-b has no scale, and moving one into other weights is known for {_listed(SCALED_FAMILIES)}, not for "
+            f"{architecture.model_type}; compress with --lut-scale 1"
+        )
+
+
+def _check_shape(name: str, layer: str, shape: tuple[int, ...]) -> None:
     target = TARGETS[name]
     for what, length, unit in (("columns", shape[1], target.columns), ("rows", shape[0], target.rows)):
         if length % unit:
             raise UserError(
                 f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {length}; leave it "
-                f"uncompressed with --skip {layer}, or choose another target"
+                f"uncompressed with --skip {layer}, or choose another format"
             )
+
+
+def _check_decoder(architecture: Any) -> None:
+    """Raises UserError for a decoder that the Core ML program does not know."""
+    kind = architecture.model_type
+    rope = (getattr(architecture, "rope_parameters", None) or {}).get("rope_type", "default")
+    activation = getattr(architecture, "hidden_act", "silu")
+    facts = (("decoders of", DECODERS, kind), ("activation", ("silu",), activation), ("rotary angles", ROTARY, rope))
+    for what, known, found in facts:
+        if found not in known:
+            raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
+
+
+def repeated_layers(modules: list[str]) -> tuple[str, str, list[str]]:
+    """(the decoder's module, its list of layers, the linears in each layer) of module paths.
+
+    Raises UserError where layers differ, or a path is in no decoder layer: Any-Precision replaces the same linears in each.
+
+    >>> repeated_layers(["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"])
+    ('model', 'layers', ['mlp.up_proj'])
+    """
+    layers: dict[tuple[str, str, str], list[str]] = {}
+    for path in modules:
+        match = _IN_LAYER.match(path)
+        if match is None:
+            raise UserError(
+                f"any-precision holds linears of decoder layers, but {path} is none; leave it out with --skip {path}"
+            )
+        layers.setdefault((match[1], match[2], match[3]), []).append(match[4])
+    (model, name, _), names = next(iter(layers.items()))
+    for (other, list_name, number), found in layers.items():
+        if (other, list_name) != (model, name) or sorted(found) != sorted(names):
+            raise UserError(
+                f"any-precision needs the same linears compressed in all decoder layers, but {other}.{list_name}.{number} "
+                "differs from the first; compress with a --skip that says the same of all"
+            )
+    return model, name, names
 
 
 def _listed(values: tuple[Any, ...]) -> str:

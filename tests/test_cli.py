@@ -11,7 +11,9 @@ from helpers import byte_tokenizer, cluster, compress_arguments, export, refused
 from processes import PATIENCE_SECONDS
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compress", "--help"], ["eval", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compress", "--help"], ["finetune", "--help"], ["eval", "--help"], ["--version"]]
+)
 def test_help_imports_no_torch(arguments):
     code = (
         "import sys\nfrom edkm_cli.cli import main\n"

@@ -86,7 +86,7 @@ def test_weighted_sources_are_mixed_and_a_resumed_run_is_the_same(model_director
 
 
 def test_measured_on_the_way_the_best_step_is_kept(model_directory, text_file, tmp_path):
-    options = {"eval_every": 1, "steps": 4, "learning_rate": 0.3, "lut_learning_rate": 0.3, "warmup": 0.5}
+    options = {"eval_every": 1, "steps": 4, "learning_rate": 3.0, "lut_learning_rate": 3.0, "warmup": 1.0}
     last = compress(settings(model_directory, text_file, tmp_path / "last", **options))
     best = compress(settings(model_directory, text_file, tmp_path / "best", keep_best=True, **options))
     measured = [next(iter(one.values())) for one in metrics_of(tmp_path / "best", "perplexity")]

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory
+from edkm_cli.data import parse_source
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import read_yaml, setting_of
 
@@ -38,6 +39,15 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, message):
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=message):
         read_yaml(file)
+
+
+def test_ready_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = build_config(configs_directory() / "smollm2_chat.yaml", {})
+    assert build_config("configs/smollm2_chat.yaml", {}) == build_config("smollm2_chat.yaml", {}) == wanted
+    assert parse_source(wanted.data[0]).files == (configs_directory() / "example_chat.jsonl",)
+    (tmp_path / "smollm2_chat.yaml").write_text("bits: 5")
+    assert build_config("smollm2_chat.yaml", {}).bits == 5  # one's own comes first
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -84,3 +94,34 @@ def test_the_choices_are_those_of_the_code_that_reads_them():
     assert declared["temperature_schedule"] == set(SCHEDULES)
     assert declared["lut_dtype"] == set(LUT_DTYPES)
     assert declared["importance"] == set(IMPORTANCES)
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        ("squeezellm", (3, "row:1", "float16", None)),
+        ("coreml", (3, "row:1", "float16", None)),
+        ("lut-b", (3, "block:8x64", "float8_e4m3fn", 0.0625)),
+    ],
+)
+def test_a_target_sets_what_its_format_holds(target, wanted):
+    config = build_config(None, {"target": target})
+    assert (config.bits, config.granularity, config.lut_dtype, config.lut_scale) == wanted
+    assert build_config(None, {"target": "any-precision", "bits": 5}).bits == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": "coreml", "bits": 5}, "coreml holds 1, 2, 3, 4, 6 and 8 bits, got 5; use --bits 4"),
+        ({"target": "coreml", "lut_dtype": "bfloat16"}, "got bfloat16; use --lut-dtype float16"),
+        ({"target": "lut-b", "granularity": "row:1"}, "got row:1; use --granularity block:8x64"),
+        ({"lut_scale": 0.1, "lut_dtype": "float8_e4m3fn"}, "lut_scale must be a power of two, such as 0.0625, got 0.1"),
+        ({"lut_scale": 0.5}, "lut_scale is for lut_dtype float8_e4m3fn, got float16"),
+        ({"target": "gguf"}, "target must be one of squeezellm"),
+    ],
+)
+def test_what_contradicts_a_target_is_refused_with_what_would_fit(settings, message):
+    with pytest.raises(UserError) as caught:
+        build_config(None, settings)
+    assert message in str(caught.value)

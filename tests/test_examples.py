@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoTokenizer
 
 import edkm_cli
@@ -51,3 +52,15 @@ def test_the_stored_layer_gives_what_was_trained():
     assert result["trained_loss"] < 0.5 * result["first_loss"]
     assert result["stored_loss"] == pytest.approx(result["trained_loss"], rel=1e-5)
     assert result["bits_per_weight"] == 3 + 8 * 16 / 128
+
+
+def test_finetune_with_peft_trains_an_adapter_that_peft_loads(checkpoint, text_file, tmp_path):
+    text = text_file.read_text(encoding="utf-8")[:4000]
+    losses = example("finetune_with_peft.py")["train_adapter"](checkpoint, text, tmp_path / "adapter", length=32)
+    assert losses[-1] < losses[0]
+    model = PeftModel.from_pretrained(edkm_cli.load(checkpoint, dtype=torch.float32), tmp_path / "adapter")
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        with model.disable_adapter():
+            assert not torch.equal(model(ids).logits, adapted)

@@ -92,6 +92,15 @@ def test_what_the_files_lack_or_have_too_many_is_named(model_directory, tmp_path
         models.load_dense(source, dtype="float32")
 
 
+def test_a_weight_that_is_no_number_is_named(model_directory, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+
+    source = models.resolve(altered(model_directory, tmp_path, spoil))
+    with pytest.raises(UserError, match=r"finite weights, but model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        models.require_finite(source, models.load_dense(source, dtype="float32"))
+
+
 def test_a_head_that_lacks_in_an_untied_model_is_named(tmp_path):
     tiny_llama(tied=False).save_pretrained(tmp_path / "untied")
     source = models.resolve(altered(tmp_path / "untied", tmp_path, lambda t: t.pop("lm_head.weight")))

@@ -6,7 +6,7 @@ import torch
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.preflight import Setting, plan_run
-from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, self_text, store_of, write_text
+from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, sample, self_text, store_of, write_text
 from helpers import byte_tokenizer, tiny_llama
 
 
@@ -29,9 +29,17 @@ def test_the_cache_of_keys_and_values_changes_nothing():
     ids = torch.tensor([[1], [2], [1]])
     with torch.no_grad():
         while ids.shape[1] < 20:
-            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
-            ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)), 1)
+            cumulative = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1).double().cumsum(-1)
+            drawn = torch.rand(3, 1, generator=generator) * cumulative[:, -1:]
+            ids = torch.cat((ids, (cumulative > drawn).int().argmax(-1, keepdim=True)), 1)
     assert (text == ids).float().mean() > 0.9  # a rounding may turn one draw, and all that follow it in a row
+
+
+def test_what_has_no_probability_is_never_drawn():
+    logits = torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0, -torch.inf]]).repeat(4000, 1)
+    counts = torch.bincount(sample(logits, torch.Generator().manual_seed(0))[:, 0], minlength=5)
+    assert counts[[1, 2, 4]].sum() == 0
+    assert abs(int(counts[0]) - 2000) < 200
 
 
 def test_a_seed_gives_one_text_and_training_mode_is_given_back():
@@ -45,7 +53,7 @@ def test_a_seed_gives_one_text_and_training_mode_is_given_back():
 def test_what_was_written_is_read_the_second_time(tmp_path, monkeypatch):
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
     model, tokenizer = tiny_llama(), byte_tokenizer()
-    options = {"tokens": 300, "seed": 0, "weights_sha256": "a"}
+    options = {"tokens": SEQUENCE_TOKENS + 1, "seed": 0, "weights_sha256": "a"}
     first = self_text(model, tokenizer, **options)
     assert first.shape == (2, SEQUENCE_TOKENS)
     assert torch.equal(self_text(None, tokenizer, **options), first)  # no model needed

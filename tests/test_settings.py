@@ -8,6 +8,7 @@ import pytest
 from edkm_cli.compare.config import CompareConfig
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
+from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
 from edkm_cli.settings import COMPRESSION, PANELS, faults, from_mapping, refuse, setting, setting_of
 
 
@@ -67,7 +68,7 @@ def test_infinity_is_accepted_where_it_is_declared():
     assert from_mapping(Example, {"rate": "inf"}).rate == math.inf
 
 
-@pytest.mark.parametrize("kind", [CompressConfig, CompareConfig])
+@pytest.mark.parametrize("kind", [CompressConfig, CompareConfig, FinetuneConfig, MergeConfig])
 def test_every_field_declares_its_help_and_panel(kind):
     for of in fields(kind):
         assert setting_of(of).panel in PANELS

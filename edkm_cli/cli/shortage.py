@@ -15,6 +15,7 @@ _DISK = {
     errno.EPERM: "give a place that this user may write to",
     errno.EIO: "check the disk",
     errno.EFBIG: "have the limit of file sizes raised",
+    errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOMEM: "give it less to do, or a machine with more memory",
 }
 # What torch says where it has no exception of its own.

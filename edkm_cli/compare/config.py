@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from edkm_cli.baselines import METHODS as BASELINES
+from edkm_cli.config import ready_file
 from edkm_cli.errors import UserError
 from edkm_cli.settings import (
     COMPRESSION,
@@ -150,7 +151,7 @@ def _text(value: Any) -> str:
 
 def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompareConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    values = read_yaml(file) if file is not None else {}
+    values = read_yaml(ready_file(file)) if file is not None else {}
     if isinstance(values.get("methods"), str):
         values["methods"] = _split(values["methods"])
     elif isinstance(values.get("methods"), list):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edkm_cli.config import UserError
+from edkm_cli.config import UserError, ready_file
 
 BUILTIN, WIKITEXT2, ALPACA, SELF = "builtin", "wikitext2", "alpaca", "self"
 # Short names: (repository, configuration) on the hub.
@@ -113,7 +113,7 @@ def _weight(name: str, option: str) -> tuple[str, float | None]:
 
 def _files(text: str, option: str) -> Source | None:
     """Local files; None where the text does not look like any."""
-    path = Path(text).expanduser()
+    path = ready_file(text)
     if path.is_dir() and text:
         if (path / "README.md").is_file() and _has_front_matter(path / "README.md"):
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads

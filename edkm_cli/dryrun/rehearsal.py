@@ -42,6 +42,7 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
@@ -211,14 +212,24 @@ class Rehearsal:
                 kmeans_start(weight, k, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), k, device=META)
 
-    def _hold(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    def _hold(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
         """What compensation holds before a layer: first the Hessian, its sorted copy and four float64 matrices of its
-        factorization, then two of these, the weight three times, and its LUTs."""
+        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them. To
+        correct a weight, the inputs twice more, and the stream that its output is added to."""
         square, size = layer.in_features**2, layer.out_features * layer.in_features
         converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
         factoring = 40 * square + converted
-        moving = 16 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
-        with self._ledger.more(max(factoring, moving), CLUSTERING):
+        moving = 20 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
+        fitting = 0
+        if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
+            groups, k = layer.centroids.shape
+            fitting = 12 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k
+            fitting += converted + 8 * size * (layer.weight.dtype != torch.float32)
+        correcting = 0
+        if corrected:
+            tokens = inputs[0].numel() // layer.in_features
+            correcting = 16 * square + 12 * size + 8 * inputs[0].numel() + 8 * tokens * layer.out_features
+        with self._ledger.more(max(factoring, moving, fitting, correcting), CLUSTERING):
             pass
 
     @torch.no_grad()
@@ -242,7 +253,7 @@ class Rehearsal:
                 batches,
                 passes=passes,
                 world=World(device="meta"),
-                compensation=self._hold,
+                compensation=partial(self._hold, corrected=True),
                 at_most_layers=2,
                 at_most_steps=2,
             )

@@ -6,9 +6,10 @@ rounded one after the other, those with the largest inputs first. The columns st
 each error, through the Cholesky factor of the inverse of H. The value of a weight just before it was rounded becomes the
 weight to train. Its nearest entry is the chosen one, and training can move it to another.
 
-A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid.
-One forward pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer
-before it is used.
+With the choice made, the entries are fitted to the layer's outputs (`edkm_cli.initialize.tables`), and the choice is made
+again, a few times over. A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the
+groups of a uniform grid. One forward pass is enough: a hook before each layer sees inputs that come from compensated
+layers, and changes the layer before it is used.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import torch
 from torch import Tensor
 
 from edkm_cli import kernels
-from edkm_cli.clustering import round_lut
+from edkm_cli.clustering import nearest_indices, round_lut
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
+from edkm_cli.initialize.corrections import Corrections
+from edkm_cli.initialize.tables import fits_tables, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01
+_TABLE_FITS = 2
 
 
 def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) -> Tensor:
@@ -107,14 +111,20 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
 
 
 class Compensation:
-    """The hook before each layer. Layers that follow each other with one input share its factor."""
+    """The hook before each layer. Layers that follow each other with one input share its factor.
 
-    def __init__(self, world: World = ALONE, progress: Iterator[Any] | None = None):
-        self.rows: dict[Any, Tensor] = {}  # of sharded layers, what this process keeps
-        self._world, self._progress = world, progress or iter(())
+    Args:
+        corrections: what changes a weight before it is rounded; None: nothing does.
+    """
+
+    def __init__(
+        self, world: World = ALONE, progress: Iterator[Any] | None = None, corrections: Corrections | None = None
+    ):
+        self._kept: dict[tuple[Any, str], Tensor] = {}  # what this process keeps of a sharded layer's parameters
+        self._world, self._progress, self._corrections = world, progress or iter(()), corrections
         self._done: set[Any] = set()
         self._input: Tensor | None = None
-        self._factor = self._order = torch.empty(0)
+        self._hessian = self._factor = self._order = torch.empty(0)
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
         if layer in self._done:  # a module that is used twice
@@ -123,21 +133,39 @@ class Compensation:
         if inputs[0] is not self._input:
             self._input = inputs[0]
             x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
-            hessian = x.t() @ x
-            self._order = hessian.diagonal().argsort(descending=True, stable=True)
-            self._factor = inverse_factor(hessian[self._order][:, self._order])
-        weight = compensated(layer.weight, row_entries(layer), self._factor, self._order)
-        weight = self._world.broadcast(weight)  # processors may differ in the last bit
-        layer.weight.copy_(weight)
-        if self._world.sharded:  # here the weight is whole for the length of its block, and then forgotten
-            parts = weight.chunk(self._world.size)
-            self.rows[layer] = parts[min(self._world.rank, len(parts) - 1)].clone()
+            self._hessian = x.t() @ x
+            self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
+            self._factor = inverse_factor(self._hessian[self._order][:, self._order])
+        weight = layer.weight
+        if self._corrections is not None:
+            weight = self._corrections.target(layer, inputs[0], self._factor, self._order)
+        self._set(layer, "weight", self._rounded(layer, weight))
         next(self._progress, None)
+
+    def _rounded(self, layer: ClusteredLinear, weight: Tensor) -> Tensor:
+        """What `compensated` makes of a weight, with tables that are fitted to it on the way."""
+        granularity, shape = layer.clustering.granularity, (layer.out_features, layer.in_features)
+        found = compensated(weight, row_entries(layer), self._factor, self._order)
+        for _ in range(_TABLE_FITS * fits_tables(granularity, shape)):
+            lut = round_lut(layer.centroids.detach(), layer.clustering.lut_dtype)
+            indices = nearest_indices(found, lut, granularity=granularity)
+            tables = fitted_tables(weight.float(), indices, self._hessian, layer.centroids.detach(), granularity)
+            self._set(layer, "centroids", tables)
+            found = compensated(weight, row_entries(layer), self._factor, self._order)
+        return found
+
+    def _set(self, layer: ClusteredLinear, name: str, value: Tensor) -> None:
+        """Give a parameter the first process's value: processors may differ in the last bit."""
+        value = self._world.broadcast(value)
+        layer.get_parameter(name).copy_(value)
+        if self._world.sharded:  # here it is whole for the length of its block, and then forgotten
+            parts = value.chunk(self._world.size)
+            self._kept[layer, name] = parts[min(self._world.rank, len(parts) - 1)].clone()
 
     def keep(self) -> None:
         """Give sharded layers their rows."""
-        for layer, rows in self.rows.items():
-            mine = local(layer.weight)
+        for (layer, name), rows in self._kept.items():
+            mine = local(layer.get_parameter(name))
             mine.copy_(rows[: mine.shape[0]])  # the last processes may have none
 
 
@@ -151,7 +179,7 @@ def compensate(
 ) -> None:
     """Compensate all `ClusteredLinear` layers of a causal LM, in place, in the order in which they run.
 
-    Centroids stay as they are. A layer that the text does not reach keeps its weight. Several processes all do the same,
+    A layer that the text does not reach keeps its weight. Several processes all do the same,
     so that their number decides nothing: the text is short, and columns cannot be shared out.
 
     Args:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.precision import bfloat16_products
 
 IMPORTANCES = ("gradient", "activation", "none")
 
@@ -97,8 +98,9 @@ def collect_importance(
     try:
         model.eval()
         turns = world.turns(batches)
-        for batch, collector.counts in track(turns, "calibration", len(turns)):
-            _run(model, batch.to(world.device), kind)
+        with bfloat16_products():
+            for batch, collector.counts in track(turns, "calibration", len(turns)):
+                _run(model, batch.to(world.device), kind)
     finally:
         collector.close()
         model.train(was_training)

@@ -1,22 +1,24 @@
-"""The reconstructed start: each decoder layer trained, by itself, to give what it gave before it was compressed.
+"""The reconstructed start: decoder layer by decoder layer, what each gave before it was compressed is restored.
 
-Compensation (`edkm_cli.initialize.compensate`) makes up for errors inside one matrix. Errors of a decoder layer's matrices
-can also make up for one another, and for those of the layers before: so each layer is compensated and then trained for
-a few small steps, weights, LUT entries and norms, to map the inputs that it now gets to the outputs that it had for the
-inputs it used to get (block-wise reconstruction: BRECQ, arXiv 2102.05426; EfficientQAT, arXiv 2407.11062). Then
-the next layer. Gradients pass the rounding straight through, as in training.
+Compensation (`edkm_cli.initialize.compensate`) makes up for errors inside one matrix. The matrices of a layer can also make
+up for one another's errors and for those of the layers before: in closed form first
+(`edkm_cli.initialize.corrections`), then by a few small steps in which weights, LUT entries and norms of one layer are
+trained to map the inputs that it now gets to the outputs that it had for the inputs it used to get (block-wise
+reconstruction: BRECQ, arXiv 2102.05426; EfficientQAT, arXiv 2407.11062). Then the next layer. Gradients pass the
+rounding straight through, as in training.
 
 The loss is the squared error relative to the squared norm, token by token: the first tokens of a text have activations a
 thousand times as large as all others and would be all that counts.
 
-Only one decoder layer trains at a time, and of the text only the hidden states at its two ends are kept. No second model is
-needed: until a layer is compensated, its weights are those of the uncompressed model.
+Only one decoder layer is worked on at a time, and of the text only the hidden states at its two ends are kept, and what
+its matrices got. No second model is needed: until a layer is compensated, its weights are those of the uncompressed model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ from torch import Tensor, nn
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.initialize.compensate import Compensation
+from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.precision import bfloat16_products
+from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 
 # Highest learning rates of Adam, by the root mean square of what is trained: models differ tenfold in the size of their
@@ -35,6 +38,7 @@ from edkm_cli.progress import Track, no_progress
 _WEIGHTS_RATE, _LUTS_RATE, _REST_RATE = 5e-3, 1e-3, 5e-3
 _BETAS = (0.9, 0.95)
 _WARMUP = 0.1
+_TOKENS_A_STEP = 1024
 
 
 class _Reached(Exception):
@@ -63,7 +67,7 @@ def reconstruct(
             `straight-through`, not sharded, without low-rank updates.
         batches: token ids, (1, sequence) int64, all of one shape, the same on all processes. Kept are three hidden
             states of each token.
-        passes: how often each layer's training goes over the text; 0 compensates only.
+        passes: how often each layer's training goes over the text; 0 corrects and compensates only.
         seed: of the order of the text.
         compensation: a hook before each clustered layer in place of `Compensation`, for a rehearsal.
         at_most_layers, at_most_steps: stop early, for a rehearsal: a number of decoder layers, of steps in each.
@@ -83,13 +87,18 @@ def reconstruct(
     for index in track(range(count), "reconstruction", count):
         block = _Block(blocks[index], arguments[index])
         with bfloat16_products():
-            exact = block.outputs(exact, dense=True)
-            block.compensate(compressed, compensation or Compensation(world))
-            picks = [*_picks(len(texts), passes, order)][:at_most_steps]
-            block.fit(compressed, exact, picks)
-            for parameter in block.module.parameters():
-                world.broadcast(parameter.data)  # processors may differ in the last bit
-            compressed = block.outputs(compressed)
+            corrections = Corrections(block.module, block.layers)
+            exact = block.exact_outputs(exact, corrections)
+            entering = compressed
+            compressed = block.compensate(
+                entering, corrections, compensation or Compensation(world, corrections=corrections)
+            )
+            picks = [*_picks(texts, passes, order)][:at_most_steps]
+            if picks:
+                block.fit(entering, exact, picks)
+                for parameter in block.module.parameters():
+                    world.broadcast(parameter.data)  # processors may differ in the last bit
+                compressed = block.outputs(entering)
     model.train(was_training)
 
 
@@ -133,37 +142,48 @@ class _Block:
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]):
         self.module, self._arguments = module, arguments
-        self._layers: list[ClusteredLinear] = list(clustered_layers(module).values())
+        self.layers: list[ClusteredLinear] = list(clustered_layers(module).values())
 
     def _run(self, hidden: Tensor) -> Tensor:
         output = self.module(hidden, **self._arguments)
         return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
-    def outputs(self, hidden: list[Tensor], *, dense: bool = False) -> list[Tensor]:
-        """Of the compressed layer, or with `dense` of the weights as they are."""
+    def exact_outputs(self, hidden: list[Tensor], corrections: Corrections) -> list[Tensor]:
+        """Of the layer with its weights as they are, which is on record then."""
         self.module.eval()
-        for layer in self._layers:
-            layer.dense = dense
+        for layer in self.layers:
+            layer.dense = True
         try:
-            return [self._run(x) for x in hidden]
+            corrections.find_residuals(self._run, hidden[0])
+            with corrections.recording():
+                return [self._run(x) for x in hidden]
         finally:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.dense = False
 
     @torch.no_grad()
-    def compensate(self, hidden: list[Tensor], compensation: Callable[..., None]) -> None:
-        """`edkm_cli.initialize.compensate` on the inputs that the layer gets now."""
-        handles = [layer.register_forward_pre_hook(compensation) for layer in self._layers]
+    def outputs(self, hidden: list[Tensor]) -> list[Tensor]:
+        """Of the compressed layer."""
+        self.module.eval()
+        return [self._run(x) for x in hidden]
+
+    @torch.no_grad()
+    def compensate(
+        self, hidden: list[Tensor], corrections: Corrections, compensation: Callable[..., None]
+    ) -> list[Tensor]:
+        """`edkm_cli.initialize.compensate` on the inputs that the layer gets now; returns what it gives then."""
+        handles = [layer.register_forward_pre_hook(compensation) for layer in self.layers]
         try:
-            self._run(torch.cat(hidden))
+            with corrections.following():
+                return list(self._run(torch.cat(hidden)).split(1))
         finally:
             for handle in handles:
                 handle.remove()
 
-    def fit(self, hidden: list[Tensor], wanted: list[Tensor], picks: list[int]) -> None:
-        """Train weights, tables, norms and biases, one of the texts a step."""
-        if not picks or not self._layers:
+    def fit(self, hidden: list[Tensor], wanted: list[Tensor], picks: list[list[int]]) -> None:
+        """Train weights, tables, norms and biases, on some of the texts a step."""
+        if not self.layers:
             return
         kept = [(parameter, parameter.requires_grad, parameter.dtype) for parameter in self.module.parameters()]
         for parameter, _, _ in kept:
@@ -179,8 +199,11 @@ class _Block:
         for step, pick in enumerate(picks):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * _rate_factor(step, len(picks))
+            inputs, outputs = (torch.cat([texts[text] for text in pick]).float() for texts in (hidden, wanted))
             with torch.enable_grad():
-                loss = relative_error(self._run(hidden[pick].float()), wanted[pick].float())
+                with nullcontext() if inputs.is_meta else bfloat16_autocast(inputs.device):
+                    found = self._run(inputs)
+                loss = relative_error(found.float(), outputs)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -196,8 +219,8 @@ class _Block:
     def _parameters(self) -> list[dict[str, Any]]:
         """The optimizer's groups, one for each parameter: clustered weights, their tables, norms and biases. Linears that
         were skipped keep their weights."""
-        rates = {id(layer.weight): _WEIGHTS_RATE for layer in self._layers}
-        rates |= {id(layer.centroids): _LUTS_RATE for layer in self._layers}
+        rates = {id(layer.weight): _WEIGHTS_RATE for layer in self.layers}
+        rates |= {id(layer.centroids): _LUTS_RATE for layer in self.layers}
         trained = [p for p in self.module.parameters() if id(p) in rates or p.dim() == 1]
         return [{"params": [p], "peak": rates.get(id(p), _REST_RATE) * _size(p)} for p in trained]
 
@@ -213,9 +236,12 @@ def relative_error(output: Tensor, wanted: Tensor) -> Tensor:
     return (error / wanted.square().sum(-1).clamp_min(1e-12)).mean()
 
 
-def _picks(count: int, passes: int, order: torch.Generator) -> Iterator[int]:
+def _picks(texts: list[Tensor], passes: int, order: torch.Generator) -> Iterator[list[int]]:
+    """Which texts go into each step: each once a pass."""
+    at_once = max(1, _TOKENS_A_STEP // texts[0].numel())
     for _ in range(passes):
-        yield from torch.randperm(count, generator=order, device="cpu").tolist()
+        shuffled = torch.randperm(len(texts), generator=order, device="cpu").tolist()
+        yield from (shuffled[start : start + at_once] for start in range(0, len(texts), at_once))
 
 
 def _rate_factor(step: int, steps: int) -> float:

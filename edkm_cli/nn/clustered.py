@@ -98,6 +98,7 @@ class ClusteredLinear(nn.Module):
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
         self._memo: tuple[tuple[object, ...], Tensor] | None = None
+        self._held: Tensor | None = None  # the entries of the weights, (out, in) uint8, where they are to stay
 
     @classmethod
     def from_linear(
@@ -220,6 +221,19 @@ class ClusteredLinear(nn.Module):
             sharded = local(self.weight) is not self.weight
             assign(self.centroids, self._memo[1] if sharded and self._memo else self._new_centroids())
             self._memo = None
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """From now on each weight stays with its entry, wherever that moves; the weight is no longer trained."""
+        self._held = nearest_indices(self.weight, self._lut(), granularity=self.clustering.granularity)
+        self.weight.requires_grad_(False)
+        self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """After a step that moved the entries: put each weight on its own, if it is held."""
+        if self._held is not None:
+            self.weight.copy_(lookup(self._held, self.centroids, granularity=self.clustering.granularity))
 
     def _lut(self) -> Tensor:
         return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)

@@ -86,8 +86,10 @@ class _DecodedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:  # what was decoded would change, and be forgotten
-            raise UserError(_UNCHANGED)
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            if argument.is_write and isinstance(given.get(argument.name), cls):
+                raise UserError(_UNCHANGED)  # what was decoded would change, and be forgotten
 
         def decoded(weight: _DecodedWeight) -> Tensor:
             return weight._module.dequantize(weight.dtype)

@@ -19,14 +19,12 @@ _MOMENTUM = 0.9
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
-    """The optimizer's groups: clustered weights (or their low-rank updates), LUT entries, and the rest (norms, biases),
-    which is not decayed."""
+    """The optimizer's groups: clustered weights, or low-rank updates; LUT entries; and the rest (norms, biases), which is
+    not decayed."""
     layers = clustered_layers(model).values()
     luts = {id(layer.centroids) for layer in layers}
     weights = {id(layer.weight) for layer in layers}
-    for layer in layers:
-        low_rank = layer.low_rank()
-        weights |= {id(low_rank.a), id(low_rank.b)} if low_rank is not None else set()
+    weights |= {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in f".{name}"}
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -15,7 +15,6 @@ where each thread stores what it decodes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
 from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.formats.rows import require_fit, row_tables
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import read_json
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.targets import repeated_layers
 
 _WARP, _WORD = 32, 32
-_LAYERS = re.compile(r"^(\w+)\.(\w+)\.\d+\.(.+)$")
 
 
 def check(source: Compressed, options: Options) -> None:
     """3 to 8 bits, float16 tables of rows, columns in whole words, rows in whole blocks of its kernels (16),
     the same linears in each decoder layer."""
     require_fit("any-precision", source)
-    _architecture(source)
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
@@ -142,31 +139,9 @@ def load(folder: Path, source: Compressed, options: Options) -> Any:
 
 
 def _architecture(source: Compressed) -> dict[str, Any]:
-    """The project's `arch_config`: where decoder layers are, and which of their linears have tables.
-
-    Raises UserError where layers differ in that: the project replaces the same linears in each.
-    """
-    layers: dict[str, set[str]] = {}
-    places = set()
-    for tensor in source.linears:
-        match = _LAYERS.match(tensor.module)
-        if match is None:
-            raise UserError(
-                f"any-precision holds linears of decoder layers, but {tensor.module} is none; leave it uncompressed with "
-                "--skip"
-            )
-        places.add(match.groups()[:2])
-        layers.setdefault(tensor.module[: match.start(3)], set()).add(match[3])
-    first = next(iter(layers.values()))
-    other = next((layer for layer, names in layers.items() if names != first), None)
-    if other is not None or len(places) > 1:
-        raise UserError(
-            f"any-precision needs the same linears compressed in all decoder layers, but {other or places} differs; "
-            "compress with a --skip that says the same of all"
-        )
-    model, name = places.pop()
-    modules = [tensor.module.partition(f"{name}.0.")[2] for tensor in source.linears]
-    return {"model_name": model, "layers_name": name, "module_names": [module for module in modules if module]}
+    """The project's `arch_config`: where decoder layers are, and which of their linears have tables."""
+    model, layers, names = repeated_layers([tensor.module for tensor in source.linears])
+    return {"model_name": model, "layers_name": layers, "module_names": names}
 
 
 def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -33,10 +33,8 @@ from edkm_cli.format import sync
 from edkm_cli.progress import Track, no_progress
 
 PACKAGE = "model.mlpackage"
-FAMILIES = ("llama", "mistral", "qwen2")
 _MAP = "edkm.tensors"  # in the package's metadata: name of an operation -> name of the tensor it holds
 _LENGTH = "edkm.length"
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def check(source: Compressed, options: Options) -> None:
@@ -45,17 +43,6 @@ def check(source: Compressed, options: Options) -> None:
     config = source.config
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"--to coreml knows the decoders of {', '.join(FAMILIES)}, not of {config.model_type}; use another --to"
-        )
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise UserError(f"--to coreml knows decoders with silu, got {config.hidden_act}; use another --to")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _FIXED_ROPE:
-        raise UserError(
-            f"--to coreml needs rotary angles that are fixed ({', '.join(_FIXED_ROPE)}), got {rope}; use another --to"
-        )
     first, last = lengths(options)
     limit = config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
@@ -159,7 +146,7 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
 
 
 def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
-    """(levels int8, scale of each row float16) of an embedding."""
+    """(levels (rows, columns) int8, scales (rows, groups) float16) of an embedding."""
     middle = 2 ** ((source.spec.embedding_bits or 8) - 1)
     data = (source.indices(path).to(torch.int16) - middle).to(torch.int8)
     return data, rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
@@ -236,7 +223,8 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     tensor = source.tensors[name]
     if tensor.module and not tensor.linear:
         data, scale = _embedding(source, tensor.module)
-        return (data.float() * scale.float()).half().float(), exact
+        scale = scale.float().repeat_interleave(data.shape[1] // scale.shape[1], 1)  # of each column
+        return (data.float() * scale).half().float(), exact
     return exact.half().float(), exact
 
 

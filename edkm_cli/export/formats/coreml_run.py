@@ -86,8 +86,8 @@ def dense_of(operation: Any) -> Tensor:
         column = torch.arange(index.shape[1]) // (index.shape[1] // table.shape[1])
         return table[row[:, None], column[None, :], index.long(), 0]
     if operation.op_type == "constexpr_blockwise_shift_scale":
-        data, scale = _as_tensor(operation.data.val), _as_tensor(operation.scale.val)  # scale (rows, 1)
-        product = data.float() * scale
+        data, scale = _as_tensor(operation.data.val), _as_tensor(operation.scale.val)  # scale (rows, groups)
+        product = data.float() * scale.repeat_interleave(data.shape[1] // scale.shape[1], 1)
         return product.half().float() if operation.scale.val.dtype == np.float16 else product
     raise UserError(f"the program must consist of operations that it was written with, but holds {operation.op_type}")
 

@@ -39,8 +39,6 @@ from edkm_cli.progress import Track, no_progress
 DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
 _ROWS, _COLUMNS, _ENTRIES, _BITS = 8, 64, 8, 3
 _TILE_BYTES = _ROWS * _COLUMNS * _BITS // 8
-# Families whose norms, residual stream and one `rms_norm_eps` are as the module's text says.
-SCALED_FAMILIES = ("llama", "mistral", "qwen2")
 _DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 _RESIDUAL_BIAS = re.compile(r"\.layers\.\d+\..*\.(o_proj|down_proj)\.bias$")
 _INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layernorm)\.weight$")
@@ -54,11 +52,6 @@ def check(source: Compressed, options: Options) -> None:
         raise UserError(
             f"--to lut-b: tables must have one scale for all matrices, but have {len(scales)}; compress with --target lut-b "
             "or --lut-scale 0.0625"
-        )
-    if scales != {1.0} and source.config.model_type not in SCALED_FAMILIES:
-        raise UserError(
-            f"--to lut-b: the draft has no scale, and moving one into other weights is known for "
-            f"{', '.join(SCALED_FAMILIES)}, not for {source.config.model_type}; compress with --lut-scale 1"
         )
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from edkm_cli.config import UserError
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.targets import check_shape, misfits
+from edkm_cli.targets import check_model, misfits
 
 
 def require_fit(name: str, source: Compressed) -> None:
@@ -17,8 +17,8 @@ def require_fit(name: str, source: Compressed) -> None:
         found.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
     if found:
         raise UserError(f"--to {name}: {'; '.join(found)} (edkm compress --target {name} sets all of them)")
-    for tensor in source.linears:
-        check_shape(name, tensor.module, tensor.shape)
+    shapes = {tensor.module: tensor.shape for tensor in source.linears}
+    check_model(name, source.config, shapes, lut_scale=source.scale(source.linears[0].module))
 
 
 def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:

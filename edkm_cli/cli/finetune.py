@@ -1,0 +1,87 @@
+"""`edkm finetune` and `edkm merge`: LoRA on a compressed model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process
+from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_finetune_config, build_merge_config
+from edkm_cli.settings import MODEL, OUTPUT, SCALE
+
+Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of a compressed model.", rich_help_panel=MODEL, show_default=False),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        metavar="",
+        help="Replace what --output holds, once the result is whole.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+@configured(FinetuneConfig, build_finetune_config)
+def finetune_command(
+    settings: FinetuneConfig,
+    directory: Directory,
+    overwrite: Overwrite = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="",
+            help="Continue the unfinished run of --output, if there is one.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", metavar="", help="Only print what would be trained.", rich_help_panel=SCALE),
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Train an adapter (LoRA) on a compressed model, whose weights stay packed and as they are."""
+    check_json_target(json_file)
+    from edkm_cli.finetune.command import finetune, plan_finetune
+    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.summaries import finetune_plan_summary, finetune_summary
+
+    if dry_run:
+        plan = plan_finetune(directory, settings)
+        finish(finetune_plan_summary(plan), plan, json_file)
+        return
+    progress = Progress()
+    result = finetune(
+        directory,
+        settings,
+        overwrite=overwrite,
+        resume=resume,
+        observer=Observer(progress.track, progress.show, progress.say),
+    )
+    if first_process():
+        finish(finetune_summary(result), result, json_file)
+
+
+@configured(MergeConfig, build_merge_config)
+def merge_command(
+    settings: MergeConfig,
+    directory: Directory,
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
+    check_json_target(json_file)
+    from edkm_cli.finetune.merge import merge
+    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.summaries import merge_summary
+
+    progress = Progress()
+    observer = Observer(progress.track, progress.show, progress.say)
+    result = merge(directory, settings, overwrite=overwrite, observer=observer)
+    finish(merge_summary(result), result, json_file)

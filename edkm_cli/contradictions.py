@@ -1,0 +1,58 @@
+"""What no single setting of a configuration shows: those that do not go together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from edkm_cli.targets import misfits
+
+
+def contradictions(config: Any) -> list[str]:
+    """Settings that do not go together, each with what would."""
+    found = []
+    if config.start in ("compensated", "reconstructed") and config.lora_rank:
+        found.append(f"start {config.start} moves the weights, which LoRA keeps; leave start out, or lora_rank")
+    if config.start == "reconstructed" and config.mode != "straight-through":
+        found.append(f"start reconstructed is for mode straight-through, got mode {config.mode}; use start compensated")
+    if config.assignments == "held" and (
+        config.mode != "straight-through" or config.lora_rank or config.sharding == "full"
+    ):
+        found.append("assignments held is for mode straight-through without LoRA or sharding; use assignments free")
+    if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
+        found.append(
+            f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "
+            "lower temperature_end, or temperature_schedule constant"
+        )
+    if config.keep_best and not config.eval_every:
+        found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
+    if config.lut_scale is not None and math.frexp(config.lut_scale)[0] != 0.5:
+        found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
+    if config.lut_scale is not None and config.lut_dtype != "float8_e4m3fn":
+        found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {config.lut_dtype}; leave it out")
+    found += _about_bits(config)
+    if config.target is not None and isinstance(config.bits, int):
+        found += misfits(config.target, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype)
+        if config.target == "lut-b" and config.lut_scale is None:
+            found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+    if config.embedding_group and config.embedding_bits == 16:
+        found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
+    if not config.data:
+        found.append("data must name at least one data set or file")
+    twice = [name for name in dict.fromkeys(config.eval_data) if config.eval_data.count(name) > 1]
+    found += [f"eval_data names {name} twice; give each text once" for name in twice]
+    return found
+
+
+def _about_bits(config: Any) -> list[str]:
+    found = []
+    if config.allocation == "uniform" and not isinstance(config.bits, int):
+        found.append(f"bits {config.bits:g} is an average; give a whole number, or allocation sensitivity")
+    if config.allocation == "sensitivity" and config.importance != "gradient":
+        found.append(
+            "allocation sensitivity compares matrices by squared gradients, but importance is "
+            f"{config.importance}; use importance gradient"
+        )
+    if config.allocation == "sensitivity" and config.target is not None:
+        found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
+    return found

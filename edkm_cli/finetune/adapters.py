@@ -1,0 +1,131 @@
+"""Adapters on a packed model, by peft: added, saved, loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from edkm_cli.errors import UserError
+from edkm_cli.format import read_json
+
+ALL_LINEAR = "all-linear"
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]) -> PeftModel:
+    """A peft model that trains low-rank updates of linears of `model`, which it changes in place. A fresh one changes no
+    output. Updates are float32, A is drawn from PyTorch's generator.
+
+    `targets` are ends of module paths (`q_proj`, `layers.0.mlp.up_proj`), or `all-linear`: all but the output embedding.
+
+    Raises UserError for a target that is none.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise UserError(
+                f"--target-modules must name linears of the model ({there}) or {ALL_LINEAR}, got {target!r}"
+            )
+    everything = ALL_LINEAR in targets
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=ALL_LINEAR if everything else list(targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"--target-modules cannot be adapted: {' '.join(str(error).split())[:300]}") from error
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Module path -> peft's layer."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> what the adapter trains."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_adapter(model: PeftModel, directory: Path, *, base: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors into an existing directory, for the model at `base`."""
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(str(directory), save_embedding_layers=False)
+    (directory / "README.md").unlink(missing_ok=True)  # peft's has nothing but headings
+
+
+def check_adapter(directory: Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter. Raises UserError where there is none."""
+    if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
+        raise UserError(
+            f"--adapter must be a directory with {_CONFIG} and {_WEIGHTS}, as edkm finetune and peft write it, but "
+            f"{directory} is not"
+        )
+    config = read_json(directory / _CONFIG, remedy="save the adapter again")
+    if config.get("peft_type") != "LORA":
+        raise UserError(
+            f"--adapter must hold a LoRA adapter, but {directory} holds {str(config.get('peft_type'))[:40]!r}"
+        )
+    return config
+
+
+def load_adapter(model: Any, directory: Path) -> PeftModel:
+    """A peft model of a packed model and a saved adapter, which does not train.
+
+    Raises UserError for files that are none, or that belong to another model.
+    """
+    check_adapter(directory)
+    try:
+        return PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
+    except UserError:
+        raise
+    except Exception as error:  # peft, safetensors and json each have their own
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"--adapter {directory} does not fit the model ({type(error).__name__}: {told})") from error
+
+
+def recorded(directory: Path, name: str) -> dict[str, Any]:
+    """What a command of ours left beside its result, empty where there is none."""
+    try:
+        found = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def adapter_card(report: dict[str, Any]) -> str:
+    """README.md of an adapter, with the metadata block the hub reads."""
+    before, after = report["perplexity"]["compressed"], report["perplexity"]["adapted"]
+    measured, config = report["texts"][0], report["config"]
+    version, learnt = report["versions"].get("edkm-cli", ""), ", ".join(config["data"])
+    return f"""---
+library_name: peft
+tags:
+- edkm
+- lora
+---
+
+# LoRA of rank {config["lora_rank"]} on {report["model"]}
+
+Trained by `edkm finetune` {version} for {report["steps"]} steps on {learnt}.
+The model it belongs to is compressed and stays as it is.
+
+```python
+import edkm_cli
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(edkm_cli.load("{report["model"]}"), "PATH")  # PATH: this directory
+```
+
+Perplexity on {measured["data"]}, {measured["windows"]} windows of {measured["context"]} tokens: {before:.3f} without
+the adapter, {after:.3f} with it. All settings and versions are in `finetune.json`.
+"""

@@ -1,0 +1,258 @@
+"""`edkm finetune`: an adapter trained on a compressed model, whose weights stay packed and as they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli import data
+from edkm_cli.config import UserError
+from edkm_cli.distributed import World, open_world, peers
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.export.directory import OutputDirectory, settle
+from edkm_cli.finetune.adapters import (
+    adapted_layers,
+    adapter_card,
+    add_adapter,
+    load_adapter,
+    recorded,
+    save_adapter,
+    trained_parameters,
+)
+from edkm_cli.finetune.config import FinetuneConfig, require_data
+from edkm_cli.finetune.session import Session
+from edkm_cli.format import digest, json_text, write_json
+from edkm_cli.preflight import choose_device, choose_dtype
+from edkm_cli.progress import Observer
+from edkm_cli.train.loop import require_accumulation, train
+from edkm_cli.train.losses import Objective
+from edkm_cli.train.metrics import require_trackers
+from edkm_cli.train.optimizer import require_optimizer
+from edkm_cli.train.packed import require_attention_within_documents
+from edkm_cli.train.state import fingerprint, require_same
+
+REPORT = "finetune.json"
+_ROOM_BYTES = 50_000_000  # beside the tensors: metrics, trackers
+_PROBE_TOKENS = 64
+
+
+def finetune(
+    directory: str | Path,
+    config: FinetuneConfig,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> dict[str, Any]:
+    """Run `edkm finetune` and return its report (its keys: docs/results.md).
+
+    Where a launcher started several processes, all call this; each has a part of the data. With `resume`, an unfinished
+    run in `DIR.partial` goes on from its newest checkpoint and ends with the same adapter as if it had not been
+    interrupted.
+
+    Raises UserError for anything the user can mend; the output directory then is as it was.
+    """
+    require_data(config.data, "the text to learn")
+    world = open_world(choose_device(config.device), sharding="none", timeout_minutes=config.timeout_minutes)
+    watch = observer if observer is not None and world.main else Observer()
+    with peers(world):
+        finished = world.on_main(lambda: _finished(Path(directory), config)) if resume else None
+        if finished is not None:
+            watch.say(f"{config.output} is finished already")
+            return finished
+        return _Run(Path(directory), config, world, watch).run(overwrite=overwrite, resume=resume)
+
+
+def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, Any]:
+    """`edkm finetune --dry-run`: what would train, on this one process, without reading a text."""
+    require_data(config.data, "the text to learn")
+    run = _Run(Path(directory), config, World(device=choose_device(config.device)), Observer())
+    return run.plan(run.adapted_model())
+
+
+class _Run:
+    """One run: its steps in order, each a method."""
+
+    def __init__(self, directory: Path, config: FinetuneConfig, world: World, watch: Observer):
+        self.config, self.world, self.watch = config, world, watch
+        self.training = config.training(directory)
+        dtype = choose_dtype(config.dtype, world.device)
+        self.session = Session(directory, self.training, world, watch, dtype=dtype)
+        require_trackers(self.training)
+        require_optimizer(self.training, world)
+        require_accumulation(self.training)
+        if any(source.needs_model for source in data.parse_sources(list(config.data))):
+            raise UserError("--data self is what the model says already; name a text to learn")
+
+    def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
+        opened: list[OutputDirectory] = []
+
+        def hold() -> None:
+            opened.append(OutputDirectory(self.config.output, overwrite=overwrite, resume=resume))
+            opened[0].hold()
+
+        self.world.on_main(hold)
+        output = opened[0] if opened else None
+        try:
+            return self._run(output, resume=resume)
+        finally:
+            if output is not None:
+                output.release()
+
+    def _run(self, output: OutputDirectory | None, *, resume: bool) -> dict[str, Any]:
+        session, training = self.session, self.training
+        with session.clock.phase("load"):
+            model = self.adapted_model()
+            self.world.on_main(lambda: output.rehearse(self._needed_bytes(model)) if output else None)
+            session.open_texts(token_limit=int(1.1 * self._tokens()) + training.sequence_length)
+            blocks = session.data.blocks(training.sequence_length, seed=training.seed)
+            if training.packing:
+                require_attention_within_documents(model)
+        plan, identity = self.plan(model), self._identity(model)
+        unfinished = resume and self._finds_unfinished(output, identity)
+        if not unfinished:
+            session.measure("compressed", model)
+        staging = self._begin(output, identity, keep=unfinished)
+        with session.clock.phase("train"):
+            offloaded = train(
+                model,
+                Objective(),
+                blocks,
+                training,
+                world=self.world,
+                staging=staging,
+                measure=session.on_the_way,
+                track=self.watch.track,
+                show=self.watch.show,
+            )
+        return self.world.on_main(lambda: self._finish(output, staging, model, plan, blocks, offloaded))
+
+    def adapted_model(self) -> Any:
+        """The packed model with a fresh adapter, the same on all processes."""
+        model = self.session.load_model()
+        torch.manual_seed(self.config.seed)
+        rank, alpha = self.config.lora_rank, self.config.lora_alpha
+        return add_adapter(model, rank=rank, alpha=alpha or 2.0 * rank, targets=self.config.target_modules)
+
+    def _tokens(self) -> int:
+        training = self.training
+        sequences = training.batch_size * training.gradient_accumulation * self.world.size
+        return training.steps * sequences * training.sequence_length
+
+    def plan(self, model: Any) -> dict[str, Any]:
+        """What trains, how much of it, and on how much text."""
+        trained = trained_parameters(model).values()
+        return {
+            "model": str(self.session.directory),
+            "output": str(Path(self.config.output).expanduser().absolute()),
+            "adapted_layers": len(adapted_layers(model)),
+            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "adapter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
+            "steps": self.training.steps,
+            "training_tokens": self._tokens(),
+        }
+
+    def _needed_bytes(self, model: Any) -> int:
+        """The adapter, and checkpoints of it with two moments."""
+        kept = (self.config.keep + 1) * bool(self.config.save_every) + 2 * self.config.keep_best
+        return (1 + 3 * kept) * self.plan(model)["adapter_bytes"] + _ROOM_BYTES
+
+    def _identity(self, model: Any) -> dict[str, Any]:
+        """What decides the result."""
+        session = self.session
+        base = digest((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
+        identity = fingerprint(self.training, base, session.data.sha256, processes=self.world.size)
+        own = {
+            "dtype": session.dtype,
+            "target_modules": list(self.config.target_modules),
+            "evaluation_sha256": digest((text.name, text.tokens) for text in session.texts),
+        }
+        return {**identity, **own}
+
+    def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
+        """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
+        found = self.world.on_main(lambda: output.marked() if output else None)
+        if found is None:
+            return False
+        require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
+        self.session.found.update(found["measured"])
+        return True
+
+    def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
+        """The directory that the result is written to until it is whole, on all processes."""
+
+        def begin() -> str:
+            assert output is not None
+            staging = output.begin(keep=keep)
+            session = self.session
+            output.mark({"fingerprint": identity, "perplexity": session.perplexity, "measured": session.found})
+            return str(staging)
+
+        return Path(self.world.on_main(begin))
+
+    def _finish(
+        self,
+        output: OutputDirectory | None,
+        staging: Path,
+        model: Any,
+        plan: dict[str, Any],
+        blocks: data.Blocks,
+        offloaded: dict[str, Any],
+    ) -> dict[str, Any]:
+        """On the first process: write the adapter, read it back, measure what was read, and put it in its place."""
+        assert output is not None
+        session = self.session
+        probe = session.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
+        expected = _logits(model, probe)
+        save_adapter(model, staging, base=str(session.directory.resolve()))
+        del model
+        read = load_adapter(session.load_model(), staging)
+        if not torch.equal(_logits(read, probe), expected):
+            raise UserError(
+                f"the adapter that was written must give the logits of the trained one, but {staging} does not; nothing was "
+                "put in place, please report it with the model's name"
+            )
+        session.measure("adapted", read, shared=False)
+        report = {
+            **plan,
+            "perplexity": session.perplexity,
+            "texts": session.rows(),
+            "data": {
+                **session.data.summary(blocks),
+                "measured_and_trained_on": {
+                    "found": sum(found for found, _ in session.overlap.values()),
+                    "of": sum(of for _, of in session.overlap.values()),
+                },
+            },
+            "processes": self.world.size,
+            "seconds": session.clock.seconds,
+            **({"offload": offloaded} if offloaded else {}),
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "config": asdict(self.config),
+            "versions": versions(),
+            "hardware": hardware(self.world.device),
+        }
+        write_json(staging / REPORT, report)
+        (staging / "README.md").write_text(adapter_card(report), encoding="utf-8")
+        output.commit()
+        return report
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    return model.eval()(input_ids=ids, use_cache=False).logits
+
+
+def _finished(directory: Path, config: FinetuneConfig) -> dict[str, Any] | None:
+    """The report of a finished run of this with these settings in `--output`, if there is one."""
+    path = Path(config.output).expanduser().absolute()
+    report = recorded(path, REPORT)
+    if report.get("config") != json.loads(json_text(asdict(config))) or report.get("model") != str(directory):
+        return None
+    settle(path)
+    return report

@@ -1,0 +1,240 @@
+"""`edkm merge`: an adapter becomes part of the tables and indices of the compressed model it was trained on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edkm_cli import data, models
+from edkm_cli.config import UserError
+from edkm_cli.distributed import World, launched
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.evaluate.size import footprint
+from edkm_cli.export.checkpoint import write_checkpoint
+from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.finetune.adapters import adapted_layers, check_adapter, load_adapter, recorded
+from edkm_cli.finetune.command import REPORT as FINETUNED
+from edkm_cli.finetune.config import MergeConfig, require_data
+from edkm_cli.finetune.recluster import cluster_again, decoded_copy
+from edkm_cli.finetune.session import Session
+from edkm_cli.format import digest, sha256_of, write_json
+from edkm_cli.hf import load
+from edkm_cli.initialize.reconstruct import reconstruct
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.preflight import calibration_batches, choose_device
+from edkm_cli.progress import Observer
+from edkm_cli.self_text import self_text, store_of
+from edkm_cli.train.loop import train
+from edkm_cli.train.losses import Objective
+
+REPORT = "merge.json"
+_FIT_TOKENS = 256  # in a sequence: many small steps fit a decoder layer better than a few long ones
+
+
+def merge(
+    directory: str | Path, config: MergeConfig, *, overwrite: bool = False, observer: Observer | None = None
+) -> dict[str, Any]:
+    """Run `edkm merge` and return its report (its keys: docs/results.md).
+
+    Raises UserError for anything the user can mend; the output directory then is as it was, but where the merged model
+    is worse than allowed the result is left in `DIR.partial`.
+    """
+    directory, adapter = Path(directory), Path(config.adapter)
+    if not config.adapter:
+        raise UserError("--adapter is required: the directory that edkm finetune wrote")
+    if launched() > 1:
+        raise UserError("edkm merge is for one process; start it without torchrun or accelerate launch")
+    check_adapter(adapter)
+    config = with_data(config, adapter)
+    run = _Run(directory, adapter, config, observer or Observer())
+    output = OutputDirectory(config.output, overwrite=overwrite)
+    output.hold()
+    try:
+        output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
+        return run.run(output)
+    finally:
+        output.release()
+
+
+def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
+    """The configuration with the adapter's own text where none is named. Raises UserError where there is none."""
+    if config.data:
+        return config
+    trained_on = recorded(adapter, FINETUNED).get("config")
+    trained_on = trained_on if isinstance(trained_on, dict) else {}
+    found = _names(trained_on.get("data"))
+    require_data(found, f"since {adapter} does not say what it was trained on")
+    return replace(
+        config,
+        data=found,
+        data_column=config.data_column or trained_on.get("data_column"),
+        eval_data=config.eval_data or _names(trained_on.get("eval_data")),
+    )
+
+
+def _names(found: Any) -> tuple[str, ...]:
+    return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+
+
+class _Run:
+    """One run: its steps in order, each a method."""
+
+    def __init__(self, directory: Path, adapter: Path, config: MergeConfig, watch: Observer):
+        self.adapter, self.config, self.watch = adapter, config, watch
+        self.world = World(device=choose_device(config.device))
+        self.settings = config.training(directory)
+        self.session = Session(directory, self.settings, self.world, watch, dtype="float32")
+
+    def run(self, output: OutputDirectory) -> dict[str, Any]:
+        session = self.session
+        torch.manual_seed(self.config.seed)
+        with session.clock.phase("load"):
+            model = session.load_model()
+            generation = copy.deepcopy(model.generation_config)
+            model = load_adapter(model, self.adapter)
+            layers = len(adapted_layers(model))
+            session.open_texts(token_limit=self._tokens(), written=self._written(model))
+        with model.disable_adapter():
+            session.measure("compressed", model)
+        session.measure("adapted", model)
+        spec = session.spec
+        with session.clock.phase("merge"):
+            merged = cluster_again(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+            del model
+            merged.generation_config = generation
+            teacher = decoded_copy(merged) if self.config.steps else None
+            self._fit(merged)
+        staging = output.begin()
+        output.mark({"merge": str(self.adapter)})
+        if teacher is not None:
+            self._train(merged, teacher, staging)
+            del teacher
+        with session.clock.phase("export"):
+            write_checkpoint(merged, session.tokenizer, staging, spec, track=self.watch.track)
+            del merged
+            exported = load(staging, dtype=torch.float32, device=self.world.device, trust_remote_code=self._trust)
+        session.measure("merged", exported)
+        report = self._report(output, staging, layers, footprint(exported))
+        write_json(staging / REPORT, report)
+        require_close(session.perplexity, self.config.max_perplexity_ratio, staging)
+        (staging / "README.md").write_text(merged_card(report), encoding="utf-8")
+        output.commit()
+        return report
+
+    def _fit(self, merged: Any) -> None:
+        """Each decoder layer by itself, to give what the adapted one gives."""
+        reconstruct(
+            merged,
+            calibration_batches(self.session.data, self.settings, self.config.start_tokens, length=_FIT_TOKENS),
+            passes=self.config.start_passes,
+            seed=self.config.seed,
+            track=self.watch.track,
+            world=self.world,
+        )
+
+    def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
+        """All decoder layers together, to predict what the adapted model predicts."""
+        merged.requires_grad_(True)
+        with self.session.clock.phase("train"):
+            train(
+                merged,
+                Objective.of(self.settings, teacher),
+                self.session.data.blocks(self.config.sequence_length, seed=self.config.seed),
+                self.settings,
+                world=self.world,
+                staging=staging,
+                track=self.watch.track,
+                show=self.watch.show,
+            )
+        merged.requires_grad_(False)
+
+    def _tokens(self) -> int:
+        """Of the text, that there is a use for."""
+        settings = self.settings
+        trained = settings.steps * settings.batch_size * settings.sequence_length
+        return max(settings.start_tokens, int(1.1 * trained)) + settings.sequence_length
+
+    @property
+    def _trust(self) -> bool:
+        return self.config.trust_remote_code
+
+    def _written(self, model: Any) -> dict[str, data.TokenStore]:
+        """The text that the adapted model writes itself, where `--data self` asks for it."""
+        if not any(source.needs_model for source in data.parse_sources(list(self.settings.data))):
+            return {}
+        self.watch.say("the adapted model writes its own text, once")
+        tokenizer = models.load_tokenizer(models.resolve(str(self.session.directory)), trust_remote_code=self._trust)
+        text = self_text(
+            model,
+            tokenizer,
+            tokens=self._tokens(),
+            seed=self.config.seed,
+            weights_sha256=digest((name, tensor) for name, tensor in model.state_dict().items()),
+            track=self.watch.track,
+        )
+        return {data.SELF: store_of(text)}
+
+    def _report(self, output: OutputDirectory, staging: Path, layers: int, size: Any) -> dict[str, Any]:
+        session = self.session
+        return {
+            "model": str(session.directory),
+            "adapter": str(self.adapter),
+            "adapter_sha256": sha256_of(self.adapter / "adapter_model.safetensors"),
+            "output": str(output.path),
+            "perplexity": session.perplexity,
+            "texts": session.rows(),
+            "adapted_layers": layers,
+            "steps": self.config.steps,
+            "weights_bytes": models.weight_files_bytes(staging),
+            "original_weights_bytes": models.weight_files_bytes(session.directory),
+            "model_bits_per_weight": size.model_bits_per_weight,
+            "seconds": session.clock.seconds,
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "config": asdict(self.config),
+            "versions": versions(),
+            "hardware": hardware(self.world.device),
+        }
+
+
+def require_close(perplexity: dict[str, float | None], limit: float, staging: Path) -> None:
+    """Raises UserError where the merged perplexity is more than `limit` times the adapter's."""
+    adapted, merged = perplexity["adapted"], perplexity["merged"]
+    if limit and adapted is not None and merged is not None and merged > limit * adapted:
+        raise UserError(
+            f"the merged perplexity must be at most --max-perplexity-ratio {limit:g} times the adapter's, but is "
+            f"{merged:.4f} to {adapted:.4f}, {merged / adapted:.3f} times (without the adapter: "
+            f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --steps or --start-tokens, keep "
+            "the adapter as it is, or allow more"
+        )
+
+
+def merged_card(report: dict[str, Any]) -> str:
+    """README.md of a merged model, with the metadata block the hub reads."""
+    values, measured = report["perplexity"], report["texts"][0]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- edkm
+- palettization
+- quantized
+---
+
+# {report["model"]} with {report["adapter"]} merged
+
+Made by `edkm merge` {report["versions"].get("edkm-cli", "")}: the adapter is part of the lookup tables and indices.
+
+```python
+import edkm_cli
+
+model = edkm_cli.load("PATH")  # PATH: this directory
+```
+
+Perplexity on {measured["data"]}, {measured["windows"]} windows of {measured["context"]} tokens: compressed
+{values["compressed"]:.3f}, with the adapter {values["adapted"]:.3f}, merged {values["merged"]:.3f}. All settings and
+versions are in `merge.json`.
+"""

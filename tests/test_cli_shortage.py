@@ -1,0 +1,58 @@
+"""What a machine runs out of is one line with what to do; an error of ours stays one of ours."""
+
+import errno
+import os
+import re
+
+import pytest
+import torch
+
+from edkm_cli.cli import compress as command
+from edkm_cli.cli.shortage import told
+from helpers import run
+
+
+def raised(what):
+    try:
+        what()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device.*free some room"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/out"), "Read-only file system: '/out'"),
+        (Exception("No space left on device (os error 28)"), "free some room"),  # of tokenizers
+        (MemoryError(), "not enough memory"),
+        (raised(lambda: torch.empty(2**46)), "not enough memory"),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line_with_a_remedy(error, message):
+    line = str(told(error))
+    assert re.search(message, line)
+    assert "--resume" in line
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "x"), RuntimeError("shape mismatch"), KeyError("a")])
+def test_an_error_of_ours_is_none_of_the_machines(error):
+    assert told(error) is None
+
+
+@pytest.mark.parametrize(("error", "status"), [(MemoryError(), 2), (KeyError("ours"), None)])
+def test_the_command_ends_with_2_for_a_shortage_and_shows_what_is_ours(monkeypatch, tmp_path, error, status):
+    def fail(model):
+        raise error
+
+    monkeypatch.setattr(command, "require_model", fail)
+    arguments = ["compress", "--model", "x", "-o", tmp_path / "out"]
+    if status is None:
+        with pytest.raises(KeyError):
+            run(*arguments)
+        return
+    found, out, err = run(*arguments)
+    assert (found, out) == (status, "")
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err

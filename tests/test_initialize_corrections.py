@@ -1,0 +1,89 @@
+"""Corrections in closed form: against the regression written out, and on real decoder layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from edkm_cli.initialize import corrections as correcting
+from edkm_cli.initialize.compensate import inverse_factor
+from edkm_cli.initialize.corrections import Corrections
+from edkm_cli.nn.clustered import clustered_layers
+from helpers import cluster, tiny_llama, tiny_qwen
+
+HIDDEN = 12
+
+
+class Layer(nn.Module):
+    """A decoder layer: the stream plus a matrix of another module's output."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.norm, self.linear = nn.Identity(), linear
+
+    def forward(self, hidden_states):
+        return hidden_states + self.linear(self.norm(hidden_states))
+
+
+def a_linear():
+    model = tiny_llama(hidden=HIDDEN, inner=24)
+    cluster(model, embedding_bits=None)
+    return model.model.layers[0].self_attn.o_proj
+
+
+def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeypatch):
+    monkeypatch.setattr(correcting, "_INPUTS", 1.0)
+    monkeypatch.setattr(correcting, "_RESIDUAL", 1.0)
+    generator = torch.Generator().manual_seed(0)
+    block = Layer(a_linear())
+    layer = block.linear
+    layer.dense = True
+    corrections = Corrections(block, [layer])
+    exact = torch.randn(3, 20, HIDDEN, generator=generator)
+    now = exact + 0.1 * torch.randn(exact.shape, generator=generator)
+    with torch.no_grad():
+        corrections.find_residuals(block, exact[:1])
+        with corrections.recording():
+            wanted = torch.cat([block(text[None]) for text in exact])
+        with corrections.following():
+            block(now)
+            factor = inverse_factor((now.reshape(-1, HIDDEN).t() @ now.reshape(-1, HIDDEN)).double(), damping=0)
+            found = corrections.target(layer, now, factor, torch.arange(HIDDEN))
+    branch = (wanted - now).reshape(-1, HIDDEN).double()  # what the matrix has to give for the stream to be as it was
+    regression = torch.linalg.lstsq(now.reshape(-1, HIDDEN).double(), branch).solution.t()
+    torch.testing.assert_close(found.double(), regression, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [tiny_llama, tiny_qwen])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_matrices_that_add_to_the_residual_stream_are_found(family, scaled):
+    model = family()
+    cluster(model, embedding_bits=None)
+    block = model.model.layers[0]
+    layers = clustered_layers(block)
+    corrections = Corrections(block, list(layers.values()))
+    for layer in layers.values():
+        layer.dense = True
+    seen = []
+    handle = block.register_forward_pre_hook(lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(7)[None], use_cache=False)
+        handle.remove()
+        ((hidden, *args), kwargs) = seen[0]
+        if scaled:  # as Granite and MiniCPM do: what is added is not the output
+            block.self_attn.register_forward_hook(lambda module, args, output: (output[0] * 0.5, *output[1:]))
+        run = lambda x: block(x, *args, **kwargs)  # noqa: E731
+        corrections.find_residuals(run, hidden)
+    names = {module: name for name, module in block.named_modules()}
+    assert {names[layer]: names[stream] for layer, stream in corrections._adds_to.items()} == {
+        **({} if scaled else {"self_attn.o_proj": ""}),
+        "mlp.down_proj": "post_attention_layernorm",
+    }
+
+
+def test_a_layer_that_sees_other_tokens_keeps_its_weight():
+    layer = a_linear()
+    corrections = Corrections(nn.Sequential(layer), [layer])
+    with torch.no_grad(), corrections.recording():
+        layer(torch.randn(1, 5, HIDDEN))
+    for inputs in (torch.randn(5, HIDDEN), torch.randn(2, 5, HIDDEN)):
+        assert corrections.target(layer, inputs, torch.eye(HIDDEN), torch.arange(HIDDEN)) is layer.weight

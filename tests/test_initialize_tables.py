@@ -1,0 +1,63 @@
+"""Tables fitted to outputs: against least squares written out in float64."""
+
+import pytest
+import torch
+
+from edkm_cli.clustering import lookup
+from edkm_cli.granularity import Granularity
+from edkm_cli.initialize import tables as fitting
+from edkm_cli.initialize.tables import fits_tables, fitted_tables
+
+
+def case(rows, columns, granularity, k=4, tokens=60):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    granularity = Granularity.parse(granularity)
+    inputs = draw(tokens, columns) @ draw(columns, columns)
+    indices = torch.randint(0, k, (rows, columns), generator=generator, dtype=torch.uint8)
+    return draw(rows, columns), indices, inputs, draw(granularity.groups(rows, columns), k), granularity
+
+
+def written_out(weight, indices, inputs, groups, k):
+    """For each table the solution of one least squares problem: all outputs of its rows on all inputs."""
+    found = []
+    for rows in weight.reshape(groups, -1, weight.shape[1]).unbind(0):
+        chosen = indices.reshape(groups, -1, weight.shape[1])[len(found)].long()
+        features = torch.cat([inputs @ torch.nn.functional.one_hot(row, k).double() for row in chosen])
+        found.append(torch.linalg.lstsq(features, (inputs @ rows.t()).t().reshape(-1, 1)).solution[:, 0])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("granularity", ["row:1", "row:3", "tensor"])
+@pytest.mark.parametrize("chunk", [2**25, 200])
+def test_tables_are_the_least_squares_solution(granularity, chunk, monkeypatch):
+    monkeypatch.setattr(fitting, "ONE_HOT_NUMBERS", chunk)
+    weight, indices, inputs, tables, granularity = case(6, 40, granularity)
+    found = fitted_tables(weight, indices, inputs.t() @ inputs, tables, granularity)
+    torch.testing.assert_close(found, written_out(weight, indices, inputs, len(tables), 4), rtol=1e-4, atol=1e-4)
+
+
+def test_the_output_error_falls_and_entries_nobody_chose_stay():
+    weight, indices, inputs, tables, granularity = case(5, 30, "row:1")
+    indices[indices == 3] = 0
+    found = fitted_tables(weight, indices, inputs.t() @ inputs, tables, granularity)
+    torch.testing.assert_close(found[:, 3], tables[:, 3])
+
+    def error(tables):
+        return ((weight - lookup(indices, tables, granularity=granularity)) @ inputs.t()).square().sum()
+
+    assert error(found) < error(tables)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape", "fits"),
+    [
+        ("row:1", (8, 2048), True),
+        ("tensor", (8, 16), True),
+        ("row:1", (8, 2049), False),
+        ("block:8x64", (8, 128), False),
+    ],
+)
+def test_tables_that_depend_on_one_another_or_cost_too_much_are_left(granularity, shape, fits):
+    assert fits_tables(Granularity.parse(granularity), shape) == fits

@@ -1,0 +1,46 @@
+"""What export formats can hold of a model, known from its configuration and shapes alone."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from edkm_cli.errors import UserError
+from edkm_cli.targets import check_model, repeated_layers
+
+LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
+
+
+def architecture(kind="llama", **more):
+    return SimpleNamespace(model_type=kind, **more)
+
+
+@pytest.mark.parametrize("name", ["squeezellm", "any-precision", "coreml", "lut-b"])
+def test_an_ordinary_decoder_fits_every_target(name):
+    check_model(name, architecture(), LAYERS, lut_scale=0.0625)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layers", "message"),
+    [
+        ("squeezellm", architecture(), {"a": (64, 40)}, "columns are a multiple of 32, but a has 40; leave it"),
+        ("any-precision", architecture(), {"model.layers.0.a": (24, 64)}, "rows are a multiple of 16"),
+        ("coreml", architecture("gemma2"), LAYERS, "knows decoders of llama, mistral and qwen2, got gemma2"),
+        ("coreml", architecture(hidden_act="gelu"), LAYERS, "knows activation silu, got gelu"),
+        ("coreml", architecture(rope_parameters={"rope_type": "dynamic"}), LAYERS, "got dynamic"),
+        ("lut-b", architecture("qwen3"), LAYERS, "not for qwen3; compress with --lut-scale 1"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
+    with pytest.raises(UserError, match=message):
+        check_model(name, model, layers, lut_scale=0.0625)
+
+
+def test_a_scale_of_one_fits_every_family():
+    check_model("lut-b", architecture("qwen3"), LAYERS, lut_scale=1.0)
+
+
+def test_layers_that_differ_are_named():
+    with pytest.raises(UserError, match=r"but model\.layers\.1 differs from the first"):
+        repeated_layers(["model.layers.0.a", "model.layers.0.b", "model.layers.1.a"])
+    with pytest.raises(UserError, match="but head is none; leave it out with --skip head"):
+        repeated_layers(["model.layers.0.a", "head"])
