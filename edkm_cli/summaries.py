@@ -256,10 +256,11 @@ def evaluation_summary(result: dict[str, Any]) -> str:
     ]
     if "prefill_tokens_per_second" in result:
         speed = f"{result['prefill_tokens_per_second']:.1f} prefill, {result['decode_tokens_per_second']:.1f} decode"
-        if "dense" in result:
-            dense = result["dense"]
-            speed += f"; as dense weights {dense['prefill_tokens_per_second']:.1f} prefill, "
-            speed += f"{dense['decode_tokens_per_second']:.1f} decode"
+        for name, kind in (("dense", "dense weights"), ("dense_fp32", "dense float32")):
+            if name in result:
+                dense = result[name]
+                speed += f"; as {kind} {dense['prefill_tokens_per_second']:.1f} prefill, "
+                speed += f"{dense['decode_tokens_per_second']:.1f} decode"
         facts.append(["tokens per s", speed])
     width = max(len(fact[0]) for fact in facts)
     text = "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])
