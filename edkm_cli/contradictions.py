@@ -35,6 +35,10 @@ def contradictions(config: Any) -> list[str]:
         found += misfits(config.target, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype)
         if config.target == "lut-b" and config.lut_scale is None:
             found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+    if config.compare_dense and not config.steps:
+        found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
+    if config.compare_dense and config.lora_rank:
+        found.append("compare_dense trains all weights, which lora_rank is to avoid; leave one of the two out")
     if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
     if not config.data:
