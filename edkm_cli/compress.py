@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 
 from edkm_cli import data, models
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.dequantize import load_source
 from edkm_cli.distributed import World, full, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
-from edkm_cli.evaluate.texts import MeasuredText, Measurements
+from edkm_cli.evaluate.texts import DENSE, MeasuredText, Measurements
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.export.model_card import model_card
@@ -40,6 +40,7 @@ from edkm_cli.preflight import (
 )
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import self_text, store_of
+from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
@@ -112,6 +113,8 @@ class Run:
         del objective
         self._export(model, tokenizer, staging)
         del model
+        if self.config.compare_dense:
+            self._train_dense(staging)
         return self.world.on_main(lambda: self._finish(output, staging, offloaded))
 
     # The steps.
@@ -218,14 +221,6 @@ class Run:
     def _start(self, dense: Any) -> tuple[Any, Objective]:
         """(the clustered model, what it is trained on): see `initialize`."""
         config, plan, world = self.config, self.plan, self.world
-        rebuild = partial(
-            build_sharded,
-            plan.source,
-            world,
-            dtype=getattr(torch, plan.dtype),
-            trainable=True,
-            trust_remote_code=config.trust_remote_code,
-        )
         with self.clock.phase("start"):
             model, teacher = initialize(
                 dense,
@@ -233,12 +228,24 @@ class Run:
                 calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
                 fitting=start_batches(self.data, plan),
                 keep_dense=plan.copies_teacher,
-                build=rebuild if world.sharded else None,
+                build=self._rebuild() if world.sharded else None,
                 world=world,
                 track=self.watch.track,
             )
         self.plan = plan.after_start(model)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
+
+    def _rebuild(self) -> Any:
+        """Makes the sharded model that trains: see `build_sharded`."""
+        plan = self.plan
+        return partial(
+            build_sharded,
+            plan.source,
+            self.world,
+            dtype=getattr(torch, plan.dtype),
+            trainable=True,
+            trust_remote_code=self.config.trust_remote_code,
+        )
 
     def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
         """The directory that the result is written to until it is whole, on all processes."""
@@ -271,6 +278,27 @@ class Run:
             )
         self._measure("trained", model)
         return offloaded
+
+    def _train_dense(self, staging: Path) -> None:
+        """The uncompressed model, trained equally and measured."""
+        plan, world = self.plan, self.world
+        with self.clock.phase("dense"):
+            teacher = self._load_dense().requires_grad_(False) if plan.distills else None
+            model = self._rebuild()() if world.sharded else self._load_dense()
+            train_dense(
+                model,
+                teacher,
+                self.blocks,
+                self.config,
+                world=world,
+                staging=staging,
+                mixed_precision=plan.mixed_precision,
+                measure=partial(self.measured.on_the_way, world=world),
+                track=self.watch.track,
+                show=self.watch.show,
+            )
+            del teacher
+        self._measure(DENSE, model)
 
     def _export(self, model: Any, tokenizer: Any, staging: Path) -> None:
         with self.clock.phase("export"):
@@ -341,37 +369,6 @@ class Run:
             "versions": versions(),
             "hardware": hardware(self.world.device),
         }
-
-
-# How far the exported model's perplexity may be from that of the model it was made of: both multiply the same weights,
-# but kernels for packed weights may add in another order.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
-
-
-def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
-    """Raises UserError where the exported model is another than the one that was trained (or started from).
-
-    `text` is a row of the report's `texts`."""
-    before = "start" if text["trained"] is None else "trained"
-    expected, found = text[before], text["exported"]
-    if expected is None or found is None:
-        return
-    if abs(found - expected) > _TOLERANCE[dtype] * expected:
-        raise UserError(
-            f"the exported model must have the perplexity of the {before} one, but {before} is {expected:.4f} and exported "
-            f"{found:.4f}: the files do not hold the model; nothing was put in place, please report it with the model's name"
-        )
-
-
-def require_ratio(text: Mapping[str, Any], limit: float, staging: Path) -> None:
-    """Raises UserError where the exported perplexity on a text is more than `limit` times the original's."""
-    original, exported = text["original"], text["exported"]
-    if limit and original is not None and exported is not None and exported > limit * original:
-        raise UserError(
-            f"the exported perplexity must be at most --max-perplexity-ratio {limit:g} times the original's, but is "
-            f"{exported:.4f} to {original:.4f} on {text['data']}, {exported / original:.2f} times; the result is in "
-            f"{staging}: train longer, use more bits, or allow more"
-        )
 
 
 def _where(world: World) -> str:

@@ -134,15 +134,15 @@ class CompressConfig:
     )
     temperature: float = setting(
         0.02,
-        "Softness of modes hard and soft, relative to the variance of the weights that share a table.",
+        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a table.",
         COMPRESSION,
         positive=True,
     )
     temperature_end: float = setting(
-        0.002, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
+        0.0005, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
     )
     temperature_schedule: str = setting(
-        "constant",
+        "exponential",
         "How the temperature goes from --temperature to --temperature-end.",
         COMPRESSION,
         choices=("constant", "linear", "cosine", "exponential"),
@@ -184,9 +184,9 @@ class CompressConfig:
     # data
     data: tuple[str, ...] = setting(
         ("self",),
-        "Training data: self (text that the model writes), builtin (Python's documentation), wikitext2, alpaca, c4, "
-        "fineweb-edu, a data set of the hub as owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT "
-        "gives it a share of the sequences.",
+        "Training data: self (text that the model writes), builtin (Python's documentation), builtin-prose (everyday "
+        "English, small), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a "
+        "file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
         DATA,
     )
     data_column: str | None = setting(
@@ -287,6 +287,15 @@ class CompressConfig:
         "Weight of matching the teacher's layer outputs in distillation; 0 matches only its predictions.",
         TRAINING,
         minimum=0,
+    )
+    compare_dense: bool = setting(
+        False,
+        "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio of "
+        "their perplexities. Takes as long again.",
+        TRAINING,
+    )
+    dense_learning_rate: float = setting(
+        2e-5, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
     )
     gradient_checkpointing: bool = setting(False, "Save memory: compute activations again in the backward pass.", SCALE)
     offload: str = setting(

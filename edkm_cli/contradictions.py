@@ -19,6 +19,11 @@ def contradictions(config: Any) -> list[str]:
         config.mode != "straight-through" or config.lora_rank or config.sharding == "full"
     ):
         found.append("assignments held is for mode straight-through without LoRA or sharding; use assignments free")
+    if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
+        found.append(
+            f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "
+            "lower temperature_end, or temperature_schedule constant"
+        )
     if config.keep_best and not config.eval_every:
         found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
     if config.lut_scale is not None and math.frexp(config.lut_scale)[0] != 0.5:
@@ -30,6 +35,10 @@ def contradictions(config: Any) -> list[str]:
         found += misfits(config.target, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype)
         if config.target == "lut-b" and config.lut_scale is None:
             found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+    if config.compare_dense and not config.steps:
+        found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
+    if config.compare_dense and config.lora_rank:
+        found.append("compare_dense trains all weights, which lora_rank is to avoid; leave one of the two out")
     if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
     if not config.data:

@@ -366,6 +366,7 @@ def needed_bytes(plan: RunPlan) -> int:
     config = plan.config
     kept = (config.keep + 1) if config.steps and config.save_every else 0
     kept += 2 if config.steps and config.keep_best else 0
+    kept *= 2 if config.compare_dense else 1
     trained = plan.parameters
     if config.lora_rank:
         updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)

@@ -48,6 +48,7 @@ def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
 
 _STAGES = {
     "original": "uncompressed",
+    "dense": "uncompressed, trained equally",
     "start": "compressed, not trained",
     "trained": "compressed and trained",
     "exported": "read back from disk",
@@ -84,6 +85,9 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
                 (f"{value:,.3f}", f"{value / text['original']:.2f}x") for value, text in zip(values, texts, strict=True)
             ]
             rows.append([label, *(cell for pair in pairs for cell in pair)])
+    if all("exported_over_dense" in text for text in texts):
+        ratios = [f"{text['exported_over_dense']:.2f}x" for text in texts]
+        rows.append(["compressed by uncompressed, both trained", *(cell for ratio in ratios for cell in ("", ratio))])
     if all(text.get("kl_per_token") is not None for text in texts):
         rows.append(["KL per token", *(cell for text in texts for cell in (f"{text['kl_per_token']:.4f}", ""))])
         agreements = [f"{100 * text['top1_agreement']:.1f}%" for text in texts]
@@ -252,10 +256,11 @@ def evaluation_summary(result: dict[str, Any]) -> str:
     ]
     if "prefill_tokens_per_second" in result:
         speed = f"{result['prefill_tokens_per_second']:.1f} prefill, {result['decode_tokens_per_second']:.1f} decode"
-        if "dense" in result:
-            dense = result["dense"]
-            speed += f"; as dense weights {dense['prefill_tokens_per_second']:.1f} prefill, "
-            speed += f"{dense['decode_tokens_per_second']:.1f} decode"
+        for name, kind in (("dense", "dense weights"), ("dense_fp32", "dense float32")):
+            if name in result:
+                dense = result[name]
+                speed += f"; as {kind} {dense['prefill_tokens_per_second']:.1f} prefill, "
+                speed += f"{dense['decode_tokens_per_second']:.1f} decode"
         facts.append(["tokens per s", speed])
     width = max(len(fact[0]) for fact in facts)
     text = "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])

@@ -7,9 +7,10 @@ import torch
 
 import edkm_cli
 from edkm_cli import compress as module
-from edkm_cli.compress import compress, require_same_perplexity
+from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.data import load_documents, tokenize
+from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.models import load_tokenizer, resolve
 from edkm_cli.train.loop import require_accumulation

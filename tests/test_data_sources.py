@@ -3,7 +3,7 @@
 import pytest
 
 from edkm_cli.config import UserError
-from edkm_cli.data import parse_source, parse_sources
+from edkm_cli.data import load_documents, measured_split, parse_source, parse_sources, require_apart
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_weights_are_for_all_or_for_none(here):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "must be wikitext2, alpaca, c4, fineweb-edu, builtin or a file"),
+        ("nothing", "must be wikitext2, alpaca, c4, fineweb-edu, builtin, builtin-prose or a file"),
         ("missing.jsonl", "does not exist"),
         ("./missing", "does not exist"),
         ("deep/missing.txt", "does not exist"),
@@ -88,3 +88,14 @@ def test_what_names_nothing_gets_one_line(here, name, message):
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(UserError, match="directory without files"):
         parse_source(str(tmp_path))
+
+
+def test_the_prose_that_comes_with_the_package_is_measured_whole_and_never_when_trained_on():
+    prose, documentation = parse_source("builtin-prose"), parse_source("builtin")
+    assert measured_split(prose) == "all"
+    texts = load_documents("builtin-prose", "all")
+    assert texts.text().count("\n\n") == 13
+    assert len(texts.text()) > 8000  # four windows of 512 tokens
+    require_apart([documentation], prose)
+    with pytest.raises(UserError, match="must not be trained on"):
+        require_apart([prose], prose)

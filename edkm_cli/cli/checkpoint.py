@@ -19,7 +19,8 @@ def eval_command(
             "--data",
             "--eval-data",
             metavar="TEXT",
-            help="Text to measure on: wikitext2, builtin or a file. Repeatable. Default: wikitext2, or none with --tasks.",
+            help="Text to measure on: wikitext2, builtin, builtin-prose or a file. Repeatable. Default: wikitext2, or none "
+            "with --tasks.",
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window on which perplexity is measured.")] = 2048,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edkm_cli.config import UserError, ready_file
 
-BUILTIN, WIKITEXT2, ALPACA, SELF = "builtin", "wikitext2", "alpaca", "self"
+BUILTIN, PROSE, WIKITEXT2, ALPACA, SELF = "builtin", "builtin-prose", "wikitext2", "alpaca", "self"
 # Short names: (repository, configuration) on the hub.
 NAMED = {
     WIKITEXT2: ("Salesforce/wikitext", "wikitext-2-raw-v1"),
@@ -85,7 +85,7 @@ def parse_sources(names: tuple[str, ...] | list[str]) -> list[Source]:
 def parse_source(name: str, option: str = "--data") -> Source:
     """The source that a name stands for, `=WEIGHT` included. Raises UserError where it can be nothing."""
     text, weight = _weight(name, option)
-    if text == BUILTIN:
+    if text in (BUILTIN, PROSE):
         source = Source(text, "builtin")
     elif text == SELF:
         source = Source(text, SELF)
@@ -162,7 +162,7 @@ def _split_directory(text: str) -> tuple[Path | None, str | None, str | None]:
 
 def _nothing(text: str, option: str) -> Source:
     raise UserError(
-        f"{option} must be {', '.join((*NAMED, BUILTIN))} or a file, glob or directory ({', '.join(SUFFIXES)}), or a "
+        f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory ({', '.join(SUFFIXES)}), or a "
         f"data set of the hub as owner/name[:config][@split], got {text!r}"
     )
 

@@ -25,7 +25,17 @@ from edkm_cli.data.reading import (
     read_text,
     wikitext_rows,
 )
-from edkm_cli.data.sources import ALPACA, WIKITEXT2, Source, is_compressed, is_text, is_wikitext, suffix_of
+from edkm_cli.data.sources import (
+    ALPACA,
+    BUILTIN,
+    PROSE,
+    WIKITEXT2,
+    Source,
+    is_compressed,
+    is_text,
+    is_wikitext,
+    suffix_of,
+)
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
 HELD_OUT_FRACTION = 0.1
@@ -102,7 +112,7 @@ def _whole_split(source: Source, split: str) -> list[Part]:
         else:
             units += [(index, record) for part in read_files(replace(source, files=(path,))) for record in part.load()]
     if source.kind == "builtin":
-        units = [(0, text) for text in builtin_texts()]
+        units = [(0, text) for text in builtin_texts(source.name)]
     if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
         raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
     if split != ALL:
@@ -132,8 +142,11 @@ def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
     return parts
 
 
-def builtin_texts() -> list[str]:
-    """The topics of Python's own documentation: English text that is on every machine."""
+def builtin_texts(name: str = BUILTIN) -> list[str]:
+    """English text that is on every machine: the topics of Python's own documentation, or paragraphs of everyday prose
+    (stories, letters, recipes, reports; written for this project) that come with the package."""
+    if name == PROSE:
+        return read_text(Path(__file__).with_name("prose.txt")).strip().split("\n\n")
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]

@@ -13,7 +13,7 @@ from edkm_cli.allocator import return_small_blocks
 from edkm_cli.config import UserError
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.records import render
-from edkm_cli.data.sources import Source, parse_source
+from edkm_cli.data.sources import PROSE, Source, parse_source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, Reading, read_split
 
 SEPARATOR = "\n\n"
@@ -75,9 +75,9 @@ def documents_of(
 
 
 def measured_split(source: Source) -> str:
-    """What of an `--eval-data` is measured: local files and splits that it names as a whole, else what a data set has
-    for measuring, or what is held out of it."""
-    whole = source.kind == "files" or source.split is not None
+    """What of an `--eval-data` is measured: local files, `builtin-prose` and splits that it names as a whole, else what a
+    data set has for measuring, or what is held out of it."""
+    whole = source.kind == "files" or source.split is not None or source.name == PROSE
     return ALL if whole else TEST
 
 
@@ -87,7 +87,8 @@ def require_apart(trained: Sequence[Source], measured: Source) -> None:
         both = {path.resolve() for path in source.files} & {path.resolve() for path in measured.files}
         same_split = source.kind == measured.kind == "hub" and measured.split is not None
         same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)
-        if both or (same_split and measured.split == (source.split or "train")):
+        same_prose = source.name == measured.name == PROSE
+        if both or same_prose or (same_split and measured.split == (source.split or "train")):
             what = str(min(both)) if both else measured.name
             raise UserError(
                 f"--eval-data must not be trained on, but {what} is in --data {source.name}, too; leave --eval-data out "

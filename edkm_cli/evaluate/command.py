@@ -23,6 +23,8 @@ from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 
+_SMALL_BYTES = 2**30  # a dense 16-bit model of up to this size is measured in float32, too, which takes twice as much
+
 
 def evaluate_model(
     name: str,
@@ -108,6 +110,9 @@ def evaluate_model(
         if is_packed(model):  # the same weights dense, in the same run; nothing below needs them packed
             dequantize_model(model, getattr(torch, dtype))
             result["dense"] = measure_speed(model, tokens[0])
+            if device == "cpu" and dtype != "float32" and result["dense"]["weights_resident_bytes"] <= _SMALL_BYTES:
+                result["dense_fp32"] = measure_speed(torch.nn.Module.float(model), tokens[0])
+                torch.nn.Module.to(model, getattr(torch, dtype))  # exactly what it was; transformers' own `to` refuses
     if loaded:
         dequantize_model(model, getattr(torch, dtype))  # once, not in each of many thousand short passes
         result["tasks"] = tasks.run_tasks(model, tokenizer, loaded, limit=limit, batch_size=batch_size)

@@ -14,7 +14,7 @@ from edkm_cli.evaluate.perplexity import Perplexity, perplexity
 from edkm_cli.evaluate.reference import Recorder, Reference, RememberedPredictions
 from edkm_cli.progress import Track, no_progress
 
-ORIGINAL = "original"
+ORIGINAL, DENSE = "original", "dense"
 STAGES = (ORIGINAL, "start", "trained", "exported")
 DISTANCES = ("kl_per_token", "top1_agreement")
 
@@ -102,7 +102,8 @@ class Measurements:
 
     def rows(self) -> list[dict[str, Any]]:
         """A row of the report for each text: its perplexities by stage, and the distances of the last stage that was
-        compared; those of all stages are in `stages`."""
+        compared; those of all stages are in `stages`. Where the uncompressed model was trained equally, its perplexity is
+        `dense`, and `exported_over_dense` what compression costs."""
         rows = []
         for text in self.texts:
             stages = {
@@ -110,8 +111,14 @@ class Measurements:
                 for stage in STAGES[1:]
                 if stage in self._found
             }
+            dense, exported = (self._of(stage, text.name, "perplexity") for stage in (DENSE, "exported"))
+            equally = {} if dense is None else {"dense": dense}
+            if dense is not None and exported is not None:
+                equally["exported_over_dense"] = exported / dense
             compared = [figures for figures in stages.values() if figures["kl_per_token"] is not None]
             width = min(self._context, text.tokens.numel())
+            if dense is not None:
+                stages[DENSE] = {name: self._of(DENSE, text.name, name) for name in DISTANCES}
             rows.append(
                 {
                     "data": text.name,
@@ -119,6 +126,7 @@ class Measurements:
                     "windows": min(self._max_windows, text.tokens.numel() // width),
                     "tokens": text.tokens.numel(),
                     **{stage: self._of(stage, text.name, "perplexity") for stage in STAGES},
+                    **equally,
                     **(compared[-1] if compared else dict.fromkeys(DISTANCES)),
                     "stages": stages,
                     **({"not_compared": self._why_not} if self._why_not else {}),

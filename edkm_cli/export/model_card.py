@@ -24,7 +24,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             f"# {report['model']}, {config['bits']}-bit palettized",
             "",
-            f"`{report['model']}` with its decoder's weights as {2 ** config['bits']}-entry lookup tables "
+            f"`{report['model']}` with its decoder's weights as {_tables(config)} "
             f"(granularity `{config['granularity']}`, {bits} bits per weight, tables included), made by "
             f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
             "",
@@ -53,3 +53,10 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
         ]
     )
+
+
+def _tables(config: dict[str, Any]) -> str:
+    """What the weights are stored as."""
+    if config.get("allocation") == "sensitivity":
+        return f"lookup tables, more entries where errors matter more, as large as {config['bits']:g} bits everywhere"
+    return f"{2 ** config['bits']}-entry lookup tables"

@@ -15,7 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.directory import MARKER
 from edkm_cli.settings import shown
 
-STAGES = ("original", "start", "trained", "exported")
+STAGES = ("original", "dense", "start", "trained", "exported")
 _NUMBERS = (
     "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight", "steps",
     "training_tokens",

@@ -9,6 +9,7 @@ from edkm_cli.summaries import text_names
 
 STAGE_NAMES = {
     "original": "uncompressed",
+    "dense": "uncompressed, trained equally",
     "start": "compressed, not trained",
     "trained": "compressed and trained",
     "exported": "read back from disk",
@@ -41,7 +42,7 @@ def _bars(text: Text, name: str) -> Markup:
     measured, original = text.perplexity, text.perplexity.get("original")
     rows = [
         (STAGE_NAMES[stage], value, f"{value / original:.2f}x" if original and stage != "original" else "",
-         "muted" if stage == "original" else "c1" if stage == list(measured)[-1] else "c1 pale")
+         "muted" if stage in ("original", "dense") else "c1" if stage == list(measured)[-1] else "c1 pale")
         for stage, value in measured.items()
     ]  # fmt: skip
     title = f"Perplexity by stage{name and f', {name}'}"
@@ -70,12 +71,15 @@ def _all_figures(texts: list[Text], names: list[str]) -> Markup:
     stages = [stage for stage in STAGES if any(stage in text.perplexity for text in texts)]
     compared = any(text.kl is not None for text in texts)
     header = ["text", *(STAGE_NAMES[stage] for stage in stages), "against the original"]
+    header += ["against the equally trained"] if "dense" in stages else []
     header += ["KL per token", "same likeliest token"] if compared else []
     rows = []
     for text, name in zip(texts, names, strict=True):
         last, original = list(text.perplexity.values())[-1], text.perplexity.get("original")
         row = [name, *(fixed(text.perplexity[stage]) if stage in text.perplexity else "" for stage in stages)]
         row.append(f"{last / original:.2f}x" if original else "")
+        if "dense" in stages:
+            row.append(f"{last / text.perplexity['dense']:.2f}x" if "dense" in text.perplexity else "")
         if compared:
             row.append("" if text.kl is None else figure(text.kl))
             row.append("" if text.agreement is None else f"{100 * text.agreement:.1f}%")

@@ -19,12 +19,14 @@ _MOMENTUM = 0.9
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
-    """The optimizer's groups: clustered weights, or low-rank updates; LUT entries; and the rest (norms, biases), which is
-    not decayed."""
+    """The optimizer's groups: clustered weights, or low-rank updates, of a dense model its linears; LUT entries; and the
+    rest (norms, biases), which is not decayed."""
     layers = clustered_layers(model).values()
     luts = {id(layer.centroids) for layer in layers}
     weights = {id(layer.weight) for layer in layers}
     weights |= {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in f".{name}"}
+    if not layers:  # a dense model, trained for comparison: what is clustered otherwise
+        weights |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -35,6 +35,7 @@ _FREE = (
     *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
     "max_perplexity_ratio",
     *("data_workers", "rebuild_cache"),
+    *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
 )
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")

@@ -1,0 +1,73 @@
+"""`--compare-dense`: the uncompressed model trained as the compressed one is, to tell what compression costs.
+
+A perplexity after training mixes two things: the model has learnt the text, and it has lost something by compression. The
+uncompressed model, trained on the same batches for as many steps towards the same objective, has only learnt. The ratio of
+the two is what compression costs whoever fine-tunes.
+
+What trains is what trains in the compressed model, the decoder's linears and norms; embeddings stay. Of the settings only
+the learning rate differs: weights that are not rounded in each forward pass want a lower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edkm_cli.config import CompressConfig
+from edkm_cli.data import Blocks
+from edkm_cli.distributed import World
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.train.loop import train
+from edkm_cli.train.losses import Objective
+from edkm_cli.train.state import CHECKPOINTS
+
+METRICS = "metrics_dense.jsonl"
+
+
+def dense_directory(staging: Path, config: CompressConfig) -> Path:
+    """Where the training keeps its own metrics and checkpoints, one directory for each learning rate that was tried: what
+    is below goes when the run is finished."""
+    return staging / CHECKPOINTS / f"dense-{config.dense_learning_rate:g}"
+
+
+def train_dense(
+    model: Any,
+    teacher: Any | None,
+    blocks: Blocks,
+    config: CompressConfig,
+    *,
+    world: World,
+    staging: Path,
+    mixed_precision: str = "no",
+    measure: Callable[[Any], dict[str, Any]] = lambda model: {},
+    track: Track = no_progress,
+    show: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Train a dense causal LM in place by the settings of a compressed one; the arguments are those of `train`.
+
+    `teacher` is the same model, frozen, where the compressed one has it for a teacher. A killed run goes on from its newest
+    checkpoint, and a finished one only loads its last. The lines of its metrics end in `staging`.
+    """
+    directory = dense_directory(staging, config)
+    if world.main:
+        directory.mkdir(parents=True, exist_ok=True)
+    world.any(False)  # all wait until it is there
+    settings = replace(
+        config, learning_rate=config.dense_learning_rate, mode="straight-through", method="edkm", log_with=()
+    )
+    train(
+        model,
+        Objective.of(settings, teacher),
+        blocks,
+        settings,
+        world=world,
+        staging=directory,
+        mixed_precision=mixed_precision,
+        measure=measure,
+        track=track,
+        show=show,
+    )
+    if world.main:
+        (staging / METRICS).write_bytes((directory / "metrics.jsonl").read_bytes())

@@ -1,0 +1,62 @@
+"""From a packed model with an adapter to a clustered one: the tables that were there, and the sum of weight and update."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import edkm_cli
+from edkm_cli.errors import UserError
+from edkm_cli.finetune.recluster import cluster_again, decoded_copy
+from edkm_cli.format import read_spec
+from edkm_cli.nn.clustered import Clustering, clustered_layers
+from families import family
+from helpers import cluster, export, tiny_llama
+
+FORMATS = [
+    {"granularity": "row:1"},
+    {"granularity": "block:4x8", "lut_dtype": "float8_e4m3fn"},
+    {"granularity": "tensor", "bits": 5},
+]
+
+
+def again(directory, *, updated, targets="all-linear"):
+    torch.manual_seed(0)
+    packed = edkm_cli.load(directory, dtype=torch.float32)
+    model = get_peft_model(packed, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    if updated:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    spec = read_spec(directory)
+    return model, lambda: cluster_again(model.eval(), Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_a_fresh_adapter_gives_the_weights_that_were_there(tmp_path, options):
+    export(*cluster(tiny_llama(bias=True), **options), tmp_path)
+    before = edkm_cli.load(tmp_path)
+    _, merge = again(tmp_path, updated=False, targets=["q_proj", "up_proj"])
+    layers = clustered_layers(merge())
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert torch.equal(layer.hard_weight(), before.get_submodule(name).dequantize())
+
+
+@pytest.mark.parametrize("model", [tiny_llama, lambda: family("deepseek_v3"), lambda: family("gemma")])
+def test_the_decoded_copy_is_the_adapted_model(tmp_path, ids, model):
+    export(*cluster(model()), tmp_path)
+    adapted, merge = again(tmp_path, updated=True)
+    with torch.no_grad():
+        wanted = adapted(ids).logits
+        merged = merge()
+        teacher = decoded_copy(merged)
+        torch.testing.assert_close(teacher(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(merged(ids).logits, wanted, rtol=1e-3, atol=1e-3)  # rounded to nearest, it is another
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path):
+    export(*cluster(tiny_llama()), tmp_path)
+    model, merge = again(tmp_path, updated=True)
+    next(parameter for name, parameter in model.named_parameters() if "lora_B" in name).data[0, 0] = torch.nan
+    with pytest.raises(UserError, match="must be finite"):
+        merge()
