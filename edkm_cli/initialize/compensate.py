@@ -30,6 +30,7 @@ from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01
+_DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
 _TABLE_FITS = 2
 
 
@@ -137,7 +138,8 @@ class Compensation:
                 x = self._corrections.weighted(inputs[0])
             self._hessian = x.t() @ x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            self._factor = inverse_factor(self._hessian[self._order][:, self._order])
+            damping = _DAMPING if self._corrections is None else _DAMPING_OF_CORRECTIONS
+            self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=damping)
         weight = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._factor, self._order)
