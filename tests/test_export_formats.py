@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -180,17 +181,27 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def exports(rows, tiles, tmp_path_factory):
+    """Of each packed format, the opened source and the folder of a whole export."""
+    made = {}
+    for name in PACKED:
+        source, folder = Compressed(source_of(name, rows, tiles)), tmp_path_factory.mktemp(name)
+        find(name).write(source, folder, Options())
+        require_parity(source, folder, find(name), Options())
+        made[name] = source, folder
+    return made
+
+
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("name", PACKED)
-def test_damage_is_found_and_named(name, what, rows, tiles, tmp_path):
+def test_damage_is_found_and_named(name, what, exports, tmp_path):
     tensor, change = DAMAGE[what][name]
-    form, options = find(name), Options()
-    with Compressed(source_of(name, rows, tiles)) as source:
-        form.write(source, tmp_path, options)
-        require_parity(source, tmp_path, form, options)
-        damage(tmp_path, tensor, change)
-        with pytest.raises(UserError, match=re.escape(tensor.rpartition(".")[0])):
-            require_parity(source, tmp_path, form, options)
+    source, folder = exports[name]
+    shutil.copytree(folder, tmp_path / "copy")
+    damage(tmp_path / "copy", tensor, change)
+    with pytest.raises(UserError, match=re.escape(tensor.rpartition(".")[0])):
+        require_parity(source, tmp_path / "copy", find(name), Options())
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,8 @@ class Compensation:
         if inputs[0] is not self._input:
             self._input = inputs[0]
             x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
+            if self._corrections is not None:
+                x = self._corrections.weighted(inputs[0])
             self._hessian = x.t() @ x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(self._hessian[self._order][:, self._order])

@@ -6,6 +6,9 @@ nearest to what is wanted, W X' + R, is W + (W (X' - X) + R) X^T (X X^T)^-1. Mak
 calibration of GPTAQ (arXiv 2504.02692); R carries errors across matrices and layers. Both are taken in part, since
 the text is short and a part of what it shows is its own noise.
 
+Each token counts by its own norm: the first token of a text has activations a hundred times as large as all others, and an
+unweighted regression would spend the matrices on the errors of that one.
+
 Which matrices add to a residual stream is not known by name but found on one text: the stream before, plus the output,
 is what another module gets or what the layer returns, bit by bit.
 """
@@ -38,6 +41,7 @@ class Corrections:
         self._adds_to: dict[ClusteredLinear, nn.Module] = {}
         self._exact: dict[nn.Module, list[Tensor]] = {}  # what modules got in the uncompressed model
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
+        self._weights: Tensor | None = None  # (batch, sequence, 1)
 
     def find_residuals(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Find the matrices that add to a residual stream. `run` is the uncompressed layer, `hidden` (1, sequence,
@@ -76,6 +80,18 @@ class Corrections:
         with _hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield
 
+    def weigh(self, outputs: list[Tensor]) -> None:
+        """Let tokens count by what the uncompressed layer gave for them, (1, sequence, hidden) each: those of more than the
+        median norm by their relative error, so that none counts for more than the others."""
+        norms = torch.cat(outputs).float().norm(dim=-1, keepdim=True)
+        self._weights = (norms.median() / norms.clamp_min(1e-30)).clamp_max_(1.0)
+
+    def weighted(self, inputs: Tensor) -> Tensor:
+        """Inputs of a layer as (tokens, in) float32, times the square roots of the tokens' weights: what H is made of."""
+        if self._weights is not None and inputs.shape[:-1] == self._weights.shape[:-1]:
+            inputs = inputs.float() * self._weights
+        return inputs.reshape(-1, inputs.shape[-1]).float()
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """In the pass of the compressed layer, all texts at once, keep what the correction of a matrix needs; what was
@@ -94,20 +110,20 @@ class Corrections:
 
         Args:
             inputs: X, (batch, sequence, in), of the compressed model.
-            factor, order: of the damped inverse of X X^T, as `edkm_cli.initialize.compensate.compensated` takes them.
+            factor, order: of the damped inverse of the weighted X X^T, as
+                `edkm_cli.initialize.compensate.compensated` takes them.
 
         A layer that sees a choice of the tokens, as experts do, keeps its weight: nothing says that they are the same.
         """
         exact = self._exact.get(layer)
         if exact is None or inputs.dim() != 3 or sum(len(x) for x in exact) != len(inputs):
             return layer.weight
-        x, weight = inputs.reshape(-1, layer.in_features).float(), layer.weight.float()
-        before = torch.cat(exact).reshape(-1, layer.in_features).float()
-        crossed = _INPUTS * (weight @ ((before - x).t() @ x))  # (out, in)
+        x, weight = self.weighted(inputs), layer.weight.float()
+        crossed = _INPUTS * (weight @ ((self.weighted(torch.cat(exact)) - x).t() @ x))  # (out, in)
         stream = self._adds_to.get(layer)
         if stream is not None:
-            error = torch.cat(self._exact[stream]).float() - self._now[stream].float()
-            crossed += _RESIDUAL * (error.reshape(-1, layer.out_features).t() @ x)
+            error = self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
+            crossed += _RESIDUAL * (error.t() @ x)
         change = crossed[:, order].to(factor.dtype) @ factor.t() @ factor
         return (weight + change[:, order.argsort()].float()).to(layer.weight.dtype)
 

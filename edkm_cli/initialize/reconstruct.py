@@ -89,6 +89,7 @@ def reconstruct(
         with bfloat16_products():
             corrections = Corrections(block.module, block.layers)
             exact = block.exact_outputs(exact, corrections)
+            corrections.weigh(exact)
             entering = compressed
             compressed = block.compensate(
                 entering, corrections, compensation or Compensation(world, corrections=corrections)
