@@ -23,6 +23,7 @@ from torch import Tensor
 from edkm_cli.config import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
+from edkm_cli.settings import shown
 
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
@@ -329,7 +330,7 @@ def verify_checksums(directory: str | Path) -> None:
     for name, (size, digest) in expected.items():
         path = directory / name
         if not is_plain_name(name):
-            raise UserError(f"{listing} must name files of its own directory, got {name!r}; {remedy}")
+            raise UserError(f"{listing} must name files of its own directory, got {shown(name)}; {remedy}")
         if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
         if path.stat().st_size != size:

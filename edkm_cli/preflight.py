@@ -357,7 +357,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
     weighted = config.centroid_weighting == "importance" and config.importance != "none"
     if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
-    whole = config.mode == "straight-through" and not sharded
+    # What divides the layers of many processes shall not change the result of one.
+    whole = config.mode == "straight-through" and not sharded and config.sharding != "full"
     return "reconstructed" if whole else "compensated"
 
 

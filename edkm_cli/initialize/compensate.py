@@ -137,6 +137,7 @@ class Compensation:
             if self._corrections is not None:
                 x = self._corrections.weighted(inputs[0])
             self._hessian = x.t() @ x
+            del x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             damping = _DAMPING if self._corrections is None else _DAMPING_OF_CORRECTIONS
             self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=damping)
