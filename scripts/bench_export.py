@@ -116,7 +116,7 @@ def generate(directory: Path, *, layers: int, hidden: int, inner: int, vocabular
 
 def build(directory: Path, world: World) -> tuple[Any, QuantizationSpec]:
     """The clustered model as a run trains it, in float32: sharded, or whole where this process is alone."""
-    config = CompressConfig(model=str(directory), dtype="float32", importance="none", start="kmeans")
+    config = CompressConfig(model=str(directory), data=("builtin",), dtype="float32", importance="none", start="kmeans")
     plan = plan_run(config, Setting(world.device, world.size, world.sharded))
     rebuild = partial(build_sharded, plan.source, world, dtype=torch.float32, trainable=True)
     dense = None

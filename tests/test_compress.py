@@ -45,7 +45,9 @@ def test_a_run_leaves_a_model_that_loads_and_measures_as_reported(model_director
     assert report == json.loads(json.dumps(result))
     measured = report["perplexity"]
     assert (measured["trained"] is None) is (config.steps == 0)
-    assert measured["exported"] == measured["trained" if config.steps else "start"]
+    # Packed products add in another order than those of the decoded weights.
+    close = 1e-3 if config.dtype == "bfloat16" else 1e-5
+    assert measured["exported"] == pytest.approx(measured["trained" if config.steps else "start"], rel=close)
     assert set(os.listdir(tmp_path)) == {"out"}
     for name in ("README.md", "config.json", "generation_config.json", "tokenizer.json", "checksums.json"):
         assert (tmp_path / "out" / name).is_file()

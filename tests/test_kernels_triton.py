@@ -52,7 +52,8 @@ def check_groups(dtype, shape, tile, k):
     weight, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     start = torch.linspace(-1.5, 1.5, k).repeat(shape[0] // tile[0], 1)
     assert attention_triton.supports(weight, tile, k)
-    for importance in (None, torch.rand(shape[1]).bfloat16(), torch.randn(shape).exp()):
+    every = (torch.randn(shape).exp(), None, torch.rand(shape[1]).bfloat16())
+    for importance in every if dtype == torch.float32 else every[:1]:  # the interpreter is slow
         check_group(weight, grad, start, tile, k, importance)
 
 

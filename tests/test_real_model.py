@@ -43,7 +43,7 @@ def compressed(tmp_path_factory):
 def test_three_bits_without_training_keep_the_model_usable_and_small(compressed):
     report, _ = compressed
     measured = report["perplexity"]
-    assert measured["exported"] == measured["start"]
+    assert measured["exported"] == pytest.approx(measured["start"], rel=1e-5)  # packed products add in another order
     assert measured["original"] < measured["exported"] < 3 * measured["original"]
     assert report["weights_bytes"] <= 72_000_000
     assert report["decoder_bits_per_weight"] == pytest.approx(3.188, abs=0.001)

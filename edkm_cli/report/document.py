@@ -143,7 +143,8 @@ def training_section(run: RunFiles) -> Markup | None:
         _small_chart(metrics, "learning_rate", "learning rate", "c3", log=False),
         _small_chart(metrics, "gradient_norm", "gradient norm", "muted"),
     ]
-    if len({record.get("temperature") for record in metrics}) > 1:
+    soft = settings.get("mode") != "straight-through"  # which knows no temperature
+    if soft and len({record.get("temperature") for record in metrics}) > 1:
         side.append(_small_chart(metrics, "temperature", "temperature", "c2"))
     columns = ["step", *(key for key in _COLUMNS if any(key in record for record in metrics))]
     every = max(1, len(metrics) // 50)
