@@ -86,8 +86,8 @@ def test_a_finished_run(copied, tmp_path):
         "Settings, versions and hardware",
     ]  # fmt: skip
     charts = list(tree.iter("svg"))
-    # perplexity, loss, learning rate, gradient norm, size, errors; two layers of seven projections
-    assert len(charts) == 6 + 14
+    # perplexity, loss, learning rate, gradient norm, temperature, size, errors; two layers of seven projections
+    assert len(charts) == 7 + 14
     assert all(chart.get("role") == "img" and chart.get("aria-label") for chart in charts)
     assert "hard loss" in content
     tables = [caption.text for caption in tree.iter("caption")]
