@@ -210,6 +210,7 @@ class TestParts:
     def peaks(self, models):
         def of(setting=GPU, **changes):
             values = {"sequence_length": 256, "context": 64, "calibration_tokens": 64, "start": "kmeans", "steps": 2}
+            values["data"] = ("builtin",)
             found = rehearse(CompressConfig(**{"model": str(models["wide"]), **values, **changes}), setting)
             return found[DEVICE], found[HOST]
 
