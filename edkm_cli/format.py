@@ -332,8 +332,7 @@ def verify_checksums(directory: str | Path) -> None:
         if not is_plain_name(name):
             raise UserError(f"{listing} must name files of its own directory, got {shown(name)}; {remedy}")
         if not path.is_file():  # a name too long for the system is missing, too
-            where = path if len(name) < 200 else f"{directory}/{shown(name)}"
-            raise UserError(f"{where} is missing, but {CHECKSUMS} names it; {remedy}")
+            raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
         if path.stat().st_size != size:
             raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")
         if sha256_of(path) != digest:

@@ -171,7 +171,7 @@ def test_a_trained_but_unsorted_lut_exports_the_same_weights(ids, tmp_path):
     layer = model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         layer.centroids.copy_(layer.centroids.flip(1))
-        layer.weight[0, 0] = layer._lut()[0, 2:4].mean()  # a tie: the lower index wins, whatever its value
+        layer.weight[0, 0] = layer.lut()[0, 2:4].mean()  # a tie: the lower index wins, whatever its value
     loaded = assert_round_trip(model, spec, ids, tmp_path)
     lut = loaded.model.layers[0].self_attn.q_proj.lut.float()
     assert torch.equal(lut, lut.sort(1).values)

@@ -15,7 +15,7 @@ from helpers import cluster, tiny_llama
 
 
 def entries(layer):
-    return nearest_indices(layer.weight, layer._lut(), granularity=layer.clustering.granularity)
+    return nearest_indices(layer.weight, layer.lut(), granularity=layer.clustering.granularity)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

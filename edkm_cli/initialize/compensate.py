@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import kernels
-from edkm_cli.clustering import nearest_indices, round_lut
+from edkm_cli.clustering import nearest_indices
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.initialize.corrections import Corrections
@@ -106,8 +106,7 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     """The LUTs as `compensated` takes them, (out, tiles, k), rounded as they are stored."""
     options, shape = layer.clustering, (layer.out_features, layer.in_features)
     tile_rows, tile_columns = options.granularity.tile(*shape, layer=layer.name)
-    lut = round_lut(layer.centroids.detach(), options.lut_dtype, options.lut_scale)
-    tiled = lut.view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
+    tiled = layer.lut().view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
     return tiled.repeat_interleave(tile_rows, 0)
 
 
@@ -152,8 +151,7 @@ class Compensation:
         granularity, shape = layer.clustering.granularity, (layer.out_features, layer.in_features)
         found = compensated(weight, row_entries(layer), self._factor, self._order)
         for _ in range(_TABLE_FITS * fits_tables(granularity, shape)):
-            lut = round_lut(layer.centroids.detach(), layer.clustering.lut_dtype)
-            indices = nearest_indices(found, lut, granularity=granularity)
+            indices = nearest_indices(found, layer.lut(), granularity=granularity)
             tables = fitted_tables(weight.float(), indices, self._hessian, layer.centroids.detach(), granularity)
             self._set(layer, "centroids", tables)
             found = compensated(weight, row_entries(layer), self._factor, self._order)

@@ -165,7 +165,7 @@ class ClusteredLinear(nn.Module):
         options, weight = self.clustering, self.effective_weight()
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
-            indices = nearest_indices(weight, self._lut(), granularity=options.granularity)
+            indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
             entries = _differentiable_lookup(self.centroids, indices, options.granularity)
             value = self.hard_weight().to(entries.dtype)
             return value + (entries - entries.detach()) + (weight - weight.detach())
@@ -225,7 +225,7 @@ class ClusteredLinear(nn.Module):
     @torch.no_grad()
     def hold(self) -> None:
         """From now on each weight stays with its entry, wherever that moves; the weight is no longer trained."""
-        self._held = nearest_indices(self.weight, self._lut(), granularity=self.clustering.granularity)
+        self._held = nearest_indices(self.weight, self.lut(), granularity=self.clustering.granularity)
         self.weight.requires_grad_(False)
         self.follow()
 
@@ -235,7 +235,7 @@ class ClusteredLinear(nn.Module):
         if self._held is not None:
             self.weight.copy_(lookup(self._held, self.centroids, granularity=self.clustering.granularity))
 
-    def _lut(self) -> Tensor:
+    def lut(self) -> Tensor:
         return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
 
     @torch.no_grad()
@@ -257,7 +257,7 @@ class ClusteredLinear(nn.Module):
 
         Entries are sorted after the assignment, so ties fall as in `hard_weight`.
         """
-        lut = self._lut()
+        lut = self.lut()
         indices = nearest_indices(self.effective_weight(), lut, granularity=self.clustering.granularity)
         ascending, order = lut.sort(dim=1, stable=True)
         rank = torch.empty_like(order).scatter_(
