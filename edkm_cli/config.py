@@ -59,10 +59,11 @@ class CompressConfig:
         maximum=8,
     )
     allocation: str = setting(
-        "uniform",
+        "auto",
         "Which matrices get how many bits.",
         COMPRESSION,
         choices={
+            "auto": "sensitivity up to 4 bits beside the reconstructed start, where no target asks for one number",
             "uniform": "all as many as --bits says",
             "sensitivity": "more where errors raise the loss most, fewer elsewhere, in no more room than uniform",
         },
@@ -176,10 +177,7 @@ class CompressConfig:
         24576, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
     )
     start_passes: int = setting(
-        0,
-        "How often --start reconstructed also trains each decoder layer on its tokens.",
-        COMPRESSION,
-        minimum=0,
+        0, "How often --start reconstructed also trains each decoder layer on its tokens.", COMPRESSION, minimum=0
     )
     # data
     data: tuple[str, ...] = setting(
