@@ -298,7 +298,9 @@ def data_options(config: CompressConfig) -> data.DataOptions:
 def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
-    return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
+    return (
+        max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.fitted_tokens) + config.sequence_length
+    )
 
 
 def evaluation_names(config: CompressConfig) -> dict[str, str]:
@@ -334,7 +336,7 @@ def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Ten
     if plan.start == "kmeans":
         return None
     length = _RECONSTRUCTION_LENGTH if plan.start == "reconstructed" else _CALIBRATION_LENGTH
-    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
+    return calibration_batches(tokens, plan.config, plan.config.fitted_tokens, length=length)
 
 
 def calibration_batches(

@@ -92,7 +92,7 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
     tokens = max(config.batch_size * config.sequence_length, config.context, 1024)
     ends = [sum(swap.shape) for swap in plan.swaps if swap.role == LINEAR]
     vocabulary = max((swap.shape[0] for swap in plan.swaps if swap.role != LINEAR), default=0)
-    activations = 12 * tokens * sum(ends) + 40 * config.start_tokens * max(ends) + 32 * tokens * vocabulary
+    activations = 12 * tokens * sum(ends) + 40 * config.fitted_tokens * max(ends) + 32 * tokens * vocabulary
     return 40 * plan.parameters + activations + 2e9
 
 
