@@ -29,6 +29,7 @@ from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.precision import sum_of_products
 
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01
@@ -144,20 +145,24 @@ class Compensation:
         if layer in self._done:  # a module that is used twice
             return
         self._done.add(layer)
+        with torch.autocast(layer.weight.device.type, enabled=False):
+            self._compensate(layer, inputs)
+        next(self._progress, None)
+
+    def _compensate(self, layer: ClusteredLinear, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is not self._input:
             self._input = inputs[0]
             x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
             if self._corrections is not None:
                 x = self._corrections.weighted(inputs[0])
-            self._hessian = x.t() @ x
+            self._hessian = sum_of_products(x, x)
             del x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=self._damping)
-        weight = layer.weight
+        weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._factor, self._order)
         self._set(layer, "weight", self._rounded(layer, weight))
-        next(self._progress, None)
 
     def _rounded(self, layer: ClusteredLinear, weight: Tensor) -> Tensor:
         """What `compensated` makes of a weight (out, in); a weight whose choice was improved afterwards is at its entry."""

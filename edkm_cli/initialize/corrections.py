@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.precision import sum_of_products
 
 # Shares of the two errors that are made up for: measured on SmolLM2-135M with 24,576 tokens, docs/log.md.
 _INPUTS, _RESIDUAL = 0.9, 0.6
@@ -125,7 +126,7 @@ class Corrections:
         stream = self._adds_to.get(layer)
         if stream is not None:
             error = self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
-            crossed += _RESIDUAL * (error.t() @ self.weighted(inputs))
+            crossed += _RESIDUAL * sum_of_products(error, self.weighted(inputs))
         change = crossed[:, order].to(factor.dtype) @ factor.t() @ factor
         return (weight + change[:, order.argsort()].float()).to(layer.weight.dtype)
 
@@ -133,7 +134,7 @@ class Corrections:
         """(X' - X) X^T, (in, in): once for the matrices that get the same X, which got the same X', too."""
         if self._crossed[0] is not inputs:
             x = self.weighted(inputs)
-            self._crossed = (inputs, (self.weighted(torch.cat(exact)) - x).t() @ x)
+            self._crossed = (inputs, sum_of_products(self.weighted(torch.cat(exact)) - x, x))
         return self._crossed[1]
 
 
