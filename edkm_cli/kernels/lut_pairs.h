@@ -14,6 +14,7 @@
 #define RUNS_DEPTH 1024  /* columns after which sums of many tokens start anew: 32 KiB of x, which stay in the L1 cache */
 #define MOST_TOKENS 16   /* that share one decoding */
 #define MOST_WAYS 4
+#define SHORT_ROW 512 /* bytes of indices in a row */
 
 /* How blocks are decoded: a shuffle and shifts for words of four codes, and the same for words of two. */
 typedef struct {
@@ -173,14 +174,15 @@ INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits
     return 1 << bits;
 }
 
-/* The same as `few_pairs` for one token and rows of one table each, which small matrices spend their time in: two rows at a
- * time, in sums of the same order, their tables prepared together. */
-NOINLINE one_token(
+/* The same as `few_pairs` for one token and short rows of one table each, where what is done once a row counts: two rows at a
+ * time, in sums of the same order, their tables prepared together. Long rows from memory come faster one by one. */
+NOINLINE short_rows(
     const Call *call, const Part *part, const Words *u, int64_t row, int count, const uint16_t *x, vf sums[]
 ) {
     uint16_t tables[UNIT * 16] __attribute__((aligned(64)));
     int64_t step = RUN * u->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
     int64_t group = row / tile_rows, used = row % tile_rows, last = (row + count - 1) / tile_rows;
+    int64_t ahead = (AHEAD + 2 * in_row - 1) / (2 * in_row) * (2 * in_row); /* the same place of a later pair of rows */
     int apart = word_tables(part, group, last - group + 1, u->bits, tables);
     const uint16_t *entries = tables;
     const Words words = *u;
@@ -199,7 +201,7 @@ NOINLINE one_token(
         }
         for (; left >= RUN; left -= RUN, at += RUN) {
             add_two_rows(&words, 4, p, RUN, table, at, acc);
-            for (int i = 0; i < 2; i++) p[i] += step, __builtin_prefetch(p[i] + AHEAD);
+            for (int i = 0; i < 2; i++) p[i] += step, __builtin_prefetch(p[i] + ahead);
         }
         if (left > RUN / 2) add_two_rows(&words, 4, p, left, table, at, acc);
         else if (left) add_two_rows(&words, 2, p, left, table, at, acc);
@@ -242,8 +244,9 @@ static void pairs_of_unit(const Call *call, const Part *part, const Words *u, in
         int some = (int)smaller(call->tokens - token, MOST_TOKENS), size = size_of(some);
         const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride;
         int64_t depth = size < 3 ? call->columns : RUNS_DEPTH;
-        if (some == 1 && whole) one_token(call, part, u, row, count, x, sums[0]);
-        for (int64_t from = 0; (some > 1 || !whole) && from < call->columns; from += depth)
+        int two = some == 1 && whole && row_bytes(call) <= SHORT_ROW;
+        if (two) short_rows(call, part, u, row, count, x, sums[0]);
+        for (int64_t from = 0; !two && from < call->columns; from += depth)
             FEW_PAIRS[whole][size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
         for (int n = 0; n < some; n++) {
             for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
