@@ -164,7 +164,7 @@ def bench_runtime(
         for number in tokens:
             x = torch.randn(number, size[1], generator=torch.Generator().manual_seed(number)).to(place)
             with torch.no_grad():
-                turns = [
+                turns: list[list[Callable[[], Any]]] = [
                     [partial(torch.nn.functional.linear, x.bfloat16(), w) for w in halves],
                     [partial(torch.nn.functional.linear, x, w) for w in fulls],
                     *(_products(x.to(getattr(torch, dtype)), matrices, dense) for dtype in dtypes),
