@@ -152,10 +152,12 @@ class Compensation:
     def _compensate(self, layer: ClusteredLinear, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is not self._input:
             self._input = inputs[0]
-            x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
-            if self._corrections is not None:
+            if self._corrections is None:
+                x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
+                self._hessian = x.t() @ x
+            else:
                 x = self._corrections.weighted(inputs[0])
-            self._hessian = sum_of_products(x, x)
+                self._hessian = sum_of_products(x, x)
             del x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=self._damping)
