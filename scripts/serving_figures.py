@@ -50,7 +50,7 @@ def served(directory: str, *options: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = str(Path(sys.executable).parent / "vllm")
-    command = [program, "serve", directory, "--port", str(port), "--kv-cache-memory-bytes", str(KV_BYTES), *options]
+    command = [program, "serve", directory, "--port", str(port), "--kv-cache-memory-bytes", str(2 * KV_BYTES), *options]
     with open(f"{directory.rstrip('/')}-server.log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
