@@ -105,10 +105,9 @@ def test_the_source_is_as_exact_as_a_dense_product(rows, columns, tile_rows, dty
         assert_as_exact_as_dense(x, packed, on_cpu(x, packed))
 
 
-@pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize(
-    ("lut_dtype", "bias"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)],
+    ("lut_dtype", "bias", "bits"),
+    [(torch.float32, torch.bfloat16, 4), (torch.bfloat16, torch.float16, 3), (torch.float16, torch.float32, 3)],
 )
 def test_tables_and_biases_of_every_dtype(lut_dtype, bias, bits, on_cpu):
     packed = random_packed(20, 64, bits, lut_dtype=lut_dtype, bias=bias)
