@@ -125,13 +125,14 @@ def _process_bytes(worker: Any) -> int:
 
 def speed(directory: str, repeats: int) -> dict[str, Any]:
     """Tokens per second of decoding one and 16 sequences, median of `repeats`, after one that does not count."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file go to the worker
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # two functions of this file go to the worker
+    import serving_figures as here  # by a name that the worker knows, too
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         directory, dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=False
     )
-    row: dict[str, Any] = {"weights_resident_bytes": llm.apply_model(_held)[0]}
+    row: dict[str, Any] = {"weights_resident_bytes": llm.apply_model(here._held)[0]}
     for sequences in (1, 16):
         prompts = [{"prompt_token_ids": list(range(100 + i, 108 + i))} for i in range(sequences)]
 
@@ -144,7 +145,7 @@ def speed(directory: str, repeats: int) -> dict[str, Any]:
         rates = [sequences * 64 / (seconds(72) - seconds(8)) for _ in range(repeats)]
         row[f"decode_tokens_per_second_{sequences}"] = statistics.median(rates)
         row[f"rates_{sequences}"] = rates
-    row["worker_resident_bytes"] = llm.collective_rpc(_process_bytes)[0]
+    row["worker_resident_bytes"] = llm.collective_rpc(here._process_bytes)[0]
     return row
 
 

@@ -257,7 +257,8 @@ def assert_writes_what_transformers_writes(llm, directory, lora=None):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row:1", "row:4", "block:4x2"])
-def test_two_processes_write_what_one_writes(whole, granularity):
+def test_two_processes_write_what_one_writes(whole, granularity, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each process wants a memory node of its own
     directory = whole(granularity)
     llm = start(directory, tensor_parallel_size=2, enforce_eager=True)
     assert_writes_what_transformers_writes(llm, directory)

@@ -45,7 +45,7 @@ def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel is the faster one, by measurement on a CPU with AVX-512 (docs/runtime.md)."""
     small = packed.bits <= 4 and packed.tile is not None
     if dtype != torch.float32 and dtype != torch.float16:
-        return 256 if small and lut_linear_c.level() == 2 else 8
+        return 256 if small and lut_linear_c.level() == 2 else 128 if lut_linear_c.level() else 8
     return _ALL_TOKENS if lut_linear_c.level() else 32
 
 

@@ -6,8 +6,7 @@ parameters of the names that files have: `indices` and `lut` for all pieces one 
 stayed dense. Afterwards they are joined into as few packed matrices as possible. Tables start as NaN, so that what was not
 loaded is found.
 
-Products are the operators of kernels/lut_linear.py, which look at the number of tokens themselves: vLLM traces its graphs
-once, for any number.
+Products are operators (rows.py) that look at the number of tokens themselves: vLLM traces its graphs once, for any number.
 """
 
 from __future__ import annotations
@@ -33,26 +32,13 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
-from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
+from edkm_cli.serve.rows import PackedRows
 
 _LOG = init_logger("vllm.edkm")
 _AGAIN = "copy or export the checkpoint again"
 _KNOWN = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
-
-
-class PackedRows(nn.Module):
-    """Rows of a layer as one packed matrix: `indices` (rows, bytes) uint8, `lut` (groups, 2**bits)."""
-
-    def __init__(self, indices: Tensor, lut: Tensor, bits: int, tile: Tile):
-        super().__init__()
-        self.rows, self.bits, self.tile = indices.shape[0], bits, tile
-        self.indices, self.lut = _fixed(indices), _fixed(lut)
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ W.T + bias for x (..., in)."""
-        return lut_linear(x, self.indices, self.lut, bias, bits=self.bits, tile=self.tile)
 
 
 class DenseRows(nn.Module):
