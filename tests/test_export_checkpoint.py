@@ -11,7 +11,8 @@ import edkm_cli
 from edkm_cli.config import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.hf import check_checkpoint, load
+from edkm_cli.hf import load
+from edkm_cli.integrity import check_checkpoint
 from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width

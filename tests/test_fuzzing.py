@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from edkm_cli import hf
+from edkm_cli import integrity
 from edkm_cli.config import UserError
 from edkm_cli.hf import load
 from edkm_cli.report.verify import verify_checkpoint
@@ -64,7 +64,7 @@ def no_hang():
 def remembered(monkeypatch):
     """What a config.json asks for is worked out once for each of its texts: it depends on nothing else, and most
     mutations leave it as it is."""
-    known, derive = {}, hf.expected_tensors
+    known, derive = {}, integrity.expected_tensors
 
     def expected(directory, spec, *, limit, trust_remote_code=False):
         key = (Path(directory, "config.json").read_bytes(), repr(spec), limit)
@@ -75,7 +75,7 @@ def remembered(monkeypatch):
             raise UserError(refused)
         return tensors
 
-    monkeypatch.setattr(hf, "expected_tensors", expected)
+    monkeypatch.setattr(integrity, "expected_tensors", expected)
 
 
 def attempt(what):

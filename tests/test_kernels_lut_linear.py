@@ -231,6 +231,32 @@ def test_several_matrices_share_a_call():
             assert torch.equal(found, call(x, packed))
 
 
+@pytest.mark.parametrize("shape", [(72,), (1, 72), (2, 3, 72)], ids=str)
+def test_results_are_tensors_as_new_empty_makes_them_with_and_without_torchs_c_functions(shape, monkeypatch):
+    if lut_linear_c._calls() is None:
+        pytest.skip("no extension module here")
+    products = paths.products([random_packed("row:2", 18, 72, 3)], 72)
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(6)).to(dtype)
+        (found,) = products(x)
+        try:
+            monkeypatch.setattr(lut_linear_c, "_OF_TORCH", ("no_such_function",))
+            lut_linear_c._calls.cache_clear()
+            lut_linear_c._calls()
+            (plain,) = products(x)
+        finally:
+            monkeypatch.undo()
+            lut_linear_c._calls.cache_clear()
+            lut_linear_c._calls()
+        assert torch.equal(found, plain)
+        for out in (found, plain):
+            assert type(out) is torch.Tensor
+            assert out.is_contiguous()
+            assert (out.shape, out.dtype, out.device) == ((*shape[:-1], 18), dtype, x.device)
+        found.mul_(2)
+        assert torch.equal(found, plain * 2)
+
+
 def test_the_number_of_threads_changes_no_bit():
     packed, before = random_packed("row:1", 300, 1000, 3, bias=False), torch.get_num_threads()
     try:

@@ -9,7 +9,7 @@ import edkm_cli
 
 PACKAGE = Path(edkm_cli.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-BACKENDS = ("torch", "c", "triton", "meta")
+BACKENDS = ("torch", "c", "cuda", "triton", "meta")
 NOT_KERNELS = (
     "__init__",
     "build",

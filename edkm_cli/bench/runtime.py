@@ -1,17 +1,21 @@
 """`edkm bench runtime`: linears on packed weights beside dense ones, by shape, tokens, bits and granularity.
 
 One process measures everything, alternating, so that ratios compare times of one run. A time is the least of many calls
-of the public function (`kernels.lut_linear`, `F.linear`), Python's share included. Every product is checked against
-float64 first.
+(of what a layer calls, and of `F.linear`), Python's share included. Every product is checked against float64 first.
+
+One matrix that is read again and again stays in the processor's cache, as a small model's does. `cold` goes through so
+many copies of it that each has left the cache when its turn comes again, as in a large model: then memory is measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +32,13 @@ from edkm_cli.packing import pack
 SHAPES = ("576x576", "1536x576", "4096x4096", "11008x4096")
 TOKENS = (1, 16, 512)
 _DTYPES = ("float32", "bfloat16", "float16")
-_BUDGET_SECONDS = 0.4  # of repeats for one time
+_ROUNDS, _BUDGET_SECONDS = 4, 0.15  # how often products take turns, and of repeats each time
 _COPY_BYTES = 1 << 27
+_COLD_BYTES = 1 << 27  # that a sweep reads at least: several times the last-level cache, where that is larger
+_CACHES = 4
+_TURNS = 10
 Log = Callable[[str], None]
+_LOG = logging.getLogger(__name__)
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
@@ -40,20 +48,64 @@ def _parse_shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """The least time of a call; on a GPU of ten in a row, which hides what launching one costs."""
-    best, calls, end = float("inf"), 10 if device.type == "cuda" else 1, time.perf_counter() + _BUDGET_SECONDS
-    for turn in itertools.count():
+def _seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """The least time of a call, all those of `turn` one after the other; on a GPU ten turns, in a CUDA graph where they can
+    be captured, which hides what launching them costs."""
+    if device.type == "cuda":
+        return _gpu_seconds(turn, device)
+    best, end = float("inf"), time.perf_counter() + _BUDGET_SECONDS
+    for number in itertools.count():
         start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        for call in turn:
+            call()
         now = time.perf_counter()
-        best = min(best, (now - start) / calls) if turn else best  # the first call compiles and warms up
-        if turn >= 3 and now > end:
-            return best
+        best = min(best, now - start) if number else best  # the first call compiles and warms up
+        if number >= 3 and now > end:
+            return best / len(turn)
     raise AssertionError("unreachable")
+
+
+def _gpu_seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    def turns() -> None:
+        for call in itertools.chain.from_iterable(itertools.repeat(turn, _TURNS)):
+            call()
+
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):  # compiles and warms up; a capture must find everything there
+        turns()
+    torch.cuda.synchronize(device)
+    run: Callable[[], Any] = turns
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turns()
+        run = graph.replay
+    except RuntimeError as error:
+        _LOG.warning("not measured in a CUDA graph, so that launches count: %s", error)
+    best, end = float("inf"), time.perf_counter() + _BUDGET_SECONDS
+    for number in itertools.count():
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        best = min(best, now - start) if number else best
+        if number >= 3 and now > end:
+            return best / _TURNS / len(turn)
+    raise AssertionError("unreachable")
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Size of the last-level cache; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    found = [re.fullmatch(r"(\d+)([KMG]?)", file.read_text().strip()) for file in sizes]
+    return max((int(m[1]) << 10 * " KMG".index(m[2] or " ") for m in found if m), default=0)
+
+
+def _copies(kept_bytes: int, cold: bool, device: torch.device) -> int:
+    """How many matrices of `kept_bytes` a sweep goes through."""
+    return max(2, -(-max(_COLD_BYTES, _CACHES * _cache_bytes(device)) // kept_bytes)) if cold else 1
 
 
 def _random(shape: tuple[int, int], bits: int, granularity: str, device: torch.device) -> Packed:
@@ -80,7 +132,7 @@ def _flags(**values: Sequence[Any]) -> str:
 def _copy_bytes_per_second(place: torch.device) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
-    return _COPY_BYTES / _seconds(partial(target.copy_, source), place)
+    return _COPY_BYTES / _seconds([partial(target.copy_, source)], place)
 
 
 def bench_runtime(
@@ -91,6 +143,7 @@ def bench_runtime(
     granularities: Sequence[str] = ("row:1",),
     dtypes: Sequence[str] = ("bfloat16",),
     device: str = "cpu",
+    cold: bool = False,
     log: Log = print,
 ) -> dict[str, Any]:
     """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
@@ -105,14 +158,21 @@ def bench_runtime(
     for size, count, granularity in itertools.product(sizes, bits, granularities):
         packed = _random(size, count, granularity, place)
         dense = lut_linear_torch.dense(packed, size[1], torch.float32)
-        half = dense.bfloat16()
+        matrices = [_another(packed) for _ in range(_copies(packed.indices.nbytes, cold, place))]
+        halves = [dense.bfloat16() for _ in range(_copies(2 * dense.numel(), cold, place))]
+        fulls = [dense.clone() for _ in range(_copies(4 * dense.numel(), cold, place))]
         for number in tokens:
             x = torch.randn(number, size[1], generator=torch.Generator().manual_seed(number)).to(place)
             with torch.no_grad():
-                dense_half = _seconds(partial(torch.nn.functional.linear, x.bfloat16(), half), place)
-                dense_full = _seconds(partial(torch.nn.functional.linear, x, dense), place)
-                for dtype in dtypes:
-                    seconds = _packed_seconds(x.to(getattr(torch, dtype)), packed, dense, place)
+                turns: list[list[Callable[[], Any]]] = [
+                    [partial(torch.nn.functional.linear, x.bfloat16(), w) for w in halves],
+                    [partial(torch.nn.functional.linear, x, w) for w in fulls],
+                    *(_products(x.to(getattr(torch, dtype)), matrices, dense) for dtype in dtypes),
+                ]
+                rounds = [[_seconds(turn, place) for turn in turns] for _ in range(_ROUNDS)]
+                dense_half, dense_full, *times = (min(found) for found in zip(*rounds, strict=True))
+                for dtype, seconds in zip(dtypes, times, strict=True):
+                    rate = (packed.indices.nbytes + packed.table.nbytes) / seconds
                     rows.append(
                         {
                             "shape": list(size),
@@ -120,16 +180,20 @@ def bench_runtime(
                             "bits": count,
                             "granularity": granularity,
                             "dtype": dtype,
+                            "matrices": len(matrices),
                             "packed_seconds": seconds,
                             "dense_bf16_seconds": dense_half,
                             "dense_fp32_seconds": dense_full,
-                            "packed_bytes_per_second": (packed.indices.nbytes + packed.table.nbytes) / seconds,
+                            "packed_bytes_per_second": rate,
+                            "share_of_copy": rate / copied,
                         }
                     )
                     log(_line(rows[-1]))
     return {
         "command": "edkm bench runtime "
-        + _flags(shape=shapes, tokens=tokens, bits=bits, granularity=granularities, dtype=dtypes),
+        + _flags(shape=shapes, tokens=tokens, bits=bits, granularity=granularities, dtype=dtypes)
+        + (" --cold" if cold else ""),
+        "cold": cold,
         "rows": rows,
         "copy_bytes_per_second": copied,
         "versions": versions(),
@@ -137,20 +201,26 @@ def bench_runtime(
     }
 
 
-def _packed_seconds(x: Tensor, packed: Packed, dense: Tensor, place: torch.device) -> float:
-    """As a module calls it: prepared once, by the operator where the kernel is not the way."""
+def _another(packed: Packed) -> Packed:
+    return packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
+
+
+def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Callable[[], Tensor]]:
+    """Products as a module calls them: prepared once, by the operator where the kernel is not the way."""
     from edkm_cli.kernels.lut_linear import lut_linear
 
-    ready, columns, matrices = Ready(), x.shape[-1], (packed,)
+    columns = x.shape[-1]
 
-    def product() -> Tensor:
-        found = ready.product(x, matrices, columns)
+    def product(ready: Ready, packed: tuple[Packed]) -> Tensor:
+        found = ready.product(x, packed, columns)
         if found is not None:
             return found[0]
-        return lut_linear(x, packed.indices, packed.table, None, bits=packed.bits, tile=packed.tile or (1, columns))
+        indices, table, _, bits, tile = packed[0]
+        return lut_linear(x, indices, table, None, bits=bits, tile=tile or (1, columns))
 
-    _check(product(), x, dense)
-    return _seconds(product, place)
+    calls: list[Callable[[], Tensor]] = [partial(product, Ready(), (packed,)) for packed in matrices]
+    _check(calls[0](), x, dense)
+    return calls
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -159,15 +229,17 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{shape:<11} {row['tokens']:>6} {row['bits']:>4} {row['granularity']:<11} {row['dtype']:<9} "
         f"{packed * 1e6:>10.1f} {row['dense_bf16_seconds'] / packed:>8.2f} {row['dense_fp32_seconds'] / packed:>8.2f} "
-        f"{row['packed_bytes_per_second'] / 1e9:>6.1f}"
+        f"{row['packed_bytes_per_second'] / 1e9:>6.1f} {row['share_of_copy']:>8.2f}"
     )
 
 
 def format_table(result: dict[str, Any]) -> str:
     """The result of `bench_runtime` as a text table: how many times as fast as `F.linear` in bfloat16 and float32."""
     head = f"{'shape':<11} {'tokens':>6} {'bits':>4} {'granularity':<11} {'dtype':<9} {'packed us':>10} {'vs bf16':>8}"
-    lines = [f"{head} {'vs fp32':>8} {'GB/s':>6}", *map(_line, result["rows"])]
+    lines = [f"{head} {'vs fp32':>8} {'GB/s':>6} {'of copy':>8}", *map(_line, result["rows"])]
     where = result["hardware"]
+    if result["cold"]:
+        lines.append("each matrix one of many, which no cache holds")
     lines.append(
         f"copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s; {where['gpu'] or where['cpu']}, {where['threads']} threads"
     )

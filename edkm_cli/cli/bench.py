@@ -66,6 +66,10 @@ def bench_runtime_command(
         list[str] | None, typer.Option(help="Number format of activations: bfloat16, float16, float32. Repeatable.")
     ] = None,
     device: Device = "auto",
+    cold: Annotated[
+        bool,
+        typer.Option("--cold/--warm", help="Go through many matrices that no cache holds, or stay with one."),
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Speed of linear layers on packed weights, against dense ones in bfloat16 and float32."""
@@ -81,6 +85,7 @@ def bench_runtime_command(
         granularities=tuple(granularity or ("row:1",)),
         dtypes=tuple(dtype or ("bfloat16",)),
         device=choose_device(device),
+        cold=cold,
         log=Progress().say,
     )
     finish(format_table(result), result, json_file)

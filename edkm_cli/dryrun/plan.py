@@ -18,7 +18,7 @@ from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.dryrun.rehearsal import Peak
-from edkm_cli.hf import skeleton_tensors
+from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
 from edkm_cli.preflight import RunPlan, plan_run
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World, full, gathered
 from edkm_cli.export.record import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
-from edkm_cli.hf import EdkmConfig, skeleton, skeleton_tensors
+from edkm_cli.hf import EdkmConfig
+from edkm_cli.integrity import skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress

@@ -17,7 +17,7 @@ import torch
 from edkm_cli.config import UserError
 from edkm_cli.export.checkpoint import announced_tensors, copy_code, write_config
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.hf import describe_tensors, expected_tensors
+from edkm_cli.integrity import describe_tensors, expected_tensors
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.swap import LINEAR, Swap, empty_embeddings
 

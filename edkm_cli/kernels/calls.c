@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { DTYPES = 3, MOST_MATRICES = 8, MOST_DIMENSIONS = 8 };
 typedef int Kernel(const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs);
@@ -24,6 +25,18 @@ typedef struct {
 } Products;
 
 static PyObject *tensor_type, *dtypes[DTYPES], *grad_enabled, *modes;
+
+/* PyTorch's C interface for tensors in host memory (aoti_torch_*), which costs a third of `new_empty` from Python, and the
+ * function that makes a Python object of a tensor. NULL where this PyTorch has not all of them. */
+typedef struct {
+    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **tensor);
+    int32_t (*data_ptr)(void *tensor, void **address);
+    int32_t (*drop)(void *tensor);
+    PyObject *(*wrap)(const void *tensor);
+} Tensors;
+static Tensors tensors_of_torch;
+static int dtype_numbers[DTYPES], cpu_number;
+
 static PyObject *s_data_ptr, *s_dtype, *s_is_cpu, *s_shape, *s_is_contiguous, *s_new_empty, *s_requires_grad;
 
 /* data_ptr() of a tensor; 0 with an error set where it has none. */
@@ -77,12 +90,27 @@ static int shape_of(PyObject *x, int64_t shape[MOST_DIMENSIONS], int64_t *elemen
 }
 
 /* x.new_empty(shape with `last` instead of its last size), and its address. */
-static PyObject *empty_like(PyObject *x, const int64_t *shape, int dimensions, int64_t last, void **address) {
-    PyObject *sizes = PyTuple_New(dimensions);
-    for (int i = 0; sizes && i < dimensions; i++)
-        PyTuple_SET_ITEM(sizes, i, PyLong_FromLongLong(i + 1 < dimensions ? shape[i] : last));
-    PyObject *out = sizes ? PyObject_CallMethodOneArg(x, s_new_empty, sizes) : NULL;
-    Py_XDECREF(sizes);
+static PyObject *empty_like(
+    PyObject *x, int dtype, const int64_t *shape, int dimensions, int64_t last, void **address
+) {
+    int64_t sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS], stride = 1;
+    for (int i = dimensions - 1; i >= 0; i--) {
+        sizes[i] = i + 1 < dimensions ? shape[i] : last;
+        strides[i] = stride;
+        stride *= sizes[i];
+    }
+    void *tensor;
+    const Tensors *torch = &tensors_of_torch;
+    if (torch->empty && !torch->empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) {
+        PyObject *out = torch->data_ptr(tensor, address) ? NULL : torch->wrap(tensor);
+        torch->drop(tensor);
+        if (out) return out;
+        PyErr_Clear();
+    }
+    PyObject *numbers = PyTuple_New(dimensions);
+    for (int i = 0; numbers && i < dimensions; i++) PyTuple_SET_ITEM(numbers, i, PyLong_FromLongLong(sizes[i]));
+    PyObject *out = numbers ? PyObject_CallMethodOneArg(x, s_new_empty, numbers) : NULL;
+    Py_XDECREF(numbers);
     if (out) *address = (void *)(uintptr_t)address_of(out);
     return out;
 }
@@ -113,7 +141,7 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
     void *addresses[MOST_MATRICES];
     PyObject *outs = PyList_New(self->count);
     for (Py_ssize_t i = 0; outs && i < self->count; i++) {
-        PyObject *out = empty_like(x, shape, dimensions, self->rows[i], &addresses[i]);
+        PyObject *out = empty_like(x, dtype, shape, dimensions, self->rows[i], &addresses[i]);
         if (!out) {
             Py_DECREF(outs);
             return NULL;
@@ -180,14 +208,22 @@ static PyObject *products(PyObject *module, PyObject *arguments) {
     return (PyObject *)self;
 }
 
-/* setup(Tensor, (float32, bfloat16, float16), is_grad_enabled, depth of dispatch modes or None) */
+/* setup(Tensor, (float32, bfloat16, float16), is_grad_enabled, depth of dispatch modes or None, addresses of the functions
+ * in Tensors, PyTorch's numbers of the dtypes and of host memory) */
 static PyObject *setup(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *tensor, *given[DTYPES], *grad, *depth;
-    if (!PyArg_ParseTuple(arguments, "O(OOO)OO", &tensor, given, given + 1, given + 2, &grad, &depth)) return NULL;
+    unsigned long long at[4]; /* data and function addresses have one size wherever this runs */
+    if (!PyArg_ParseTuple(
+            arguments, "O(OOO)OO(KKKK)(iii)i", &tensor, given, given + 1, given + 2, &grad, &depth, at, at + 1, at + 2, at + 3,
+            dtype_numbers, dtype_numbers + 1, dtype_numbers + 2, &cpu_number
+        ))
+        return NULL;
     tensor_type = Py_NewRef(tensor), grad_enabled = Py_NewRef(grad);
     modes = depth == Py_None ? NULL : Py_NewRef(depth);
     for (int i = 0; i < DTYPES; i++) dtypes[i] = Py_NewRef(given[i]);
+    if (!(at[0] && at[1] && at[2] && at[3])) memset(at, 0, sizeof at);
+    memcpy(&tensors_of_torch, at, sizeof at);
     Py_RETURN_NONE;
 }
 

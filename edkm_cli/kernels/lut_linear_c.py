@@ -136,12 +136,33 @@ Products = Callable[[Tensor], list[Tensor] | None]
 _ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DTYPES
 
 
+# PyTorch's stable C functions, and the one that makes a Python object of a tensor: extensions link it by this name.
+_OF_TORCH = (
+    "aoti_torch_empty_strided",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_delete_tensor_object",
+    "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+)
+
+
+def _of_torch() -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """What calls.c makes tensors with: addresses of `_OF_TORCH`, numbers of the dtypes `_ORDER` and of host memory. Zeros
+    where this PyTorch has not all of them."""
+    try:
+        loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
+        found = tuple(ctypes.cast(loaded[name], ctypes.c_void_p).value or 0 for name in _OF_TORCH)
+        numbers = tuple(int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in _ORDER)
+        return found, numbers, int(loaded.aoti_torch_device_type_cpu())
+    except (OSError, AttributeError):
+        return (0, 0, 0, 0), (0, 0, 0), 0
+
+
 @functools.cache
 def _calls() -> ModuleType | None:
     module = build.calls()
     if module is not None:
         depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-        module.setup(Tensor, _ORDER, torch.is_grad_enabled, depth)
+        module.setup(Tensor, _ORDER, torch.is_grad_enabled, depth, *_of_torch())
     return module
 
 

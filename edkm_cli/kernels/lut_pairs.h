@@ -14,6 +14,7 @@
 #define RUNS_DEPTH 1024  /* columns after which sums of many tokens start anew: 32 KiB of x, which stay in the L1 cache */
 #define MOST_TOKENS 16   /* that share one decoding */
 #define MOST_WAYS 4
+#define SHORT_ROW 512 /* bytes of indices in a row */
 
 /* How blocks are decoded: a shuffle and shifts for words of four codes, and the same for words of two. */
 typedef struct {
@@ -146,6 +147,69 @@ INLINE void few_pairs(
     }
 }
 
+/* A block of two rows of W times one token: what is loaded of x serves both. */
+INLINE void add_two_rows(
+    const Words *u, int codes, const uint8_t *const p[2], int64_t left, const __m512i table[2], const uint16_t *x,
+    __m512 acc[2][MOST_WAYS]
+) {
+    for (int i = 0; i < 2; i++) {
+        __m512i w[4];
+        decode_run(u, codes, p[i], left, table[i], w);
+        add_run(codes, 1, MOST_WAYS, w, x, &acc[i]);
+    }
+}
+
+/* The tables of `groups` groups as words, each a number of entries apart that is returned. */
+INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits, uint16_t *to) {
+    if (part->lut_dtype != FLOAT16 || bits < 3) {
+        for (int64_t i = 0; i < groups; i++)
+            _mm512_mask_storeu_epi16(to + 16 * i, 0xffff, word_table(part->lut, part->lut_dtype, group + i, bits));
+        return 16;
+    }
+    const uint16_t *from = (const uint16_t *)part->lut + (group << bits);
+    for (int64_t i = 0; i < groups << bits; i += LANES) { /* two tables of eight at once */
+        __m256i half = _mm256_maskz_loadu_epi16((__mmask16)first_words(smaller(LANES, (groups << bits) - i)), from + i);
+        _mm256_store_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_cvtph_ps(half)));
+    }
+    return 1 << bits;
+}
+
+/* The same as `few_pairs` for one token and short rows of one table each, where what is done once a row counts: two rows at a
+ * time, in sums of the same order, their tables prepared together. Long rows from memory come faster one by one. */
+NOINLINE short_rows(
+    const Call *call, const Part *part, const Words *u, int64_t row, int count, const uint16_t *x, vf sums[]
+) {
+    uint16_t tables[UNIT * 16] __attribute__((aligned(64)));
+    int64_t step = RUN * u->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
+    int64_t group = row / tile_rows, used = row % tile_rows, last = (row + count - 1) / tile_rows;
+    int64_t ahead = (AHEAD + 2 * in_row - 1) / (2 * in_row) * (2 * in_row); /* the same place of a later pair of rows */
+    int apart = word_tables(part, group, last - group + 1, u->bits, tables);
+    const uint16_t *entries = tables;
+    const Words words = *u;
+    for (int r = 0; r < count; r += 2) {
+        const uint8_t *p[2];
+        __m512i table[2];
+        __m512 acc[2][MOST_WAYS];
+        const uint16_t *at = x;
+        int64_t left = call->columns;
+        for (int i = 0; i < 2; i++) { /* an odd last row twice */
+            p[i] = part->indices + (row + r + (r + i < count ? i : 0)) * in_row;
+            if (apart == 8) table[i] = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)entries));
+            else table[i] = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)entries));
+            if (r + i + 1 < count && ++used == tile_rows) entries += apart, used = 0;
+            for (int v = 0; v < MOST_WAYS; v++) acc[i][v] = _mm512_setzero_ps();
+        }
+        for (; left >= RUN; left -= RUN, at += RUN) {
+            add_two_rows(&words, 4, p, RUN, table, at, acc);
+            for (int i = 0; i < 2; i++) p[i] += step, __builtin_prefetch(p[i] + ahead);
+        }
+        if (left > RUN / 2) add_two_rows(&words, 4, p, left, table, at, acc);
+        else if (left) add_two_rows(&words, 2, p, left, table, at, acc);
+        for (int i = 0; i < 2; i++)
+            sums[r + i] = (vf)_mm512_add_ps(_mm512_add_ps(acc[i][0], acc[i][1]), _mm512_add_ps(acc[i][2], acc[i][3]));
+    }
+}
+
 /* A function of its own for each number of tokens, so that accumulators get all registers. */
 typedef void FewPairs(
     const Call *, const Part *, const Words *, int64_t row, int count, int64_t from, int64_t end, const uint16_t *x,
@@ -180,7 +244,9 @@ static void pairs_of_unit(const Call *call, const Part *part, const Words *u, in
         int some = (int)smaller(call->tokens - token, MOST_TOKENS), size = size_of(some);
         const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride;
         int64_t depth = size < 3 ? call->columns : RUNS_DEPTH;
-        for (int64_t from = 0; from < call->columns; from += depth)
+        int two = some == 1 && whole && row_bytes(call) <= SHORT_ROW;
+        if (two) short_rows(call, part, u, row, count, x, sums[0]);
+        for (int64_t from = 0; !two && from < call->columns; from += depth)
             FEW_PAIRS[whole][size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
         for (int n = 0; n < some; n++) {
             for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);

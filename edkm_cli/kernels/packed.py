@@ -1,6 +1,6 @@
 """Products with packed matrices: which path runs when, decoding in parts, and the gradient of the activations.
 
-Paths, chosen by `_path` from measured crossovers (docs/runtime.md): `kernel` never writes W out (C, Triton); `dense`
+Paths, chosen by `_path` from measured crossovers (docs/runtime.md): `kernel` never writes W out (C, CUDA, Triton); `dense`
 decodes a part of W at a time into memory that stays in cache, and leaves the product to PyTorch; `reference` is plain
 PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
 """
@@ -45,7 +45,7 @@ def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel is the faster one, by measurement on a CPU with AVX-512 (docs/runtime.md)."""
     small = packed.bits <= 4 and packed.tile is not None
     if dtype != torch.float32 and dtype != torch.float16:
-        return 256 if small and lut_linear_c.level() == 2 else 8
+        return 256 if small and lut_linear_c.level() == 2 else 128 if lut_linear_c.level() else 8
     return _ALL_TOKENS if lut_linear_c.level() else 32
 
 
@@ -55,6 +55,8 @@ def _path(x: Tensor, packed: Packed) -> str:
         return forced
     if x.is_cuda:
         few = x.numel() <= _GPU_TOKENS * x.shape[-1] if forced == "auto" else forced == "kernel"
+        if few and _cuda_takes(x, packed):
+            return "cuda"
         return "triton" if few and _triton_takes(x, packed) else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
         return "reference"
@@ -70,6 +72,12 @@ def computes_packed(packed: Packed) -> bool:
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
 
 
+def _cuda_takes(x: Tensor, packed: Packed) -> bool:
+    from edkm_cli.kernels import lut_linear_cuda
+
+    return lut_linear_cuda.supports(x, packed)
+
+
 def _triton_takes(x: Tensor, packed: Packed) -> bool:
     if not _triton():
         return False
@@ -83,6 +91,12 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
     if not x.numel() or not packed.indices.shape[0]:
         return lut_linear_torch.linear(x, packed)
     path = _path(x, packed)
+    if path == "cuda":
+        from edkm_cli.kernels import lut_linear_cuda
+
+        if (found := lut_linear_cuda.linear(x, packed)) is not None:
+            return found
+        path = _path(x, packed)  # it failed, and is not asked again
     if path == "kernel":
         return lut_linear_c.linears(x, lut_linear_c.prepare((packed,), x.shape[-1]))[0]
     if path == "reference":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class Ready:
         `matrices` should hold the same objects at each call as long as they stay what they are.
         """
         kept = self._matrices
-        if len(kept) == len(matrices) and all(map(_same, kept, matrices)):
+        if len(kept) == len(matrices) and all(map(is_, kept, matrices)):
             products = self._products
             found = None if products is None else products(x)
             if found is not None or _addresses(matrices) == self._addresses:
@@ -43,10 +44,6 @@ class Ready:
         self._matrices, self._addresses = matrices, _addresses(matrices)
         self._products = paths.products(matrices, columns)
         return None if self._products is None else self._products(x)
-
-
-def _same(one: Packed, other: Packed) -> bool:
-    return one is other
 
 
 def _addresses(matrices: tuple[Packed, ...]) -> tuple[int, ...]:

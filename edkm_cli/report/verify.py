@@ -1,6 +1,6 @@
 """`edkm inspect --verify`: is every byte of a checkpoint what export wrote, and does it say the truth about itself?
 
-`edkm_cli.hf.check_checkpoint` looks at headers and checksums. Here the tensors are read, too: each must have the sha256
+`integrity.check_checkpoint` looks at headers and checksums. Here the tensors are read, too: each must have the sha256
 and the statistics that export recorded in tensors.json, tables must be finite and ascending, padding zero, and the sizes
 in report.json those of the files. What is not recorded cannot be verified, and that is said, too.
 """
@@ -18,7 +18,7 @@ from edkm_cli.config import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.record import RECORD, tensor_record
 from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json
-from edkm_cli.hf import check_checkpoint, read_config, skeleton
+from edkm_cli.integrity import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.packing import unpack

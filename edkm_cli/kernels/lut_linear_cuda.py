@@ -1,0 +1,168 @@
+"""lut_linear.cu on a GPU: 1 to 8 rows of 16-bit activations times a packed matrix of 3 or 4 bits.
+
+Compiled at first use for the GPU at hand by NVRTC, which PyTorch brings along, and launched as PyTorch's own
+`torch.cuda._compile_kernel` would: that one asks for an installed CUDA toolkit, whose headers this kernel does not need.
+Where compiling or launching fails, one warning says why and the Triton kernel computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.kernels.tiles import Packed
+
+_LOG = logging.getLogger(__name__)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NO_BIAS = -1
+ROWS = 16  # of W that a block takes
+TOKENS = 8
+WARPS = 8
+_LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+
+
+def _vector(columns: int) -> int:
+    """Words of one load: a run of 128 columns fills four, one of 32 any number of whole words."""
+    return 4 if columns % 128 == 0 else 1
+
+
+def takes(x: Tensor, packed: Packed) -> bool:
+    """Whether the kernel was written for these dtypes and shapes, wherever they are."""
+    indices, table, bias, bits, tile = packed
+    columns = x.shape[-1]
+    return (
+        bits in (3, 4)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and 0 < x.numel() <= TOKENS * columns
+        and columns % 32 == 0
+        and tile is not None
+        and tile[1] == columns
+        and table.dtype in _KINDS
+        and (bias is None or bias.dtype in _KINDS)
+        and indices.shape[0] * columns < 1 << 40
+    )
+
+
+def settings(x: Tensor, packed: Packed) -> dict[str, int]:
+    """What lut_linear.cu is compiled with for this product."""
+    return {
+        "BITS": packed.bits,
+        "VECTOR": _vector(x.shape[-1]),
+        "HALF": int(x.dtype == torch.float16),
+        "LUT": _KINDS[packed.table.dtype],
+        "BIAS": _NO_BIAS if packed.bias is None else _KINDS[packed.bias.dtype],
+        "WARPS": WARPS,
+    }
+
+
+def source(given: dict[str, int]) -> str:
+    """The text that is compiled."""
+    text = (Path(__file__).parent / "lut_linear.cu").read_text(encoding="utf-8")
+    return "".join(f"#define {name} {value}\n" for name, value in given.items()) + text
+
+
+def compiled(text: str, architecture: str, nvrtc: Any, *options: str) -> tuple[bytes, str]:
+    """(Machine code for `architecture`, such as sm_90; the compiler's log). `nvrtc`: the library, by ctypes.
+
+    Raises RuntimeError with the log where it does not compile.
+    """
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(name: str, *arguments: Any) -> int:
+        return int(getattr(nvrtc, name)(*arguments))
+
+    def read(what: str) -> bytes:
+        if call(f"nvrtcGet{what}Size", program, ctypes.byref(size)):
+            raise RuntimeError(f"NVRTC gives no {what}")
+        buffer = ctypes.create_string_buffer(size.value)
+        if call(f"nvrtcGet{what}", program, buffer):
+            raise RuntimeError(f"NVRTC gives no {what}")
+        return buffer.raw
+
+    if call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"lut_linear.cu", 0, None, None):
+        raise RuntimeError("NVRTC takes no program")
+    try:
+        flags = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in options)]
+        failed = call("nvrtcCompileProgram", program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+        log = read("ProgramLog").decode(errors="replace").strip("\0\n ")
+        if failed:
+            raise RuntimeError(f"lut_linear.cu does not compile for {architecture}: {log[:500]}")
+        return read("CUBIN"), log
+    finally:
+        call("nvrtcDestroyProgram", ctypes.byref(program))
+
+
+def _library() -> Any:
+    """NVRTC as PyTorch finds it."""
+    from torch.cuda import _utils
+
+    find = getattr(_utils, "_get_gpu_rtc_library", None) or _utils._get_nvrtc_library
+    return find()
+
+
+_broken: list[str] = []  # why the kernel is not used in this process, once it failed
+
+
+def _give_up(error: Exception) -> None:
+    if not _broken:
+        _broken.append(str(error))
+        _LOG.warning("the CUDA kernel of packed linears is not available, Triton computes (slower): %s", error)
+
+
+@functools.cache
+def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Callable[..., None]:
+    """The compiled kernel on a GPU. Raises whatever compiling or loading raises."""
+    from torch.cuda._utils import _cuda_load_module
+
+    major, minor = torch.cuda.get_device_capability(device)
+    code, _ = compiled(source(dict(given)), f"sm_{major}{minor}", _library())
+    found: Any = _cuda_load_module(code, ["lut_linear"])
+    return found["lut_linear"]
+
+
+def supports(x: Tensor, packed: Packed) -> bool:
+    """Whether this product goes by the kernel."""
+    return (
+        not _broken
+        and x.is_cuda
+        and packed.indices.device == x.device
+        and takes(x, packed)
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
+    )
+
+
+def linear(x: Tensor, packed: Packed) -> Tensor | None:
+    """x @ W.T + bias with table entries rounded to x's dtype and float32 sums; None where the kernel fails."""
+    try:
+        with torch.cuda.device(x.device):
+            return _launch(x, packed, _kernel(x.device.index, tuple(settings(x, packed).items())))
+    except (RuntimeError, OSError, AttributeError, ImportError, KeyError, TypeError) as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        _give_up(error)
+        return None
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, at an address that the widest loads take."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _launch(x: Tensor, packed: Packed, kernel: Callable[..., None]) -> Tensor:
+    indices, table, bias, _, tile = packed
+    assert tile is not None
+    rows, columns = indices.shape[0], x.shape[-1]
+    flat, out = _aligned(x), x.new_empty(*x.shape[:-1], rows)
+    tensors = [flat, _aligned(indices), _aligned(table), flat if bias is None else bias.contiguous(), out]
+    numbers = [rows, columns, x.numel() // columns, tile[0]]
+    kernel(grid=(-(-rows // ROWS), 1, 1), block=(32 * WARPS, 1, 1), args=[*tensors, *numbers])
+    return out

@@ -1,0 +1,131 @@
+"""Pieces of packed matrices: what one of several processes holds, and matrices that share an input as one.
+
+Tensor parallelism gives each process some rows of a matrix (column parallel) or some of its columns (row parallel). Rows
+are whole bytes, so they are taken as they are; columns need not begin or end with a byte, and are unpacked, cut and
+packed again. Tables go with their rows: where a border falls into the rows that share one, both sides get a copy, and
+the rows that share a table become fewer. Columns that share a table are never parted.
+
+q, k, v and gate, up have one input, so a server asks for their product at once. Packed alike they are one packed matrix,
+one below the other; a taller tile then counts as several with the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from edkm_cli.errors import UserError
+from edkm_cli.granularity import Granularity
+from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import pack, packed_width, unpack
+
+_TABLE_SHARE = 8  # copies of tables may take an eighth of the bytes that the indices take
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows and columns of the stored matrix `name` of `shape` (out, in), whose tiles are `stored_tile`."""
+
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    stored_tile: Tile
+    rows: range
+    columns: range
+
+    @property
+    def tile(self) -> Tile:
+        """Rows and columns of the piece that share a table."""
+        height, width = self.stored_tile
+        return math.gcd(height, self.rows.start, len(self.rows)), min(width, len(self.columns))
+
+    @property
+    def bytes_a_row(self) -> int:
+        """Packed bytes of a row of the piece."""
+        return packed_width(len(self.columns), self.bits)
+
+    @property
+    def groups(self) -> int:
+        """Tables of the piece."""
+        return len(self.rows) // self.tile[0] * (len(self.columns) // self.tile[1])
+
+    def cut_indices(self, stored: Tensor) -> Tensor:
+        """The piece's (rows, bytes) of the stored indices (out, bytes), repacked where its columns cut a byte."""
+        self._require("indices", stored, (self.shape[0], packed_width(self.shape[1], self.bits)))
+        part = stored[self.rows.start : self.rows.stop]
+        first, last = self.columns.start * self.bits, self.columns.stop * self.bits
+        if first % 8 == 0 and (last % 8 == 0 or self.columns.stop == self.shape[1]):
+            return part[:, first // 8 : (last + 7) // 8]
+        indices = unpack(part.contiguous(), self.bits, self.shape[1])
+        return pack(indices[:, self.columns.start : self.columns.stop].contiguous(), self.bits)
+
+    def cut_table(self, stored: Tensor) -> Tensor:
+        """The piece's tables (groups, 2**bits) of all of the matrix's."""
+        height, width = self.stored_tile
+        across = self.shape[1] // width
+        self._require("lut", stored, (self.shape[0] // height * across, 2**self.bits))
+        of_rows = [row // height for row in range(self.rows.start, self.rows.stop, self.tile[0])]
+        grid = stored.view(self.shape[0] // height, across, -1)
+        return grid[of_rows, self.columns.start // width : -(-self.columns.stop // width)].flatten(0, 1)
+
+    def _require(self, leaf: str, stored: Tensor, shape: tuple[int, int]) -> None:
+        if tuple(stored.shape) != shape:
+            raise UserError(
+                f"{self.name}.{leaf} must be {shape}, got {tuple(stored.shape)}; copy or export the checkpoint again"
+            )
+
+
+def piece_of(
+    name: str, shape: tuple[int, int], bits: int, granularity: Granularity, *, rows: range, columns: range
+) -> Piece:
+    """The piece of a stored matrix. Raises UserError, naming it, where tiles do not divide the matrix, or `columns` cut
+    one."""
+    tile = granularity.tile(*shape, layer=name)
+    width = tile[1]
+    if width != shape[1] and (columns.start % width or len(columns) % width):
+        raise UserError(
+            f"{name}: blocks of {width} columns must divide the {len(columns)} columns of each tensor-parallel process, "
+            f"but do not; serve with fewer processes, or compress with narrower blocks or --granularity row:1"
+        )
+    return Piece(name, shape, bits, tile, rows, columns)
+
+
+def stacks(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Neighbours that can be one packed matrix: of equal bits, columns and width of tiles, where tables that have to be
+    copied stay small beside the indices."""
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        if found and _alike(found[-1][0], piece) and _cheap([*found[-1], piece]):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return found
+
+
+def _alike(one: Piece, other: Piece) -> bool:
+    return (one.bits, len(one.columns), one.tile[1]) == (other.bits, len(other.columns), other.tile[1])
+
+
+def _cheap(pieces: Sequence[Piece]) -> bool:
+    before = sum(piece.groups for piece in pieces)
+    after = sum(piece.groups * piece.tile[0] for piece in pieces) // stacked_tile(pieces)[0]
+    indices = sum(len(piece.rows) * piece.bytes_a_row for piece in pieces)
+    return (after - before) * 2 ** pieces[0].bits * 4 * _TABLE_SHARE <= indices
+
+
+def stacked_tile(pieces: Sequence[Piece]) -> Tile:
+    """The tile of pieces that lie one below the other."""
+    return math.gcd(*(piece.tile[0] for piece in pieces)), pieces[0].tile[1]
+
+
+def stacked_table(pieces: Sequence[Piece], tables: Sequence[Tensor]) -> list[Tensor]:
+    """The tables of each piece, as often as tiles of the common height need them; joined they are those of the stack."""
+    height, width = stacked_tile(pieces)
+    joined = []
+    for piece, table in zip(pieces, tables, strict=True):
+        rows = table.unflatten(0, (-1, len(piece.columns) // width))
+        joined.append(rows.repeat_interleave(piece.tile[0] // height, dim=0).flatten(0, 1))
+    return joined

@@ -1,0 +1,119 @@
+"""What vLLM asks about a compressed model: which layers are packed, and how; and whether its directory is whole.
+
+vLLM does not track which tensors of a quantized model were loaded: what a file lacks would stay as the memory was. So the
+directory is checked before anything is loaded, as `edkm_cli.load` checks it, and each packed layer checks itself when its
+tensors are there (vllm_layers.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from edkm_cli.errors import UserError
+from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
+from edkm_cli.integrity import check_checkpoint
+from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
+
+_LOG = init_logger("vllm.edkm")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")  # vLLM gives most no name
+
+
+class EdkmVllmConfig(QuantizationConfig):
+    """`"quant_method": "edkm"` of a config.json, for vLLM. Raises UserError for a broken one."""
+
+    def __init__(self, spec: QuantizationSpec):
+        super().__init__()
+        self.spec = spec
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec})"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EdkmVllmConfig:
+        """Read the `quantization_config` of a checkpoint."""
+        try:
+            return cls(QuantizationSpec.from_mapping(config))
+        except UserError as error:
+            raise _logged(error) from None
+
+    def get_name(self) -> str:
+        """The method's name in config.json."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What `--dtype` may be."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Any GPU that Triton compiles for."""
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Files beside config.json that are read: none."""
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Name modules as vLLM's model does, where it has other names than the files."""
+        self.spec = replace(
+            self.spec,
+            skipped=hf_to_vllm_mapper.apply_list(self.spec.skipped),
+            module_bits=hf_to_vllm_mapper.apply_dict(self.spec.module_bits),
+        )
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Check a local directory. Raises UserError for one that is not whole. A model of the hub is not here yet: its
+        packed layers are checked when they are loaded."""
+        directory = Path(model_name)
+        if not directory.is_dir():
+            return
+        try:
+            if "auto_map" in read_json(directory / "config.json", remedy="copy or export the checkpoint again"):
+                verify_checksums(directory)  # its tensors are known to Python files that would have to be run
+            else:
+                check_checkpoint(directory)
+        except UserError as error:
+            raise _logged(error) from None
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How a layer of vLLM's model keeps its weights; None for layers that have none of ours."""
+        if isinstance(layer, ParallelLMHead):  # an embedding, too: asked first
+            return self._of_embedding(prefix, (prefix.rpartition(".")[2],))
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._of_embedding(prefix, _EMBEDDINGS)
+        if not isinstance(layer, LinearBase):
+            return None
+        names = self._names(prefix)
+        if all(name in self.spec.skipped for name in names):
+            return UnquantizedLinearMethod()
+        return PackedLinearMethod(self.spec, names)
+
+    def _of_embedding(self, prefix: str, leaves: tuple[str, ...]) -> QuantizeMethodBase:
+        dense = prefix in self.spec.skipped or any(name.rpartition(".")[2] in leaves for name in self.spec.skipped)
+        if dense or self.spec.embedding_bits is None:
+            return UnquantizedEmbeddingMethod()
+        return PackedEmbeddingMethod(self.spec, prefix or "embed_tokens")
+
+    def _names(self, prefix: str) -> list[str]:
+        """The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly."""
+        parent, _, leaf = prefix.rpartition(".")
+        return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
+
+
+def _logged(error: UserError) -> UserError:
+    _LOG.error("edkm: %s", error)
+    return error

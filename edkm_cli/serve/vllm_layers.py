@@ -1,0 +1,332 @@
+"""Packed linears and embeddings inside vLLM's layers: room for the tensors, loading this process's piece, computing.
+
+A layer of vLLM may stand for several modules of the checkpoint (q, k, v), one module may stand for several parts of the
+layer (Phi-3 stores q, k, v as one), and of each part a process holds a piece (pieces.py). While files are read a layer has
+parameters of the names that files have: `indices` and `lut` for all pieces one after the other, `weight` for modules that
+stayed dense. Afterwards they are joined into as few packed matrices as possible. Tables start as NaN, so that what was not
+loaded is found.
+
+Products are operators (rows.py) that look at the number of tokens themselves: vLLM traces its graphs once, for any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from edkm_cli.errors import UserError
+from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
+from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
+from edkm_cli.serve.rows import PackedRows
+
+_LOG = init_logger("vllm.edkm")
+_AGAIN = "copy or export the checkpoint again"
+_KNOWN = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
+
+
+class DenseRows(nn.Module):
+    """Rows of a merged layer that stayed dense."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.rows, self.weight = weight.shape[0], _fixed(weight)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ W.T + bias for x (..., in)."""
+        return functional.linear(x, self.weight, bias)
+
+
+class _Room:
+    """A layer's pieces while files are read, and which of their tensors have come.
+
+    `shards`: what vLLM calls each piece; `dense`: whether its module stayed dense.
+    """
+
+    def __init__(self, pieces: list[Piece], shards: list[Any], dense: list[bool], spec: QuantizationSpec):
+        self.pieces, self.shards, self.dense, self.scaled = pieces, shards, dense, spec.scales_luts
+        self.missing = {
+            f"{piece.name}.{leaf}" for piece, whole in zip(pieces, dense, strict=True) for leaf in self._leaves(whole)
+        }
+
+    def _leaves(self, dense: bool) -> tuple[str, ...]:
+        if dense:
+            return ("weight",)
+        return ("indices", "lut", "lut_scale") if self.scaled else ("indices", "lut")
+
+    def sizes(self, leaf: str) -> list[int]:
+        """Elements that each piece takes of the flat parameter `leaf`."""
+        return [
+            _size(leaf, piece) if leaf in self._leaves(whole) else 0
+            for piece, whole in zip(self.pieces, self.dense, strict=True)
+        ]
+
+    def views(self, leaf: str, flat: Tensor) -> list[Tensor]:
+        """Each piece's part of it."""
+        return list(flat.split(self.sizes(leaf)))
+
+    def load(self, leaf: str, parameter: Tensor, stored: Tensor, shard: Any = None) -> None:
+        """Take this process's piece of a tensor from the files. `shard` None: the layer has one module."""
+        for piece, own, room in zip(self.pieces, self.shards, self.views(leaf, parameter.data), strict=True):
+            if (shard is None or shard == own) and room.numel():
+                room.copy_(_cut(leaf, piece, stored).reshape(-1))
+                self.missing.discard(f"{piece.name}.{leaf}")
+
+
+def _size(leaf: str, piece: Piece) -> int:
+    if leaf == "weight":
+        return len(piece.rows) * len(piece.columns)
+    if leaf == "indices":
+        return len(piece.rows) * piece.bytes_a_row
+    return piece.groups * 2**piece.bits if leaf == "lut" else 1
+
+
+def _cut(leaf: str, piece: Piece, stored: Tensor) -> Tensor:
+    if leaf == "indices":
+        return piece.cut_indices(stored)
+    if leaf == "lut":
+        return piece.cut_table(stored)
+    wanted = piece.shape if leaf == "weight" else (1,)
+    if tuple(stored.shape) != wanted:
+        raise _refused(f"{piece.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
+    if leaf == "lut_scale":
+        return stored
+    return stored[piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop]
+
+
+class PackedLinearMethod(LinearMethodBase):
+    """The weight of a linear, or of several with one input, by lookup tables. `names`: its modules in the checkpoint."""
+
+    def __init__(self, spec: QuantizationSpec, names: list[str]):
+        self.spec, self.names = spec, names
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Make room for the pieces of this process. Raises UserError for a layer that cannot be cut as asked."""
+        first = layer.tp_rank * input_size_per_partition if input_size_per_partition != input_size else 0
+        columns = range(first, first + input_size_per_partition)
+        pieces, dense = [], []
+        shards, outputs = _outputs(layer, output_partition_sizes)
+        fused = len(self.names) == 1 and len(outputs) > 1  # stored as one matrix
+        if len(self.names) not in (1, len(outputs)):
+            raise _refused(f"{layer.prefix} has {len(outputs)} parts, which cannot be those of {', '.join(self.names)}")
+        before = 0
+        for i, (full, rows) in enumerate(outputs):
+            name = self.names[0] if fused else self.names[i]
+            shape = (sum(size for size, _ in outputs) if fused else full, input_size)
+            rows = range(before + rows.start, before + rows.stop) if fused else rows
+            before += full
+            bits, granularity = self.spec.bits_of(name), self.spec.granularity
+            try:
+                pieces.append(piece_of(name, shape, bits, granularity, rows=rows, columns=columns))
+            except UserError as error:
+                raise _refused(str(error), remedy="") from None
+            dense.append(name in self.spec.skipped)
+        layer.edkm_room = room = _Room(pieces, shards, dense, self.spec)
+        dtypes = {"indices": torch.uint8, "lut": LUT_DTYPES[self.spec.lut_dtype], "lut_scale": torch.float32}
+        for leaf in ("indices", "lut", "lut_scale", "weight"):
+            if size := sum(room.sizes(leaf)):
+                parameter = _fixed(_unfilled((size,), dtypes.get(leaf, params_dtype)))
+                set_weight_attrs(parameter, {"weight_loader": partial(room.load, leaf)})
+                layer.register_parameter(leaf, parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that everything was loaded and is finite; join what can be one matrix."""
+        room: _Room = layer.edkm_room
+        _require_loaded(room.missing)
+        loaded = {leaf: room.views(leaf, getattr(layer, leaf).data) for leaf in ("indices", "lut", "lut_scale", "weight")
+                  if hasattr(layer, leaf)}  # fmt: skip
+        for leaf, views in loaded.items():
+            for piece, view in zip(room.pieces, views, strict=True):
+                _require_finite(f"{piece.name}.{leaf}", view)
+        parts: list[nn.Module] = []
+        for run in _runs(room.dense):
+            if room.dense[run.start]:
+                weight = loaded["weight"]
+                parts += [DenseRows(weight[i].view(len(room.pieces[i].rows), -1)) for i in run]
+                continue
+            members = iter(run)
+            for stack in stacks(room.pieces[run.start : run.stop]):
+                parts.append(_packed_rows(stack, [next(members) for _ in stack], loaded))
+        for leaf in loaded:
+            delattr(layer, leaf)
+        del layer.edkm_room
+        layer.parts = nn.ModuleList(parts)
+        _stand_in(layer)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ W.T + bias for x (..., in)."""
+        if len(layer.parts) == 1:
+            return layer.parts[0](x, bias)
+        outs, first = [], 0
+        for part in layer.parts:
+            outs.append(part(x, None if bias is None else bias[first : first + part.rows]))
+            first += part.rows
+        return torch.cat(outs, dim=-1)
+
+
+def _packed_rows(stack: list[Piece], members: list[int], loaded: dict[str, list[Tensor]]) -> PackedRows:
+    """One packed matrix of neighbouring pieces; their indices lie in memory as it needs them."""
+    first, rows = stack[0], sum(len(piece.rows) for piece in stack)
+    start = loaded["indices"][members[0]]
+    indices = start.as_strided((rows, first.bytes_a_row), (first.bytes_a_row, 1), start.storage_offset())
+    tables = [loaded["lut"][i].view(piece.groups, -1) for i, piece in zip(members, stack, strict=True)]
+    if "lut_scale" in loaded:  # as PalettizedLinear keeps them
+        tables = [table.float() * loaded["lut_scale"][i] for i, table in zip(members, tables, strict=True)]
+    parts = stacked_table(stack, tables)
+    lut = parts[0].clone() if len(parts) == 1 else torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
+    return PackedRows(indices, lut, first.bits, stacked_tile(stack))
+
+
+def _runs(flags: list[bool]) -> Iterable[range]:
+    """Ranges of equal neighbours."""
+    first = 0
+    for i in range(1, len(flags) + 1):
+        if i == len(flags) or flags[i] != flags[first]:
+            yield range(first, i)
+            first = i
+
+
+def _outputs(layer: Any, sizes: list[int]) -> tuple[list[Any], list[tuple[int, range]]]:
+    """What vLLM calls each part of a layer, and each part's rows: (in the checkpoint, those of this process).
+
+    Raises UserError for a kind of layer whose parts are not known.
+    """
+    if type(layer) not in _KNOWN:
+        raise _refused(f"{layer.prefix} is a {type(layer).__name__}, which edkm does not serve", remedy="")
+    rank, size = layer.tp_rank, layer.tp_size
+    if isinstance(layer, QKVParallelLinear):
+        heads = (layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads)
+        widths = (layer.head_size, layer.head_size, layer.v_head_size)
+        ranks = [rank, rank // layer.num_kv_head_replicas, rank // layer.num_kv_head_replicas]
+        fulls = [count * width for count, width in zip(heads, widths, strict=True)]
+        shards: list[Any] = ["q", "k", "v"]
+    elif isinstance(layer, ColumnParallelLinear):
+        fulls, ranks = [own * size for own in sizes], [rank] * len(sizes)
+        shards = list(range(len(sizes)))
+    else:
+        fulls, ranks, shards = list(sizes), [0] * len(sizes), list(range(len(sizes)))
+    rows = [range(r * own, (r + 1) * own) for r, own in zip(ranks, sizes, strict=True)]
+    return shards, list(zip(fulls, rows, strict=True))
+
+
+class PackedEmbeddingMethod(QuantizeMethodBase):
+    """The input or output embedding, by levels and row scales; a process holds the rows of its part of the vocabulary."""
+
+    def __init__(self, spec: QuantizationSpec, name: str):
+        self.spec, self.name = spec, name
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Make room for this process's rows, and for those with which vLLM fills up the vocabulary."""
+        rows = sum(output_partition_sizes)
+        layer.edkm_missing = set()
+        for leaf, (dtype, shape) in self.spec.embedding_tensors(rows, input_size).items():
+            parameter = _fixed(_unfilled(shape, dtype))
+            set_weight_attrs(parameter, {"weight_loader": partial(self._load, layer, leaf)})
+            layer.register_parameter(leaf, parameter)
+            layer.edkm_missing.add(f"{self.name}.{leaf}")
+
+    def _load(self, layer: Any, leaf: str, parameter: Tensor, stored: Tensor) -> None:
+        own, wanted = layer.shard_indices, (layer.org_vocab_size, parameter.shape[1])
+        if tuple(stored.shape) != wanted:
+            raise _refused(f"{self.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
+        part = stored[own.org_vocab_start_index : own.org_vocab_end_index]
+        parameter.data[: len(part)] = part
+        parameter.data[len(part) :] = 0
+        layer.edkm_missing.discard(f"{self.name}.{leaf}")
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """The output embedding decodes the tensors of the input embedding."""
+        for leaf in ("indices", "scale"):
+            setattr(layer, leaf, getattr(embed_tokens, leaf))
+        layer.edkm_missing = embed_tokens.edkm_missing
+        return layer
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that everything was loaded and is finite."""
+        _require_loaded(layer.edkm_missing)
+        _require_finite(f"{self.name}.scale", layer.scale)
+        _stand_in(layer)
+
+    def embedding(self, layer: Any, ids: Tensor) -> Tensor:
+        """Rows `ids` (...), decoded."""
+        return row_scaled_embedding(
+            ids, layer.indices, layer.scale, columns=layer.embedding_dim, bits=self._bits, dtype=layer.params_dtype
+        )
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits x @ W.T + bias for x (..., in)."""
+        return row_scaled_linear(x, layer.indices, layer.scale, bias, bits=self._bits)
+
+    @property
+    def _bits(self) -> int:
+        assert self.spec.embedding_bits is not None
+        return self.spec.embedding_bits
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _unfilled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """NaN, or zeros for integers."""
+    made = torch.zeros(shape, dtype=dtype)
+    if dtype == torch.float8_e4m3fn:
+        made.view(torch.uint8).fill_(0x7F)
+    elif dtype.is_floating_point:
+        made.fill_(float("nan"))
+    return made
+
+
+def _require_loaded(missing: set[str]) -> None:
+    if missing:
+        raise _refused(f"{min(missing)} is missing from the checkpoint")
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    if tensor.dtype.is_floating_point and not bool(tensor.float().isfinite().all()):
+        raise _refused(f"{name} must be finite, but holds NaN or Inf")
+
+
+def _stand_in(layer: Any) -> None:
+    """An empty `weight`: vLLM's LoRA layers ask it for its device."""
+    layer.weight = torch.empty(0, dtype=layer.params_dtype, device=next(layer.parameters()).device)
+
+
+def _refused(rule: str, remedy: str = _AGAIN) -> UserError:
+    message = f"{rule}; {remedy}" if remedy else rule
+    _LOG.error("edkm: %s", message)
+    return UserError(message)
