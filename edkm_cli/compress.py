@@ -142,6 +142,7 @@ class Run:
         config, plan = self.config, self.plan
         with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
+            models.check_tokenizer(config.model, tokenizer, plan.architecture)
             documents = evaluation_documents(config, tokenizer)
             self.measured = Measurements(
                 [MeasuredText(name, data.tokenize(found, tokenizer)) for name, found in documents.items()],

@@ -6,7 +6,6 @@ follow from it, too.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -92,7 +91,7 @@ class RunPlan:
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
-        return _skeleton(self.architecture, self.config)
+        return models.skeleton(self.source, self.architecture, trust_remote_code=self.config.trust_remote_code)
 
     @property
     def clustered(self) -> list[Swap]:
@@ -163,7 +162,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         architecture = models.load_config(
             source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
         )
-        skeleton = _skeleton(architecture, config)
+        skeleton = models.skeleton(source, architecture, trust_remote_code=config.trust_remote_code)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
     if setting.sharded and config.dequantize:
@@ -267,14 +266,6 @@ def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str
     if mixed_precision != "auto":
         return mixed_precision
     return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
-
-
-def _skeleton(architecture: Any, config: CompressConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        # A copy: building a model leaves its mark on the configuration.
-        return AutoModelForCausalLM.from_config(copy.deepcopy(architecture), trust_remote_code=config.trust_remote_code)
 
 
 def embedding_bits(config: CompressConfig) -> int | None:
