@@ -33,6 +33,7 @@ SHORT = {
     "eval_windows": 2,
     "steps": 3,
     "save_every": 0,
+    "allocation": "uniform",
 }
 FEW_TOKENS = {"calibration_tokens": 64, "start_tokens": 64}  # each sequence is rehearsed
 GPU = Setting("cuda")
@@ -86,7 +87,7 @@ MORE_CASES = [
 ]
 
 
-def check_against_a_run(model, changes, text_file, tmp_path):
+def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03):
     values = {"model": str(model), "data": (str(text_file),), "output": str(tmp_path / "out"), "device": "cpu"}
     config = CompressConfig(**{**values, **SHORT, **changes})
     with Ledger() as ledger:
@@ -94,12 +95,20 @@ def check_against_a_run(model, changes, text_file, tmp_path):
     # The text that is measured, a byte a token, is not part of the estimate; what is trained on is no tensor.
     token_ids = 8 * len(load_documents(str(text_file), "test").text())
     held = ledger.accounts[DEVICE].totals["start"] - token_ids
-    assert rehearse(config)[DEVICE].total == pytest.approx(held, rel=0.03)
+    assert rehearse(config)[DEVICE].total == pytest.approx(held, rel=within)
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
 def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path):
-    check_against_a_run(models["llama"], changes, text_file, tmp_path)
+    # Where the start needs the most: what its passes keep in bfloat16, if the processor has instructions for it, is
+    # rehearsed in float32.
+    within = 0.1 if changes.get("start_tokens") or changes.get("steps") == 0 else 0.03
+    check_against_a_run(models["llama"], changes, text_file, tmp_path, within=within)
+
+
+def test_bits_by_sensitivity_are_rehearsed_with_one_bit_more(models, text_file, tmp_path):
+    changes = {"allocation": "sensitivity", "steps": 0}
+    check_against_a_run(models["llama"], changes, text_file, tmp_path, within=0.1)
 
 
 def test_a_plan_predicts_the_file_and_writes_nothing(models, text_file, tmp_path):

@@ -214,17 +214,19 @@ class Rehearsal:
 
     def _hold(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
         """What compensation holds before a layer: first the Hessian, its sorted copy and four float64 matrices of its
-        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them. To
-        correct a weight, its inputs three times more, and the stream that its output is added to."""
+        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them, or the errors
+        of its choices. To correct a weight, its inputs three times more, and the stream that its output is added to."""
         square, size = layer.in_features**2, layer.out_features * layer.in_features
         converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
         factoring = 40 * square + converted
         moving = 20 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
         fitting = 0
+        groups, k = layer.centroids.shape
+        k *= 2 if self.plan.average_bits else 1  # any matrix may get one bit more
+        widened = 4 * size * (layer.weight.dtype != torch.float32)
         if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
-            groups, k = layer.centroids.shape
-            fitting = 12 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k
-            fitting += 8 * size * (layer.weight.dtype != torch.float32)
+            fitting = 16 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k + 2 * widened
+        improving = 16 * square + 17 * size + 12 * groups * k + widened
         correcting = 0
         if corrected:
             tokens = inputs[0].numel() // layer.in_features
@@ -232,7 +234,7 @@ class Rehearsal:
             adds = layer.out_features == getattr(self._skeleton.config, "hidden_size", 0)  # to the residual stream
             stream = tokens * layer.out_features * adds
             correcting = 16 * square + 12 * size + 4 * entering + 8 * stream + max(8 * entering, 12 * stream)
-        with self._ledger.more(max(factoring, moving, fitting, correcting), CLUSTERING):
+        with self._ledger.more(max(factoring, moving, fitting, improving, correcting), CLUSTERING):
             pass
 
     @torch.no_grad()

@@ -124,6 +124,12 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     return tiled.repeat_interleave(tile_rows, 0)
 
 
+def _improve(indices: Tensor, layer: ClusteredLinear, wanted: Tensor, hessian: Tensor) -> None:
+    """Better choices of entries for a weight (out, in) float32, in place."""
+    errors = (lookup(indices, layer.lut(), granularity=layer.clustering.granularity).float() - wanted) @ hessian
+    kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
+
+
 class Compensation:
     """The hook before each layer. Layers that follow each other with one input share its factor.
 
@@ -179,8 +185,7 @@ class Compensation:
             if fits_tables(granularity, shape):
                 tables = fitted_tables(wanted, indices, self._hessian, layer.centroids.detach(), granularity)
                 self._set(layer, "centroids", tables)
-            errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
-            kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
+            _improve(indices, layer, wanted, hessian)
         improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
         return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)
 
