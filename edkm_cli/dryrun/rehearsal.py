@@ -214,8 +214,9 @@ class Rehearsal:
 
     def _hold(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
         """What compensation holds before a layer: first the Hessian, its sorted copy and four float64 matrices of its
-        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them, or the errors
-        of its choices. To correct a weight, its inputs three times more, and the stream that its output is added to."""
+        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them, or the
+        errors of its choices. To correct a weight, its inputs three times more, and the stream that its output is added
+        to."""
         square, size = layer.in_features**2, layer.out_features * layer.in_features
         converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
         factoring = 40 * square + converted
