@@ -105,7 +105,7 @@ class MergeConfig:
     )
     data_column: str | None = as_in_compress("data_column")
     streaming: bool | None = as_in_compress("streaming")
-    start_tokens: int = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
+    start_tokens: int | None = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
     start_passes: int = as_in_compress(
         "start_passes",
         help="How often the fit of each decoder layer goes over these tokens; 0 only compensates rounding errors.",
@@ -117,7 +117,7 @@ class MergeConfig:
     lut_learning_rate: float = as_in_compress("lut_learning_rate")
     batch_size: int = as_in_compress("batch_size")
     sequence_length: int = as_in_compress("sequence_length", 512)
-    label_weight: float = as_in_compress(
+    label_weight: float | None = as_in_compress(
         "label_weight", help="Weight of the next-token loss beside the adapted model's predictions; 0 uses these only."
     )
     gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
