@@ -267,8 +267,10 @@ def share_inputs(model: nn.Module) -> None:
     for parent in model.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             found = [getattr(parent, name, None) for name in names]
-            members = tuple(m for m in found if isinstance(m, PalettizedLinear))
-            if len(members) == len(names) and len({(m.in_features, m.bits) for m in members}) == 1:
-                group = SharedInput(members)
-                for member in members:
+            members = [m for m in found if isinstance(m, PalettizedLinear)]
+            if len(members) < len(names) or len({m.in_features for m in members}) > 1:
+                continue
+            for bits in {m.bits for m in members}:
+                group = SharedInput(tuple(m for m in members if m.bits == bits))
+                for member in group.members if len(group.members) > 1 else ():
                     member.shared = group
