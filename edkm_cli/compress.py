@@ -29,6 +29,7 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
 from edkm_cli.preflight import (
     Setting,
+    allots_bits,
     calibration_batches,
     choose_device,
     data_options,
@@ -141,6 +142,7 @@ class Run:
         config, plan = self.config, self.plan
         with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
+            models.check_tokenizer(config.model, tokenizer, plan.architecture)
             documents = evaluation_documents(config, tokenizer)
             self.measured = Measurements(
                 [MeasuredText(name, data.tokenize(found, tokenizer)) for name, found in documents.items()],
@@ -348,6 +350,7 @@ class Run:
                 **self.data.summary(self.blocks),
                 "measured_and_trained_on": {key: sum(one[key] for one in overlap) for key in ("found", "of")},
             },
+            "allocation": "sensitivity" if allots_bits(config, plan.start) else "uniform",
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,

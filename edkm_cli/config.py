@@ -59,10 +59,11 @@ class CompressConfig:
         maximum=8,
     )
     allocation: str = setting(
-        "uniform",
+        "auto",
         "Which matrices get how many bits.",
         COMPRESSION,
         choices={
+            "auto": "sensitivity up to 4 bits beside the reconstructed start, where no target asks for one number",
             "uniform": "all as many as --bits says",
             "sensitivity": "more where errors raise the loss most, fewer elsewhere, in no more room than uniform",
         },
@@ -80,10 +81,7 @@ class CompressConfig:
         choices=("float16", "bfloat16", "float32", "float8_e4m3fn"),
     )
     lut_scale: float | None = setting(
-        None,
-        "Scale of all float8 lookup tables, a power of two; default: each matrix has its own.",
-        COMPRESSION,
-        positive=True,
+        None, "Scale of all float8 tables, a power of two; default: one for each matrix.", COMPRESSION, positive=True
     )
     target: str | None = setting(
         None,
@@ -98,10 +96,7 @@ class CompressConfig:
         choices=(*range(2, 9), 16),
     )
     embedding_group: int = setting(
-        0,
-        "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
-        COMPRESSION,
-        minimum=0,
+        0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.", COMPRESSION, minimum=0
     )
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
@@ -111,10 +106,7 @@ class CompressConfig:
         "edkm",
         "How clustering is computed.",
         COMPRESSION,
-        choices={
-            "edkm": "fast, and without an attention map in memory",
-            "dkm": "the reference, which keeps that map",
-        },
+        choices={"edkm": "fast, and without an attention map in memory", "dkm": "the reference, which keeps that map"},
     )
     mode: str = setting(
         "straight-through",
@@ -172,14 +164,14 @@ class CompressConfig:
             "reconstructed": "compensated, and making up for the errors of the layers before, too",
         },
     )
-    start_tokens: int = setting(
-        24576, "Training tokens used for --start compensated and reconstructed.", COMPRESSION, minimum=2
+    start_tokens: int | None = setting(
+        None,
+        "Training tokens used for --start compensated and reconstructed; default: as many as train, 24576 to 61440.",
+        COMPRESSION,
+        minimum=2,
     )
     start_passes: int = setting(
-        0,
-        "How often --start reconstructed also trains each decoder layer on its tokens.",
-        COMPRESSION,
-        minimum=0,
+        0, "How often --start reconstructed also trains each decoder layer on its tokens.", COMPRESSION, minimum=0
     )
     # data
     data: tuple[str, ...] = setting(
@@ -370,6 +362,12 @@ class CompressConfig:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         refuse([*faults(self), *contradictions(self)])
+
+    @property
+    def fitted_tokens(self) -> int:
+        """What `start_tokens` stands for: a start gets better with more, and a run that trains has them anyway."""
+        trained = self.steps * self.batch_size * self.gradient_accumulation * self.sequence_length
+        return self.start_tokens or min(max(trained, 24_576), 61_440)
 
     @property
     def labels(self) -> float:

@@ -52,7 +52,8 @@ def _about_bits(config: Any) -> list[str]:
     found = []
     if config.allocation == "uniform" and not isinstance(config.bits, int):
         found.append(f"bits {config.bits:g} is an average; give a whole number, or allocation sensitivity")
-    if config.allocation == "sensitivity" and config.importance != "gradient":
+    average = config.allocation == "sensitivity" or not isinstance(config.bits, int)
+    if average and config.importance != "gradient":
         found.append(
             "allocation sensitivity compares matrices by squared gradients, but importance is "
             f"{config.importance}; use importance gradient"

@@ -61,6 +61,7 @@ def load_writer(
             f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
         )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    models.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
     if linear is not None and (dequantize or (dequantize is None and not paths.computes_packed(linear.packed()))):
         dequantize_model(model, getattr(torch, dtype))

@@ -30,6 +30,7 @@ from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.nn.one_token import shorten
 from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
+from edkm_cli.progress import quiet_bars
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -161,7 +162,7 @@ def load(
     Raises UserError for a directory that is none, truncated or altered.
     """
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    with models.quiet_bars(True):
+    with quiet_bars(True):
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(directory), dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code

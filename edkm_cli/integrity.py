@@ -7,26 +7,21 @@ on the meta device. Importing this module registers nothing with transformers, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 
 from edkm_cli.config import UserError
 from edkm_cli.format import QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
+from edkm_cli.model_files import check_numbers, no_larger_than
 from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import palettize_skeleton
 
 AGAIN = "copy or export the checkpoint again"
-# What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
-_COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
-_MAX_NUMBER = 2**48
 _MAX_BUFFER_BYTES = 2**30
 
 
@@ -82,26 +77,11 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     or experts than any has: building such a model would not end."""
     from transformers import AutoConfig
 
-    _check_numbers(directory / "config.json", read_json(directory / "config.json", remedy=AGAIN))
+    check_numbers(directory / "config.json", read_json(directory / "config.json", remedy=AGAIN), remedy=AGAIN)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise _no_model(directory, error) from error
-
-
-def _check_numbers(path: Path, config: Any, key: str = "") -> None:
-    """Raises UserError for a number in a config.json that no model has."""
-    if isinstance(config, dict):
-        for name, value in config.items():
-            _check_numbers(path, value, str(name))
-    elif isinstance(config, list):
-        for value in config:
-            _check_numbers(path, value, key)
-    elif isinstance(config, int) and not isinstance(config, bool):
-        counted = any(part in key for part in _COUNTED)
-        limit = _MAX_COUNT if counted else _MAX_NUMBER
-        if abs(config) > limit:
-            raise UserError(f"{path}: {key} must be at most {limit}, got {str(config)[:40]}; {AGAIN}")
 
 
 def _no_model(directory: Path, error: Exception) -> UserError:
@@ -116,27 +96,6 @@ def _no_model(directory: Path, error: Exception) -> UserError:
     )
 
 
-@contextmanager
-def at_most_parameters(limit: int, directory: Path) -> Iterator[None]:
-    """Inside, raises UserError as soon as models register more than `limit` parameters: files that hold fewer tensors
-    cannot fill them."""
-    count = 0
-
-    def registered(module: nn.Module, name: str, parameter: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > limit:
-            raise UserError(
-                f"{directory}/config.json describes a model of more than {limit} tensors, but the files hold fewer; {AGAIN}"
-            )
-
-    handle = register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def expected_tensors(
     directory: Path, spec: QuantizationSpec, *, limit: int, trust_remote_code: bool = False
 ) -> dict[str, str]:
@@ -148,7 +107,7 @@ def expected_tensors(
     config = read_config(directory, trust_remote_code=trust_remote_code)
     try:
         # A palettized module registers its dense one's parameters first; tied ones and biases that stay None count, too.
-        with at_most_parameters(8 * limit + 1000, directory):
+        with no_larger_than(directory, tensors=limit, remedy=AGAIN):
             model = skeleton(config, spec, trust_remote_code=trust_remote_code)
         hidden = sum(_bytes(buffer) for _, buffer in model.named_non_persistent_buffers())
         if hidden > _MAX_BUFFER_BYTES:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,9 @@ import yaml
 
 from edkm_cli.config import UserError, configs_directory
 from edkm_cli.distributed import local
+from edkm_cli.format import read_json
+from edkm_cli.model_files import FETCH_AGAIN, check_model_files, check_numbers, no_larger_than, settle_ties
+from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.quantized import as_if_dense, require_unquantized
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -122,6 +127,11 @@ def load_config(
     if source.architecture:
         return transformers.AutoConfig.for_model(**source.architecture)
     _require_local(source)
+    own_files = source.is_local and not source.gguf_file
+    if own_files:
+        path = Path(source.location) / "config.json"
+        check_numbers(path, read_json(path, remedy=FETCH_AGAIN))
+        check_model_files(path.parent)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -133,7 +143,7 @@ def load_config(
         as_if_dense(source.name, config)
     elif not may_be_quantized:
         require_unquantized(source.name, config)
-    if source.is_local and not source.gguf_file:
+    if own_files:
         settle_ties(config, Path(source.location))
     return config
 
@@ -148,47 +158,48 @@ def require_finite(source: ModelSource, model: Any) -> None:
             )
 
 
-def settle_ties(config: Any, directory: Path) -> None:
-    """Let `config.tie_word_embeddings` say what the weights say, in place: where the files hold an output embedding of
-    its own, which differs from the input embedding, the two are not tied, whatever the flag. transformers decides so,
-    too, while it loads; here it is known before, and for every way to read the files.
+def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The dense model of a configuration on the meta device: shapes without weights.
+
+    Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
     """
-    text = config.get_text_config(decoder=True)
-    if not getattr(text, "tie_word_embeddings", False) or differing_head(directory) is None:
-        return
-    text.tie_word_embeddings = config.tie_word_embeddings = False
+    import torch
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = getattr(config, "model_type", "")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
+        raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
+    directory = Path(source.location)
+    stored = check_model_files(directory) if source.is_local and not source.gguf_file else None
+    limit = no_larger_than(directory, tensors=stored.tensors, numbers=stored.numbers) if stored else nullcontext()
+    try:
+        with torch.device("meta"), limit:
+            # A copy: building a model leaves its mark on the configuration.
+            return transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
+    except UserError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise UserError(
+            f"--model {source.name} must be a causal language model that transformers can build, but its config.json "
+            f"describes none ({type(error).__name__}: {told[:160]}{'...' if len(told) > 160 else ''}); check it, or fetch "
+            "the files again"
+        ) from error
 
 
-def differing_head(directory: Path) -> str | None:
-    """The name of an output embedding in a directory's safetensors files that is not equal to the input embedding."""
-    from safetensors import SafetensorError, safe_open
-
-    places: dict[str, Path] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                places |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError):
-            return None  # whoever reads the weights says what is wrong with them
-    heads = [name for name in places if name.split(".")[-2:] in _HEADS]
-    inputs = [name for name in places if name.split(".")[-2:] in _INPUTS]
-    if len(heads) != 1 or len(inputs) != 1:
-        return None
-    with safe_open(places[heads[0]], framework="pt") as one, safe_open(places[inputs[0]], framework="pt") as other:
-        head, rows = one.get_slice(heads[0]), other.get_slice(inputs[0])
-        if head.get_shape() != rows.get_shape() or head.get_dtype() != rows.get_dtype():
-            return heads[0]
-        for first in range(0, head.get_shape()[0], _COMPARED_ROWS):
-            part = slice(first, first + _COMPARED_ROWS)
-            if not bool((head[part] == rows[part]).all()):
-                return heads[0]
-    return None
-
-
-# What families call their output and their token embedding.
-_HEADS = (["lm_head", "weight"], ["embed_out", "weight"])
-_INPUTS = tuple([name, "weight"] for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "embedding"))
-_COMPARED_ROWS = 4096
+def check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
+    """Raises UserError for a tokenizer with tokens beyond the model's vocabulary; added ones count where they end texts."""
+    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    added = set(getattr(tokenizer, "added_tokens_decoder", ())) - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    highest = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
+    if rows is not None and highest >= rows:
+        raise UserError(
+            f"the tokenizer of {name} has token {highest}, but the model has {rows} rows of embeddings; give the "
+            "directory the tokenizer that belongs to the model"
+        )
 
 
 def load_dense(
@@ -231,14 +242,15 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
     import transformers
 
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            source.location,
-            local_files_only=source.is_local,
-            use_safetensors=None if "gguf_file" in options else True,  # never a pickle
-            ignore_mismatched_sizes=True,  # they are named below
-            output_loading_info=True,
-            **options,
-        )
+        with no_warnings():  # tables of what does not fit: it is named below, in one line
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                source.location,
+                local_files_only=source.is_local,
+                use_safetensors=None if "gguf_file" in options else True,  # never a pickle
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:
         raise _loading_error(source, error) from error
     _require_whole(source, model, found)
@@ -359,26 +371,6 @@ class LateTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
-
-
-class quiet_bars:
-    """Turns transformers' own progress bars off for a while."""
-
-    def __init__(self, quiet: bool):
-        self._quiet = quiet
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._was_on = logging.is_progress_bar_enabled()
-        if self._quiet:
-            logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        if self._quiet and self._was_on:
-            logging.enable_progress_bar()
 
 
 def stored_bytes(source: ModelSource) -> int | None:

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+_TOKENS_A_SUM = 2048
 _ATTENTION = "edkm_float32_sdpa"
 
 
@@ -28,6 +30,53 @@ def bfloat16_autocast(device: torch.device) -> AbstractContextManager[Any]:
     `bfloat16_products`, which convert both factors of each product."""
     fast = torch.cpu._is_avx512_bf16_supported() if device.type == "cpu" else device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16) if fast else nullcontext()
+
+
+def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right, (n, m) float32, of matrices (tokens, n) and (tokens, m): a sum over tokens.
+
+    Where the processor has instructions for it, from bfloat16 factors, some thousand tokens at a time, so that rounding
+    the parts' sums to bfloat16 averages out: off by a thousandth, at 1.6 times the speed of `bfloat16_products`.
+    """
+    if not _rounds_faster(left):
+        return left.t().to(right.dtype) @ right
+    total = left.new_zeros(left.shape[1], right.shape[1])
+    for ours, theirs in zip(left.split(_TOKENS_A_SUM), right.split(_TOKENS_A_SUM), strict=True):
+        rounded = ours.bfloat16()
+        total += rounded.t() @ (rounded if left is right else theirs.bfloat16())
+    return total
+
+
+@contextmanager
+def bfloat16_linears(model: nn.Module) -> Iterator[None]:
+    """Inside, the `nn.Linear` layers of a float32 model on a CPU multiply in bfloat16, with a copy of the weights that is
+    rounded once; everything else stays in float32.
+
+    For many passes with the same weights: `bfloat16_products` round them in each, and reach half the speed (180 against
+    350 GFLOP/s a core of an AMD EPYC with AVX-512 BF16, for 64 rows). Logits are rounded, too. Where the processor has no
+    such instructions, nothing changes.
+    """
+    found = [module for module in model.modules() if type(module) is nn.Linear and _rounds_faster(module.weight)]
+    for module in found:
+        module.forward = _RoundedLinear(module)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        for module in found:
+            del module.forward
+
+
+def _rounds_faster(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+class _RoundedLinear:
+    def __init__(self, linear: nn.Linear):
+        self._weight = linear.weight.detach().bfloat16()
+        self._bias = None if linear.bias is None else linear.bias.detach().bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), self._weight, self._bias).to(x.dtype)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ follow from it, too.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
+_MOST_BITS_ALLOTTED = 4
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 
 
@@ -91,7 +91,7 @@ class RunPlan:
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""
-        return _skeleton(self.architecture, self.config)
+        return models.skeleton(self.source, self.architecture, trust_remote_code=self.config.trust_remote_code)
 
     @property
     def clustered(self) -> list[Swap]:
@@ -110,6 +110,11 @@ class RunPlan:
             iterations=config.iterations,
             lut_scale=config.lut_scale,
         )
+
+    @property
+    def average_bits(self) -> float | None:
+        """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
+        return self.config.bits if allots_bits(self.config, self.start) and not self.allotted else None
 
     @property
     def decoder_bits_per_weight(self) -> float:
@@ -157,7 +162,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         architecture = models.load_config(
             source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
         )
-        skeleton = _skeleton(architecture, config)
+        skeleton = models.skeleton(source, architecture, trust_remote_code=config.trust_remote_code)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
     if setting.sharded and config.dequantize:
@@ -170,7 +175,8 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
             everywhere=True,
         )
-    if setting.sharded and config.allocation == "sensitivity":
+    start = choose_start(config, sharded=setting.sharded)
+    if setting.sharded and allots_bits(config, start):
         raise UserError(
             "--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use "
             "--allocation uniform",
@@ -207,7 +213,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
-        start=choose_start(config, sharded=setting.sharded),
+        start=start,
     )
 
 
@@ -222,6 +228,17 @@ def _spec(config: CompressConfig, granularity: Granularity, swaps: tuple[Swap, .
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
     )
     return spec.with_bits(spread_evenly([swap for swap in swaps if swap.clustered], spec, config.bits))
+
+
+def allots_bits(config: CompressConfig, start: str) -> bool:
+    """Whether linears get bits by sensitivity. `auto`: where a fraction of a bit is asked for, and up to 4 bits (above,
+    errors are small everywhere) beside the reconstructed start, which aims at the best model, too."""
+    if config.allocation != "auto":
+        return config.allocation == "sensitivity"
+    if not isinstance(config.bits, int):
+        return True
+    suits = config.importance == "gradient" and config.target is None
+    return suits and start == "reconstructed" and config.bits <= _MOST_BITS_ALLOTTED
 
 
 def choose_device(device: str) -> str:
@@ -251,14 +268,6 @@ def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str
     return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
 
 
-def _skeleton(architecture: Any, config: CompressConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        # A copy: building a model leaves its mark on the configuration.
-        return AutoModelForCausalLM.from_config(copy.deepcopy(architecture), trust_remote_code=config.trust_remote_code)
-
-
 def embedding_bits(config: CompressConfig) -> int | None:
     """16 in the configuration means dense."""
     return None if config.embedding_bits == 16 else config.embedding_bits
@@ -280,7 +289,9 @@ def data_options(config: CompressConfig) -> data.DataOptions:
 def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
-    return max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.start_tokens) + config.sequence_length
+    return (
+        max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.fitted_tokens) + config.sequence_length
+    )
 
 
 def evaluation_names(config: CompressConfig) -> dict[str, str]:
@@ -316,7 +327,7 @@ def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Ten
     if plan.start == "kmeans":
         return None
     length = _RECONSTRUCTION_LENGTH if plan.start == "reconstructed" else _CALIBRATION_LENGTH
-    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
+    return calibration_batches(tokens, plan.config, plan.config.fitted_tokens, length=length)
 
 
 def calibration_batches(

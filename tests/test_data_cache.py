@@ -54,6 +54,20 @@ def test_a_cached_store_is_that_of_one_pass_in_memory(large, monkeypatch, worker
     assert len(stores(large)) == 1
 
 
+@pytest.mark.parametrize("before", [None, "true"])
+def test_one_process_tokenizes_on_one_core(large, monkeypatch, before):
+    """tokenizers reads this variable at each call."""
+    name, seen, encode = "TOKENIZERS_PARALLELISM", [], cache.Encoder.encode
+    monkeypatch.delenv(name, raising=False)
+    if before:
+        monkeypatch.setenv(name, before)
+    monkeypatch.setattr(cache.Encoder, "encode", lambda *args: seen.append(os.environ.get(name)) or encode(*args))
+    opened(large, workers=1)
+    assert len(seen) > 1
+    assert set(seen) == {"false"}
+    assert os.environ.get(name) == before
+
+
 def test_a_second_start_reads_what_the_first_wrote(large):
     said = []
     first = opened(large, said.append)

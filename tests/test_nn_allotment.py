@@ -76,7 +76,8 @@ def test_a_linear_without_squared_gradients_is_named():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"bits": 3.5}, "3.5 is an average"),
+        ({"bits": 3.5, "allocation": "uniform"}, "3.5 is an average"),
+        ({"bits": 3.5, "importance": "none"}, "importance is none"),
         ({"allocation": "sensitivity", "importance": "activation"}, "importance is activation"),
         ({"temperature": 1e-4}, "0.0001 is below 0.0005"),
         ({"bits": 8.5, "allocation": "sensitivity"}, "at most 8"),

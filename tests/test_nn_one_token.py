@@ -14,6 +14,9 @@ from helpers import cluster, export, tiny_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler here")
 PROMPT = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(0))
+MIXED = {"model.layers.0.self_attn.q_proj": 2, "model.layers.0.mlp.up_proj": 4} | {
+    f"model.layers.1.self_attn.{name}_proj": bits for name, bits in (("q", 4), ("v", 4), ("o", 2))
+}
 TOKENS = (3, 250, 17, 17, 99)
 
 
@@ -33,6 +36,7 @@ def directories(tmp_path_factory):
     return {
         "llama": export(*cluster(llama), base / "llama"),
         "qwen3": export(*cluster(tiny_qwen3(), bits=4), base / "qwen3"),
+        "mixed bits": export(*cluster(tiny_llama(hidden=128, inner=176), mixed={"module_bits": MIXED}), base / "mixed"),
     }
 
 
@@ -53,7 +57,7 @@ def run(model, monkeypatch, *, shortcut, tokens=TOKENS, **options):
     return torch.stack(logits), cache
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixed bits"])
 def test_logits_and_cache_are_those_of_transformers(family, directories, monkeypatch):
     model = edkm_cli.load(directories[family], dtype="float32")
     expected, cache = run(model, monkeypatch, shortcut=False)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.generate import generate_text, load_writer
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
 from edkm_cli.kernels import lut_linear_torch
@@ -220,7 +221,10 @@ def whole(tmp_path_factory):
 
     def write(granularity):
         if granularity not in made:
-            model = tiny_llama(hidden=64, inner=44, bias=True, head_dim=32)
+            inner = (
+                44 if granularity.startswith("block") else 42
+            )  # halves of 42 columns end inside a byte at 3 and at 4 bits
+            model = tiny_llama(hidden=64, inner=inner, bias=True, head_dim=32)
             mixed = {"module_bits": {f"model.layers.0.{name}": 4 for name in ("self_attn.o_proj", "mlp.down_proj")}}
             model, spec = cluster(model, granularity=granularity, mixed=mixed)
             made[granularity] = export(model, spec, tmp_path_factory.mktemp("served") / granularity.replace(":", ""))
@@ -264,8 +268,27 @@ def test_two_processes_write_what_one_writes(whole, granularity, monkeypatch):
     assert_writes_what_transformers_writes(llm, directory)
 
 
-def test_compiled_graphs_write_what_transformers_writes(whole):
-    assert_writes_what_transformers_writes(start(whole("row:1")), whole("row:1"))
+def test_compiled_graphs_write_what_transformers_writes_and_chats_end_where_edkm_generate_ends(whole, tmp_path):
+    from vllm import SamplingParams
+
+    directory = spoilt(whole("row:1"), tmp_path / "chat", lambda tensors, settings: None)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    tokenizer.save_pretrained(directory)
+    prompt = tokenizer("[user]Hello[assistant]", return_tensors="pt")
+    whole_text = load(directory, dtype=torch.float32).generate(**prompt, do_sample=False, max_new_tokens=24)
+    written = whole_text[0, prompt["input_ids"].shape[1] :].tolist()
+    stop = next(i for i in range(3, len(written)) if written[i] not in written[:i])  # from now on this one ends a text
+    settings = json.loads((directory / "generation_config.json").read_text()) | {"eos_token_id": [256, written[stop]]}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    llm = start(directory)
+    assert_writes_what_transformers_writes(llm, directory)
+    sampling = SamplingParams(temperature=0, max_tokens=24)
+    answer = llm.chat([{"role": "user", "content": "Hello"}], sampling, use_tqdm=False)[0].outputs[0]
+    assert list(answer.token_ids) == written[: stop + 1]
+    assert answer.finish_reason == "stop"
+    writer = load_writer(str(directory), chat=True, dequantize=False, dtype="float32", device="cpu")
+    assert generate_text(writer, "Hello", chat=True, max_new_tokens=24)["new_tokens"] == stop + 1
 
 
 def test_an_adapter_is_served_on_packed_layers(whole, tmp_path):

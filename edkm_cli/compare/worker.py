@@ -179,7 +179,7 @@ def _ours(
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
     # Both begin with the same blocks.
-    limits = [config.calibration_tokens] * (config.importance != "none") + [config.start_tokens] * (
+    limits = [config.calibration_tokens] * (config.importance != "none") + [config.fitted_tokens] * (
         choose_start(config, sharded=False) != "kmeans"
     )
     texts = [calibration_batches(tokens, config, limit) for limit in limits]

@@ -134,10 +134,11 @@ def memory_store(parts: Iterable[Part], encoder: Encoder, *, token_limit: int | 
 
 
 def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> Iterator[Encoded]:
-    """The parts encoded, in order, by `workers` processes; a bounded number is under way at any time."""
+    """The parts encoded, in order, by `workers` processes of a core each; a bounded number is under way at any time."""
     if workers <= 1:
-        for part in parts:
-            yield encoder.encode(part)
+        with _one_thread():
+            for part in parts:
+                yield encoder.encode(part)
         return
     # A fork shares the tokenizer and the libraries; it touches neither torch nor a GPU. Windows and macOS start anew.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -156,6 +157,19 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One process is one core, too: tokenizers would start a thread for each."""
+    kept = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if kept is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = kept
 
 
 _encoder: Encoder | None = None

@@ -20,7 +20,7 @@ from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.dryrun.rehearsal import Peak
 from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
-from edkm_cli.preflight import RunPlan, plan_run
+from edkm_cli.preflight import RunPlan, allots_bits, plan_run
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
     tokens = max(config.batch_size * config.sequence_length, config.context, 1024)
     ends = [sum(swap.shape) for swap in plan.swaps if swap.role == LINEAR]
     vocabulary = max((swap.shape[0] for swap in plan.swaps if swap.role != LINEAR), default=0)
-    activations = 12 * tokens * sum(ends) + 40 * config.start_tokens * max(ends) + 32 * tokens * vocabulary
+    activations = 12 * tokens * sum(ends) + 40 * config.fitted_tokens * max(ends) + 32 * tokens * vocabulary
     return 40 * plan.parameters + activations + 2e9
 
 
@@ -120,7 +120,7 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    bits = f"{config.bits:g} on average by sensitivity:" if config.allocation == "sensitivity" else f"{config.bits}"
+    bits = f"{config.bits:g} on average by sensitivity:" if allots_bits(config, plan.start) else f"{config.bits}"
     linear = f"{bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
     other = f"{config.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"

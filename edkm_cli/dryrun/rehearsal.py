@@ -141,7 +141,7 @@ class Rehearsal:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
         calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        text = torch.empty(2 * config.start_tokens, dtype=torch.int64, device=META)
+        text = torch.empty(2 * config.fitted_tokens, dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
         batches = calibration_batches(calibration, config)[: 1 if self.setting.gpu else 2]
         self._ledger.begin("calibration")

@@ -69,6 +69,11 @@ def perplexity(
     if tokens.numel() < 2:
         raise UserError(f"perplexity needs at least 2 tokens of text, got {tokens.numel()}; give more --data")
     width = min(context, tokens.numel())
+    rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    if rows is not None and int(tokens.max()) >= rows:
+        raise UserError(
+            f"the text has token {int(tokens.max())}, but the model has {rows} rows of embeddings; use its own tokenizer"
+        )
     windows = tokens[: tokens.numel() // width * width].view(-1, width)[:max_windows]
     was_training = model.training
     model.eval()

@@ -24,7 +24,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
             "",
             f"# {report['model']}, {config['bits']}-bit palettized",
             "",
-            f"`{report['model']}` with its decoder's weights as {_tables(config)} "
+            f"`{report['model']}` with its decoder's weights as {_tables(report)} "
             f"(granularity `{config['granularity']}`, {bits} bits per weight, tables included), made by "
             f"`edkm compress` {report['versions'].get('edkm-cli', '')} with {report['steps']} training steps.",
             "",
@@ -55,8 +55,9 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
     )
 
 
-def _tables(config: dict[str, Any]) -> str:
+def _tables(report: dict[str, Any]) -> str:
     """What the weights are stored as."""
-    if config.get("allocation") == "sensitivity":
-        return f"lookup tables, more entries where errors matter more, as large as {config['bits']:g} bits everywhere"
-    return f"{2 ** config['bits']}-entry lookup tables"
+    bits = report["config"]["bits"]
+    if report.get("allocation") == "sensitivity":
+        return f"lookup tables, more entries where errors matter more, as large as {bits:g} bits everywhere"
+    return f"{2**bits}-entry lookup tables"

@@ -105,7 +105,7 @@ class MergeConfig:
     )
     data_column: str | None = as_in_compress("data_column")
     streaming: bool | None = as_in_compress("streaming")
-    start_tokens: int = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
+    start_tokens: int | None = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
     start_passes: int = as_in_compress(
         "start_passes",
         help="How often the fit of each decoder layer goes over these tokens; 0 only compensates rounding errors.",

@@ -129,7 +129,7 @@ class _Run:
         """Each decoder layer by itself, to give what the adapted one gives."""
         reconstruct(
             merged,
-            calibration_batches(self.session.data, self.settings, self.config.start_tokens, length=_FIT_TOKENS),
+            calibration_batches(self.session.data, self.settings, self.settings.fitted_tokens, length=_FIT_TOKENS),
             passes=self.config.start_passes,
             seed=self.config.seed,
             track=self.watch.track,
@@ -156,7 +156,7 @@ class _Run:
         """Of the text, that there is a use for."""
         settings = self.settings
         trained = settings.steps * settings.batch_size * settings.sequence_length
-        return max(settings.start_tokens, int(1.1 * trained)) + settings.sequence_length
+        return max(settings.fitted_tokens, int(1.1 * trained)) + settings.sequence_length
 
     @property
     def _trust(self) -> bool:

@@ -76,7 +76,7 @@ class Recipe:
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             seed=config.seed,
-            average_bits=config.bits if config.allocation == "sensitivity" and not plan.allotted else None,
+            average_bits=plan.average_bits,
             passes=config.start_passes if plan.start == "reconstructed" else None,
         )
 

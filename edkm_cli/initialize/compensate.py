@@ -6,10 +6,12 @@ rounded one after the other, those with the largest inputs first. The columns st
 each error, through the Cholesky factor of the inverse of H. The value of a weight just before it was rounded becomes the
 weight to train. Its nearest entry is the chosen one, and training can move it to another.
 
-With the choice made, the entries are fitted to the layer's outputs (`edkm_cli.initialize.tables`), and the choice is made
-again, a few times over. A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the
-groups of a uniform grid. One forward pass is enough: a hook before each layer sees inputs that come from compensated
-layers, and changes the layer before it is used.
+With the choice made, the entries are fitted to the layer's outputs (`edkm_cli.initialize.tables`), and the choice is
+improved by coordinate descent on the same error, weight by weight (QuantEase, arXiv 2309.01885, section 3; LNQ, arXiv
+2505.07004, section 4, alternates the two), a few times over. A weight whose choice was improved is trained from its entry.
+A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid.
+One forward pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer
+before it is used.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ import torch
 from torch import Tensor
 
 from edkm_cli import kernels
-from edkm_cli.clustering import nearest_indices
+from edkm_cli.clustering import lookup, nearest_indices
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.precision import sum_of_products
 
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01
 _DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
-_TABLE_FITS = 2
+_ROUNDS = 3  # of tables fitted and choices improved; after the third, a choice in a thousand changes
+_MOST_ENTRIES = 64  # of a table that is improved: more leave little to gain, and each is tried
+_SWEEPS = 4  # over the columns in each round: most choices settle in two
 
 
 def compensated(weight: Tensor, entries: Tensor, factor: Tensor, order: Tensor) -> Tensor:
@@ -85,21 +90,30 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING) -> Tensor:
 
     `damping` is the share of the mean diagonal that is added. Raises UserError if the matrix is not finite.
     """
-    h = hessian.double()  # a copy, or changed in place below
-    h = h.clone() if h is hessian else h
+    h = _damped(hessian.double(), damping)
     diagonal = h.diagonal()
     mean = diagonal.mean()
-    diagonal[diagonal == 0] = 1.0  # an input that is always zero: its column is rounded to nearest
     for _ in range(20):
-        diagonal += damping * mean
         lower, failed = torch.linalg.cholesky_ex(h)
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
             return upper
+        diagonal += damping * mean
     raise UserError(
         "calibration inputs must be finite, but those of a layer give no Cholesky factor; use --start kmeans"
     )
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """A copy with `damping` of the mean diagonal added to the diagonal. An input that is always zero counts a little: its
+    column is rounded to nearest."""
+    h = hessian.clone()
+    diagonal = h.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = 1.0
+    diagonal += damping * mean
+    return h
 
 
 def row_entries(layer: ClusteredLinear) -> Tensor:
@@ -122,6 +136,7 @@ class Compensation:
     ):
         self._kept: dict[tuple[Any, str], Tensor] = {}  # what this process keeps of a sharded layer's parameters
         self._world, self._progress, self._corrections = world, progress or iter(()), corrections
+        self._damping = _DAMPING if corrections is None else _DAMPING_OF_CORRECTIONS
         self._done: set[Any] = set()
         self._input: Tensor | None = None
         self._hessian = self._factor = self._order = torch.empty(0)
@@ -130,32 +145,44 @@ class Compensation:
         if layer in self._done:  # a module that is used twice
             return
         self._done.add(layer)
+        with torch.autocast(layer.weight.device.type, enabled=False):
+            self._compensate(layer, inputs)
+        next(self._progress, None)
+
+    def _compensate(self, layer: ClusteredLinear, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is not self._input:
             self._input = inputs[0]
-            x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
-            if self._corrections is not None:
+            if self._corrections is None:
+                x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
+                self._hessian = x.t() @ x
+            else:
                 x = self._corrections.weighted(inputs[0])
-            self._hessian = x.t() @ x
+                self._hessian = sum_of_products(x, x)
             del x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            damping = _DAMPING if self._corrections is None else _DAMPING_OF_CORRECTIONS
-            self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=damping)
-        weight = layer.weight
+            self._factor = inverse_factor(self._hessian[self._order][:, self._order], damping=self._damping)
+        weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._factor, self._order)
         self._set(layer, "weight", self._rounded(layer, weight))
-        next(self._progress, None)
 
     def _rounded(self, layer: ClusteredLinear, weight: Tensor) -> Tensor:
-        """What `compensated` makes of a weight, with tables that are fitted to it on the way."""
+        """What `compensated` makes of a weight (out, in); a weight whose choice was improved afterwards is at its entry."""
         granularity, shape = layer.clustering.granularity, (layer.out_features, layer.in_features)
+        wanted = weight.float()
         found = compensated(weight, row_entries(layer), self._factor, self._order)
-        for _ in range(_TABLE_FITS * fits_tables(granularity, shape)):
-            indices = nearest_indices(found, layer.lut(), granularity=granularity)
-            tables = fitted_tables(weight.float(), indices, self._hessian, layer.centroids.detach(), granularity)
-            self._set(layer, "centroids", tables)
-            found = compensated(weight, row_entries(layer), self._factor, self._order)
-        return found
+        if 2**layer.clustering.bits > _MOST_ENTRIES:
+            return found
+        indices = nearest_indices(found, layer.lut(), granularity=granularity)
+        hessian = _damped(self._hessian, self._damping)
+        for _ in range(_ROUNDS):
+            if fits_tables(granularity, shape):
+                tables = fitted_tables(wanted, indices, self._hessian, layer.centroids.detach(), granularity)
+                self._set(layer, "centroids", tables)
+            errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
+            kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
+        improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
+        return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)
 
     def _set(self, layer: ClusteredLinear, name: str, value: Tensor) -> None:
         """Give a parameter the first process's value: processors may differ in the last bit."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.precision import sum_of_products
 
 # Shares of the two errors that are made up for: measured on SmolLM2-135M with 24,576 tokens, docs/log.md.
 _INPUTS, _RESIDUAL = 0.9, 0.6
@@ -42,6 +43,7 @@ class Corrections:
         self._exact: dict[nn.Module, list[Tensor]] = {}  # what modules got in the uncompressed model
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
         self._weights: Tensor | None = None  # (batch, sequence, 1)
+        self._crossed: tuple[Tensor | None, Tensor] = (None, torch.empty(0))  # inputs X, and (X' - X) X^T of them
 
     def find_residuals(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Find the matrices that add to a residual stream. `run` is the uncompressed layer, `hidden` (1, sequence,
@@ -104,6 +106,7 @@ class Corrections:
             yield
         self._exact.clear()
         self._now.clear()
+        self._crossed = (None, torch.empty(0))
 
     def target(self, layer: ClusteredLinear, inputs: Tensor, factor: Tensor, order: Tensor) -> Tensor:
         """The weight (out, in) that is to be rounded, in the dtype of the layer's.
@@ -118,14 +121,21 @@ class Corrections:
         exact = self._exact.get(layer)
         if exact is None or inputs.dim() != 3 or sum(len(x) for x in exact) != len(inputs):
             return layer.weight
-        x, weight = self.weighted(inputs), layer.weight.float()
-        crossed = _INPUTS * (weight @ ((self.weighted(torch.cat(exact)) - x).t() @ x))  # (out, in)
+        weight = layer.weight.float()
+        crossed = _INPUTS * (weight @ self._crossing(inputs, exact))  # (out, in)
         stream = self._adds_to.get(layer)
         if stream is not None:
             error = self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
-            crossed += _RESIDUAL * (error.t() @ x)
+            crossed += _RESIDUAL * sum_of_products(error, self.weighted(inputs))
         change = crossed[:, order].to(factor.dtype) @ factor.t() @ factor
         return (weight + change[:, order.argsort()].float()).to(layer.weight.dtype)
+
+    def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
+        """(X' - X) X^T, (in, in): once for the matrices that get the same X, which got the same X', too."""
+        if self._crossed[0] is not inputs:
+            x = self.weighted(inputs)
+            self._crossed = (inputs, sum_of_products(self.weighted(torch.cat(exact)) - x, x))
+        return self._crossed[1]
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

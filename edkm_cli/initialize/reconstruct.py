@@ -146,7 +146,9 @@ class _Block:
         self.layers: list[ClusteredLinear] = list(clustered_layers(module).values())
 
     def _run(self, hidden: Tensor) -> Tensor:
-        output = self.module(hidden, **self._arguments)
+        plain = hidden.is_meta or hidden.dtype != torch.float32
+        with nullcontext() if plain else bfloat16_autocast(hidden.device):
+            output = self.module(hidden, **self._arguments)
         return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
@@ -202,9 +204,7 @@ class _Block:
                 group["lr"] = group["peak"] * _rate_factor(step, len(picks))
             inputs, outputs = (torch.cat([texts[text] for text in pick]).float() for texts in (hidden, wanted))
             with torch.enable_grad():
-                with nullcontext() if inputs.is_meta else bfloat16_autocast(inputs.device):
-                    found = self._run(inputs)
-                loss = relative_error(found.float(), outputs)
+                loss = relative_error(self._run(inputs).float(), outputs)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.config import UserError
 from edkm_cli.distributed import World, shard
 from edkm_cli.quantized import require_unquantized
@@ -105,7 +105,8 @@ def build_sharded(
     directory = models.safetensors_directory(source, trust_remote_code=trust_remote_code)
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     require_unquantized(source.name, architecture)
-    models.settle_ties(architecture, directory)
+    model_files.check_model_files(directory)
+    model_files.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)

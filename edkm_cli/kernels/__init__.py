@@ -18,6 +18,8 @@ from edkm_cli.kernels import (
     build,
     columns_c,
     columns_torch,
+    descent_c,
+    descent_torch,
     distinct_torch,
     kmeans_c,
     kmeans_torch,
@@ -49,6 +51,7 @@ __all__ = [
     "Tile",
     "backward",
     "centroid_dtype",
+    "descend",
     "finds_optimum",
     "from_groups",
     "iterate",
@@ -176,6 +179,12 @@ def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, st
     if stored == block.dtype == torch.float32 and layout_c.supports(block):
         return columns_c.round_columns(block, luts, tiles, factor)
     return columns_torch.round_columns(block, luts, tiles, factor, stored)
+
+
+def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
+    """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `descent_torch.descend`."""
+    fast = errors.dtype == torch.float32 and layout_c.supports(errors)
+    (descent_c if fast else descent_torch).descend(indices, errors, luts, hessian, sweeps)
 
 
 def finds_optimum() -> bool:

@@ -25,7 +25,16 @@ from pathlib import Path
 from types import ModuleType
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("attention.c", "palette.c", "table.c", "kmeans.c", "columns.c", "lut_linear.c", "decoder_step.c")
+_SOURCES = (
+    "attention.c",
+    "palette.c",
+    "table.c",
+    "kmeans.c",
+    "columns.c",
+    "descent.c",
+    "lut_linear.c",
+    "decoder_step.c",
+)
 _HEADERS = ("lanes.h", "codes.h", "vectors.h", "threads.h", "lut_pairs.h", "decoder_step.h")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 300

@@ -112,6 +112,16 @@ static void add(const void *x, int64_t dtype, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i += LANES) put(to + i, *(const vfu *)(to + i) + read_lanes(x, dtype, i));
 }
 
+/* Products of x with all matrices of `count` structs Packed, one after the other to `outs`. */
+static int multiply(const void *const *packed, int count, const void *x, int64_t dtype, int64_t columns, void **outs) {
+    int failed = 0;
+    for (int i = 0; i < count && packed[i]; i++) {
+        failed |= edkm_lut_linear(packed[i], x, dtype, columns, 1, outs);
+        outs += edkm_matrices_of(packed[i]);
+    }
+    return failed;
+}
+
 INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 /* Adds to `hidden` (width,) float32 what all layers add, and to each layer's cache its key and value, at place `past`.
@@ -129,7 +139,7 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
         const Layer *layer = layers + l;
         void *first[] = {q, k, v}, *second[] = {summed}, *third[] = {gate, up};
         normalize(hidden, FLOAT32, layer->input_norm, step->epsilon, dtype, step->width, normed);
-        failed |= edkm_lut_linear(layer->qkv, normed, dtype, step->width, 1, first);
+        failed |= multiply(layer->qkv, 3, normed, dtype, step->width, first);
         for (int64_t h = 0; layer->q_norm && h < step->heads; h++) {
             void *head = at_element(q, dtype, h * step->head_size);
             normalize(head, dtype, layer->q_norm, step->epsilon, dtype, step->head_size, head);
@@ -151,7 +161,7 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
         failed |= edkm_lut_linear(layer->o, normed, dtype, q_size, 1, second);
         add(summed, dtype, step->width, hidden);
         normalize(hidden, FLOAT32, layer->post_norm, step->epsilon, dtype, step->width, normed);
-        failed |= edkm_lut_linear(layer->gate_up, normed, dtype, step->width, 1, third);
+        failed |= multiply(layer->gate_up, 2, normed, dtype, step->width, third);
         activate(dtype, step->inner, gate, up);
         failed |= edkm_lut_linear(layer->down, gate, dtype, step->inner, 1, second);
         add(summed, dtype, step->width, hidden);

@@ -14,7 +14,9 @@ typedef struct {
 } Step;
 
 typedef struct {
-    const void *qkv, *o, *gate_up, *down;                  /* struct Packed of lut_linear.c: 3, 1, 2 and 1 matrices */
+    /* Structs Packed of lut_linear.c, 3, 1, 2 and 1 matrices in all: matrices of different bits are in different ones, and
+     * those that are left over are NULL. */
+    const void *qkv[3], *o, *gate_up[2], *down;
     const void *input_norm, *post_norm, *q_norm, *k_norm; /* weights in the model's dtype; the last two may be NULL */
     void *keys, *values;                                   /* (kv_heads, room for tokens, head_size) */
     int64_t head_stride;                                   /* elements from a head to the next one in both */
@@ -23,5 +25,7 @@ typedef struct {
 int edkm_lut_linear(
     const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs
 );
+
+int64_t edkm_matrices_of(const void *packed);
 
 #endif

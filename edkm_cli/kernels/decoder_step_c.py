@@ -6,6 +6,7 @@ The structs of decoder_step.h are arrays of 64-bit numbers here, filled once; a 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from array import array
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Packed
 
 _LANES, _MOST_HEAD_SIZE = 16, 256
-_LAYER = 11  # numbers in struct Layer
-_KEYS, _VALUES, _STRIDE = 8, 9, 10
+_LAYER = 14  # numbers in struct Layer
+_KEYS, _VALUES, _STRIDE = 11, 12, 13
 
 
 class LayerWeights(NamedTuple):
@@ -60,9 +61,9 @@ class DecoderStep:
         for index, layer in enumerate(layers):
             norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
             blocks = (
-                self._block(layer.qkv, sizes.width),
+                *self._shared(layer.qkv, sizes.width),
                 self._block((layer.o,), sizes.heads * sizes.head_size),
-                self._block(layer.gate_up, sizes.width),
+                *self._shared(layer.gate_up, sizes.width),
                 self._block((layer.down,), sizes.inner),
             )
             first = index * _LAYER
@@ -73,6 +74,11 @@ class DecoderStep:
         assert compiled is not None, "callers ask `supports` first"
         self._function = compiled.edkm_decoder_step
         self._function.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+
+    def _shared(self, matrices: tuple[Packed, ...], columns: int) -> list[int]:
+        """As many addresses as matrices: neighbours of equal bits are in one block, and zeros fill up."""
+        alike = [tuple(group) for _, group in itertools.groupby(matrices, lambda m: (m.bits, m.tile is None))]
+        return [self._block(group, columns) for group in alike] + [0] * (len(matrices) - len(alike))
 
     def _block(self, matrices: tuple[Packed, ...], columns: int) -> int:
         block = lut_linear_c.prepare(matrices, columns).block
@@ -115,7 +121,7 @@ def _takes(layer: LayerWeights, sizes: Sizes, dtype: torch.dtype) -> bool:
     shared = ((layer.qkv, (query, key, key), sizes.width), (layer.gate_up, (sizes.inner,) * 2, sizes.width))
     single = (((layer.o,), (sizes.width,), query), ((layer.down,), (sizes.width,), sizes.inner))
     for matrices, rows, columns in (*shared, *single):
-        if tuple(m.indices.shape[0] for m in matrices) != rows or len({(m.bits, m.tile is None) for m in matrices}) > 1:
+        if tuple(m.indices.shape[0] for m in matrices) != rows:
             return False
         if not all(lut_linear_c.supports(m) for m in matrices):
             return False

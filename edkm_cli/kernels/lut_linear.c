@@ -325,6 +325,8 @@ INLINE Meaning meaning_of(const Packed *packed) {
     return packed->levels ? (packed->bits == 8 ? BYTE : LEVEL) : packed->bits <= 4 ? SMALL : LARGE;
 }
 
+int64_t edkm_matrices_of(const void *packed) { return ((const Packed *)packed)->count; }
+
 /* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix. Returns 1 where
  * memory is short. */
 int edkm_lut_linear(

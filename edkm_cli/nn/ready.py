@@ -57,7 +57,7 @@ class SharedInput:
     """
 
     def __init__(self, members: tuple[Any, ...]):
-        self._members, self._ready = members, Ready()
+        self.members, self._ready = members, Ready()
         self._state: tuple[Tensor, int, dict[int, Tensor]] | None = None  # one attribute, so that threads cannot mix
 
     def forget(self) -> None:
@@ -74,10 +74,10 @@ class SharedInput:
             return found
         if x.numel() > _SHARED_TOKENS * member.in_features or x.is_inference():
             return None
-        outs = self._ready.product(x, tuple([m.packed() for m in self._members]), member.in_features)
+        outs = self._ready.product(x, tuple([m.packed() for m in self.members]), member.in_features)
         if outs is None:
             return None
-        results = {id(m): out for m, out in zip(self._members, outs, strict=True)}
+        results = {id(m): out for m, out in zip(self.members, outs, strict=True)}
         found = results.pop(id(member))
         self._state = (x, x._version, results)
         return found

@@ -88,7 +88,11 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
     if not any(swap.clustered for swap in swaps):
-        raise UserError("the model must have nn.Linear layers to compress, but none is left; see --skip and --dry-run")
+        others = sorted({swap.reason for swap in swaps if swap.role == OTHER})
+        instead = f" (it has {others[0]})" if others else ""
+        raise UserError(
+            f"the model must have nn.Linear layers to compress, but none is left{instead}; see --skip and --dry-run"
+        )
     if is_tied(model):
         swaps = _keep_ties(swaps)
     return swaps
@@ -263,8 +267,10 @@ def share_inputs(model: nn.Module) -> None:
     for parent in model.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             found = [getattr(parent, name, None) for name in names]
-            members = tuple(m for m in found if isinstance(m, PalettizedLinear))
-            if len(members) == len(names) and len({(m.in_features, m.bits) for m in members}) == 1:
-                group = SharedInput(members)
-                for member in members:
+            members = [m for m in found if isinstance(m, PalettizedLinear)]
+            if len(members) < len(names) or len({m.in_features for m in members}) > 1:
+                continue
+            for bits in {m.bits for m in members}:
+                group = SharedInput(tuple(m for m in members if m.bits == bits))
+                for member in group.members if len(group.members) > 1 else ():
                     member.shared = group

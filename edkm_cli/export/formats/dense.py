@@ -23,8 +23,7 @@ from edkm_cli.export.formats.folder import stored as stored_tensors
 from edkm_cli.export.formats.folder import write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
-from edkm_cli.models import quiet_bars
-from edkm_cli.progress import Track, no_progress
+from edkm_cli.progress import Track, no_progress, quiet_bars
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _AUTO = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from edkm_cli import kernels
+from edkm_cli.kernels import descent_torch
+
+
+def case(*, rows=5, columns=24, k=4, tiles=1, dtype=torch.float64, seed=0):
+    """(weight, chosen entries, tables, H) of correlated inputs."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(3 * columns, columns, generator=draw, dtype=dtype) @ torch.randn(
+        columns, columns, generator=draw, dtype=dtype
+    )
+    hessian = inputs.t() @ inputs / len(inputs) + 0.1 * torch.eye(columns, dtype=dtype)
+    weight = torch.randn(rows, columns, generator=draw, dtype=dtype)
+    luts = torch.randn(rows, tiles, k, generator=draw, dtype=dtype)
+    indices = torch.randint(0, k, (rows, columns), generator=draw).to(torch.uint8)
+    return weight, indices, luts, hessian
+
+
+def values(indices, luts):
+    width = indices.shape[1] // luts.shape[1]
+    parts = [luts[:, tile].gather(1, part.long()) for tile, part in enumerate(indices.split(width, 1))]
+    return torch.cat(parts, 1)
+
+
+def error(weight, indices, luts, hessian):
+    difference = values(indices, luts) - weight
+    return ((difference @ hessian) * difference).sum(1)
+
+
+def descended(weight, indices, luts, hessian, *, sweeps, descend=descent_torch.descend):
+    indices = indices.clone()
+    errors = (values(indices, luts) - weight) @ hessian
+    descend(indices, errors, luts, hessian, sweeps)
+    torch.testing.assert_close(errors, (values(indices, luts) - weight) @ hessian, rtol=1e-3, atol=1e-3)
+    return indices
+
+
+@pytest.mark.parametrize(("columns", "tiles"), [(24, 1), (24, 3), (130, 1)])
+def test_at_the_end_no_other_entry_of_any_one_weight_is_better(columns, tiles):
+    weight, indices, luts, hessian = case(columns=columns, tiles=tiles)
+    found = descended(weight, indices, luts, hessian, sweeps=100)
+    least = error(weight, found, luts, hessian)
+    assert (least < error(weight, indices, luts, hessian)).all()
+    for column in range(columns):
+        for entry in range(luts.shape[2]):
+            other = found.clone()
+            other[:, column] = entry
+            assert (error(weight, other, luts, hessian) >= least - 1e-9).all()
+
+
+def test_each_sweep_goes_on_where_the_last_one_ended():
+    weight, indices, luts, hessian = case()
+    once = descended(weight, indices, luts, hessian, sweeps=1)
+    assert torch.equal(
+        descended(weight, once, luts, hessian, sweeps=1), descended(weight, indices, luts, hessian, sweeps=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "tiles"), [(1, 2, 2, 1), (37, 64, 8, 1), (16, 96, 16, 3), (3, 33, 256, 1)]
+)
+def test_the_fast_kernel_is_its_reference(rows, columns, k, tiles):
+    weight, indices, luts, hessian = case(rows=rows, columns=columns, k=k, tiles=tiles, dtype=torch.float32)
+    plain = descended(weight, indices, luts, hessian, sweeps=3)
+    fast = descended(weight, indices, luts, hessian, sweeps=3, descend=kernels.descend)
+    same = (plain == fast).all(1)
+    assert same.float().mean() >= 0.9  # a weight between two entries that are as good may take either
+    ours, theirs = (error(weight, found, luts, hessian) for found in (fast, plain))
+    torch.testing.assert_close(ours[same], theirs[same])
+    assert float(ours.sum()) <= 1.05 * float(theirs.sum())
