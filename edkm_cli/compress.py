@@ -160,10 +160,7 @@ class Run:
                 say=self.watch.say,
             )
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
-            self.overlap = {name: self.data.found_in(found) for name, found in documents.items()}
-            for name, (found, of) in self.overlap.items():
-                if found:
-                    self.watch.say(data.overlap_warning(name, found, of))
+            self.overlap = data.overlaps(self.data, documents, say=self.watch.say)
             dense = dense if dense is not None else self._load_dense()
             models.require_finite(plan.source, dense)
             if config.packing and config.steps:

@@ -131,7 +131,6 @@ def load_config(
     if own_files:
         path = Path(source.location) / "config.json"
         check_numbers(path, read_json(path, remedy=FETCH_AGAIN))
-        check_model_files(path.parent)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -143,6 +142,8 @@ def load_config(
         as_if_dense(source.name, config)
     elif not may_be_quantized:
         require_unquantized(source.name, config)
+        if own_files:
+            check_model_files(Path(source.location))
     if own_files:
         settle_ties(config, Path(source.location))
     return config

@@ -29,6 +29,7 @@ TOPICS = (
     "To be or not to be", "import numpy as np\n", "The history of Rome begins", "Dear Sir or Madam,", "Two plus two is",
     "The largest planet", "She opened the door and", "A prime number is", "Breaking news:", "Q: What is a computer?\nA:",
 )  # fmt: skip
+MESSAGES = ("Name three colours.", "Tell me a story about a cat.", "What is two plus two?", "Write a poem about rain.")
 COMPRESSED = ("row:1", "tensor", "block:8x64")
 TOKENS, PATIENCE_SECONDS, TIE = 48, 1800, 1e-3
 BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
@@ -84,10 +85,12 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
             body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}
             found = ask(f"{base}/v1/completions", model=directory, return_tokens_as_token_ids=True, **body)
             answers.append(found["choices"][0]["logprobs"])
-        messages = [{"role": "user", "content": "Name three colours."}]
-        chat = ask(f"{base}/v1/chat/completions", model=directory, messages=messages, max_tokens=TOKENS, temperature=0)
+        chats = []
+        for text in MESSAGES:
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
+            chats.append(ask(f"{base}/v1/chat/completions", model=directory, **body)["choices"][0])
     writer = load_writer(directory, chat=True, dequantize=False, dtype="float32", device="cpu")
-    own = generate_text(writer, messages[0]["content"], chat=True, max_new_tokens=TOKENS)
+    own = [generate_text(writer, text, chat=True, max_new_tokens=TOKENS)["text"].strip() for text in MESSAGES]
     model, ties, largest, tokens = edkm_cli.load(directory, dtype=torch.float32), [], 0.0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         written = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
@@ -99,16 +102,16 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
             gap, tokens = float(here.max() - here[token]), tokens + 1
             if gap:
                 ties.append({"prompt": prompt, "step": step, "behind_the_likeliest": gap})
-    answer = chat["choices"][0]
+    said = [chat["message"]["content"].strip() for chat in chats]
     return {
         "prompts": len(prompts),
         "tokens": tokens,
         "other_tokens": sum(tie["behind_the_likeliest"] > TIE for tie in ties),
         "ties": ties,
         "largest_logprob_difference": largest,
-        "chat": answer["message"]["content"],
-        "chat_equals_edkm_generate": answer["message"]["content"].strip() == own["text"].strip(),
-        "chat_finish_reason": answer["finish_reason"],
+        "chat": said,
+        "chat_equals_edkm_generate": said == own,
+        "chat_finish_reason": [chat["finish_reason"] for chat in chats],
     }
 
 

@@ -17,7 +17,7 @@ import torch
 
 import preloaded
 from helpers import byte_tokenizer, tiny_llama
-from processes import SERVER
+from processes import SERVER, children
 
 torch.set_num_threads(1)
 if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gpu.py needs
@@ -80,17 +80,8 @@ def fork_server():
 @pytest.fixture
 def start(fork_server):
     """Starts a function in a child of the fork server; ends what is left of it after the test."""
-    children = []
-
-    def begin(function, *arguments, **options):
-        children.append(SERVER.Process(target=function, args=arguments, kwargs=options))
-        children[-1].start()
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.kill()
-        child.join()
+    with children() as begin:
+        yield begin
 
 
 @pytest.fixture(scope="session")

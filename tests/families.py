@@ -88,6 +88,30 @@ FAMILIES: dict[str, dict] = {
     "nanochat": {},
     "ministral": _HEAD,
     "diffllama": _HEAD,
+    "qwen3_next": {
+        **_EXPERTS,
+        **_HEAD,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "jamba": {"num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {**_HEAD, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "gemma3n_text": {
+        **_HEAD,
+        "intermediate_size": [48, 48],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 257,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "altup_num_inputs": 2,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
 }
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from edkm_cli.progress import Observer
@@ -31,6 +32,24 @@ def argv(config):
 
 def command(config, *, sharding):
     return [*TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
+
+
+@contextmanager
+def children():
+    """Gives a function that starts another in a child of the fork server; what is left of them is ended."""
+    started = []
+
+    def begin(function, *arguments, **options):
+        started.append(SERVER.Process(target=function, args=arguments, kwargs=options))
+        started[-1].start()
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for child in started:
+            child.kill()
+            child.join()
 
 
 def together(start, configs, log, *, size=2, resume=False):

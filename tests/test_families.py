@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from edkm_cli import hf, models
+from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
 from families import FAMILIES, family
 from helpers import cluster, export
@@ -84,6 +85,15 @@ def test_an_embedding_that_does_more_than_scale_stays_dense_and_its_tied_head_wi
     reasons = {swap.role: swap.reason for swap in plan_swaps(model, embedding_bits=8) if swap.reason}
     assert set(reasons) == {"embedding", "head"}
     assert "is a Normed" in reasons["embedding"]
+
+
+def test_a_model_without_linears_is_refused_with_what_it_has_instead():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(UserError, match="has a weight of Conv1D, which is no Linear"):
+        plan_swaps(model, embedding_bits=8)
 
 
 def test_what_stays_dense_is_said_for_fused_experts_too():

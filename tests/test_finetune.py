@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 
 import edkm_cli
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.finetune import command
+from edkm_cli.finetune import command, session
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
 from edkm_cli.finetune.merge import merge, with_data
@@ -108,6 +108,22 @@ def test_a_dry_run_says_what_would_train_and_writes_nothing(packed, text_file, t
     assert "14 layers" in out
     assert json.loads((tmp_path / "plan.json").read_text())["adapted_layers"] == 14
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_text_that_changes_between_measuring_and_training_stops_the_run(packed, text_file, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text(text_file.read_text())
+    documents = session.evaluation_documents
+
+    def then_changes(*given):
+        found = documents(*given)
+        text.write_text(text_file.read_text() + "One more line.\n")
+        return found
+
+    monkeypatch.setattr(session, "evaluation_documents", then_changes)
+    with pytest.raises(UserError, match="changed while it was read"):
+        finetune(packed, settings(text, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(packed, model_directory, text_file, tmp_path, monkeypatch):

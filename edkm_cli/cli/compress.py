@@ -8,33 +8,26 @@ from typing import Annotated
 import typer
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
-from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process, require_model
+from edkm_cli.cli.options import (
+    JsonFile,
+    Overwrite,
+    Resume,
+    check_json_target,
+    configured,
+    finish,
+    first_process,
+    require_model,
+)
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
-from edkm_cli.settings import OUTPUT, SCALE
+from edkm_cli.settings import SCALE
 
 
 @configured(CompressConfig, build_config)
 def compress_command(
     settings: CompressConfig,
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            metavar="",
-            help="Replace what --output holds, once the result is whole.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            metavar="",
-            help="Continue the unfinished run of --output, if there is one.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: Annotated[
         bool,
         typer.Option(

@@ -7,22 +7,13 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, first_process
+from edkm_cli.cli.options import JsonFile, Overwrite, Resume, check_json_target, configured, finish, first_process
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_finetune_config, build_merge_config
-from edkm_cli.settings import MODEL, OUTPUT, SCALE
+from edkm_cli.settings import MODEL, SCALE
 
 Directory = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="Directory of a compressed model.", rich_help_panel=MODEL, show_default=False),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        metavar="",
-        help="Replace what --output holds, once the result is whole.",
-        rich_help_panel=OUTPUT,
-    ),
 ]
 
 
@@ -31,15 +22,7 @@ def finetune_command(
     settings: FinetuneConfig,
     directory: Directory,
     overwrite: Overwrite = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            metavar="",
-            help="Continue the unfinished run of --output, if there is one.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
+    resume: Resume = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", metavar="", help="Only print what would be trained.", rich_help_panel=SCALE),

@@ -29,6 +29,24 @@ JsonFile = Annotated[
 Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that come with a model.")]
 Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        metavar="",
+        help="Replace what --output holds, once the result is whole.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        metavar="",
+        help="Continue the unfinished run of --output, if there is one.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 _CONFIG_FILE = Annotated[
     Path | None,
     typer.Option(

@@ -16,7 +16,7 @@ from edkm_cli.data.training import (
     DataOptions,
     TrainingData,
     open_training_data,
-    overlap_warning,
+    overlaps,
     training_tokens,
     unchanged,
 )
@@ -38,7 +38,7 @@ __all__ = [
     "load_documents",
     "measured_split",
     "open_training_data",
-    "overlap_warning",
+    "overlaps",
     "parse_source",
     "parse_sources",
     "require_apart",

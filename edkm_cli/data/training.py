@@ -116,12 +116,17 @@ class TrainingData:
         return int(seen.sum()), len(wanted)
 
 
-def overlap_warning(name: str, found: int, of: int) -> str:
-    """What is said where some of the measured text `name` is trained on, too."""
-    return (
-        f"WARNING: {found} of {of} documents and lines of {name}, on which perplexity is measured, are in the training "
-        "data, too: the perplexity will look better than it is; take them out of one of the two"
-    )
+def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: Say) -> dict[str, tuple[int, int]]:
+    """Of each measured text, by name, how many of its documents and lines are trained on, too, and of how many; a warning
+    is said of each that has some."""
+    found = {name: trained.found_in(documents) for name, documents in measured.items()}
+    for name, (some, of) in found.items():
+        if some:
+            say(
+                f"WARNING: {some} of {of} documents and lines of {name}, on which perplexity is measured, are in the "
+                "training data, too: the perplexity will look better than it is; take them out of one of the two"
+            )
+    return found
 
 
 def open_training_data(

@@ -26,6 +26,12 @@ class MeasuredText:
     name: str
     tokens: Tensor
 
+    def facts(self, *, context: int, max_windows: int) -> dict[str, Any]:
+        """How much of it is measured, as reports have it."""
+        width = min(context, self.tokens.numel())
+        windows = min(max_windows, self.tokens.numel() // width)
+        return {"data": self.name, "context": width, "windows": windows, "tokens": self.tokens.numel()}
+
 
 class Measurements:
     """What is found of each text at each stage. The first text is the one that decides what is best."""
@@ -116,15 +122,11 @@ class Measurements:
             if dense is not None and exported is not None:
                 equally["exported_over_dense"] = exported / dense
             compared = [figures for figures in stages.values() if figures["kl_per_token"] is not None]
-            width = min(self._context, text.tokens.numel())
             if dense is not None:
                 stages[DENSE] = {name: self._of(DENSE, text.name, name) for name in DISTANCES}
             rows.append(
                 {
-                    "data": text.name,
-                    "context": width,
-                    "windows": min(self._max_windows, text.tokens.numel() // width),
-                    "tokens": text.tokens.numel(),
+                    **text.facts(context=self._context, max_windows=self._max_windows),
                     **{stage: self._of(stage, text.name, "perplexity") for stage in STAGES},
                     **equally,
                     **(compared[-1] if compared else dict.fromkeys(DISTANCES)),

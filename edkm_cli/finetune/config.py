@@ -118,7 +118,9 @@ class MergeConfig:
     batch_size: int = as_in_compress("batch_size")
     sequence_length: int = as_in_compress("sequence_length", 512)
     label_weight: float | None = as_in_compress(
-        "label_weight", help="Weight of the next-token loss beside the adapted model's predictions; 0 uses these only."
+        "label_weight",
+        help="Weight of the next-token loss beside the adapted model's predictions; default: 1, or 0 (these only) with "
+        "--data self.",
     )
     gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
     eval_data: tuple[str, ...] = as_in_compress(

@@ -54,7 +54,12 @@ class Session:
         )
 
     def open_texts(self, *, token_limit: int, written: dict[str, TokenStore] | None = None) -> None:
-        """Tokenizer, the texts that are measured, and the training data."""
+        """Tokenizer, the texts that are measured, and the training data. Raises UserError where a file of theirs changes
+        meanwhile."""
+        with data.unchanged([*self.config.data, *self.config.eval_data]):
+            self._open_texts(token_limit, written or {})
+
+    def _open_texts(self, token_limit: int, written: dict[str, TokenStore]) -> None:
         config = self.config
         self.tokenizer = models.load_tokenizer(
             models.resolve(str(self.directory)), trust_remote_code=config.trust_remote_code
@@ -66,13 +71,10 @@ class Session:
             self.tokenizer,
             options=data_options(config),
             token_limit=token_limit,
-            written=written or {},
+            written=written,
             say=self.watch.say,
         )
-        self.overlap = {name: self.data.found_in(found) for name, found in documents.items()}
-        for name, (found, of) in self.overlap.items():
-            if found:
-                self.watch.say(data.overlap_warning(name, found, of))
+        self.overlap = data.overlaps(self.data, documents, say=self.watch.say)
 
     def measure(self, stage: str, model: Any, *, shared: bool = True) -> None:
         """The model's perplexity on each text, by all processes, or by this one alone."""
@@ -105,16 +107,11 @@ class Session:
 
     def rows(self) -> list[dict[str, Any]]:
         """What was measured, text by text, as reports have it."""
-        rows = []
-        for text in self.texts:
-            width = min(self.config.context, text.tokens.numel())
-            rows.append(
-                {
-                    "data": text.name,
-                    "context": width,
-                    "windows": min(self.config.eval_windows, text.tokens.numel() // width),
-                    "tokens": text.tokens.numel(),
-                    **{stage: values[text.name] for stage, values in self.found.items()},
-                }
-            )
-        return rows
+        config = self.config
+        return [
+            {
+                **text.facts(context=config.context, max_windows=config.eval_windows),
+                **{stage: values[text.name] for stage, values in self.found.items()},
+            }
+            for text in self.texts
+        ]

@@ -88,7 +88,11 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
     if not any(swap.clustered for swap in swaps):
-        raise UserError("the model must have nn.Linear layers to compress, but none is left; see --skip and --dry-run")
+        others = sorted({swap.reason for swap in swaps if swap.role == OTHER})
+        instead = f" (it has {others[0]})" if others else ""
+        raise UserError(
+            f"the model must have nn.Linear layers to compress, but none is left{instead}; see --skip and --dry-run"
+        )
     if is_tied(model):
         swaps = _keep_ties(swaps)
     return swaps

@@ -22,7 +22,7 @@ from faulty import Fault, command
 from edkm_cli.environment import hardware, versions
 from edkm_cli.report.verify import verify_checkpoint
 from helpers import assert_same_run, settings, weights_of
-from processes import PATIENCE_SECONDS, together, wait_for_steps
+from processes import PATIENCE_SECONDS, children, together, wait_for_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="counts changes as Linux does them")]
 # Of 100 points; `make test` has a share of them, the first kinds before the later ones.
@@ -110,19 +110,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def everyone(fork_server):
-    from processes import SERVER
-
-    children = []
-
-    def begin(function, *values, **options):
-        children.append(SERVER.Process(target=function, args=values, kwargs=options))
-        children[-1].start()
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.kill()
-        child.join()
+    with children() as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")
