@@ -50,7 +50,7 @@ def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeyp
             found = corrections.target(layer, now, factor, torch.arange(HIDDEN))
     branch = (wanted - now).reshape(-1, HIDDEN).double()  # what the matrix has to give for the stream to be as it was
     regression = torch.linalg.lstsq(now.reshape(-1, HIDDEN).double(), branch).solution.t()
-    torch.testing.assert_close(found.double(), regression, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), regression, rtol=1e-3, atol=1e-3)  # sums may be rounded to bfloat16
 
 
 @pytest.mark.parametrize("family", [tiny_llama, tiny_qwen])
