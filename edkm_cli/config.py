@@ -166,7 +166,7 @@ class CompressConfig:
     )
     start_tokens: int | None = setting(
         None,
-        "Training tokens used for --start compensated and reconstructed; default: as many as train, 24576 to 61440.",
+        "Training tokens used for --start compensated and reconstructed; default: as many as train, 20480 to 61440.",
         COMPRESSION,
         minimum=2,
     )
@@ -367,7 +367,7 @@ class CompressConfig:
     def fitted_tokens(self) -> int:
         """What `start_tokens` stands for: a start gets better with more, and a run that trains has them anyway."""
         trained = self.steps * self.batch_size * self.gradient_accumulation * self.sequence_length
-        return self.start_tokens or min(max(trained, 24_576), 61_440)
+        return self.start_tokens or min(max(trained, 20_480), 61_440)
 
     @property
     def labels(self) -> float:

@@ -34,7 +34,7 @@ from edkm_cli.precision import sum_of_products
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01
 _DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
-_ROUNDS = 3  # of tables fitted and choices improved; after the third, a choice in a thousand changes
+_ROUNDS = 2  # of tables fitted and choices improved; a third changes one choice in a hundred
 _MOST_ENTRIES = 64  # of a table that is improved: more leave little to gain, and each is tried
 _SWEEPS = 4  # over the columns in each round: most choices settle in two
 
