@@ -29,7 +29,6 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
 from edkm_cli.preflight import (
     Setting,
-    allots_bits,
     calibration_batches,
     choose_device,
     data_options,
@@ -350,7 +349,7 @@ class Run:
                 **self.data.summary(self.blocks),
                 "measured_and_trained_on": {key: sum(one[key] for one in overlap) for key in ("found", "of")},
             },
-            "allocation": "sensitivity" if allots_bits(config, plan.start) else "uniform",
+            "allocation": "sensitivity" if plan.by_sensitivity else "uniform",
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,

@@ -58,6 +58,6 @@ def _about_bits(config: Any) -> list[str]:
             "allocation sensitivity compares matrices by squared gradients, but importance is "
             f"{config.importance}; use importance gradient"
         )
-    if config.allocation == "sensitivity" and config.target is not None:
+    if average and config.target is not None:
         found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
     return found

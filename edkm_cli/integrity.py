@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from edkm_cli.config import UserError
 from edkm_cli.format import QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
-from edkm_cli.model_files import check_numbers, no_larger_than
+from edkm_cli.model_files import check_numbers, header, no_larger_than
 from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import palettize_skeleton
 
@@ -159,15 +158,10 @@ def stored_tensors(directory: Path) -> dict[str, str]:
         raise UserError(f"{directory} holds {files[0].name}, but no index that names it; {AGAIN}")
     stored: dict[str, str] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    part = opened.get_slice(name)
-                    if name in stored or (placed is not None and placed.get(name) != file.name):
-                        raise UserError(f"{file} holds {name[:100]}, which its index does not place there; {AGAIN}")
-                    stored[name] = _describe(_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); {AGAIN}") from error
+        for name, dtype, shape in header(file, remedy=AGAIN):
+            if name in stored or (placed is not None and placed.get(name) != file.name):
+                raise UserError(f"{file} holds {name[:100]}, which its index does not place there; {AGAIN}")
+            stored[name] = _describe(_DTYPES.get(dtype), shape)
     absent = sorted(set(placed or ()) - set(stored))
     if absent:
         raise UserError(f"{directory} lacks tensor {absent[0][:100]}, which its index names; {AGAIN}")

@@ -3,6 +3,7 @@ directory, no tensor in two places, no weights of integers. Whoever wrote the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def check_model_files(directory: Path) -> Stored | None:
     holders: dict[str, str] = {}
     numbers = 0
     for file in sorted(set(placed.values())) if placed else [SINGLE]:
-        for name, dtype, count in _header(directory / file):
+        for name, dtype, shape in header(directory / file):
             if name in holders:
                 raise UserError(f"{directory} holds {name[:100]} in {holders[name]} and in {file}; {FETCH_AGAIN}")
             if name.endswith("weight") and not dtype.startswith(("F", "BF")):
@@ -65,7 +66,7 @@ def check_model_files(directory: Path) -> Stored | None:
                     "that it was made from"
                 )
             holders[name] = file
-            numbers += count
+            numbers += math.prod(shape)
     lacking = sorted(name for name, file in placed.items() if holders.get(name) != file)
     if lacking:
         raise UserError(
@@ -93,21 +94,18 @@ def _placed(directory: Path) -> dict[str, str] | None:
     return placed
 
 
-def _header(file: Path) -> Iterator[tuple[str, str, int]]:
-    """(name, dtype, numbers) of each tensor of a file."""
+def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype as safetensors calls it, shape) of each tensor of a file. Raises UserError for one that is not whole."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 part = opened.get_slice(name)
-                count = 1
-                for length in part.get_shape():
-                    count *= length
-                yield name, str(part.get_dtype()), count
+                yield name, str(part.get_dtype()), tuple(part.get_shape())
     except (SafetensorError, OSError) as error:
         told = " ".join(str(error).split())[:160]
-        raise UserError(f"{file} is not a whole safetensors file ({told}); {FETCH_AGAIN}") from error
+        raise UserError(f"{file} is not a whole safetensors file ({told}); {remedy}") from error
 
 
 @contextmanager

@@ -112,9 +112,14 @@ class RunPlan:
         )
 
     @property
+    def by_sensitivity(self) -> bool:
+        """Whether the linears get bits by sensitivity."""
+        return allots_bits(self.config, self.start)
+
+    @property
     def average_bits(self) -> float | None:
         """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
-        return self.config.bits if allots_bits(self.config, self.start) and not self.allotted else None
+        return self.config.bits if self.by_sensitivity and not self.allotted else None
 
     @property
     def decoder_bits_per_weight(self) -> float:

@@ -78,6 +78,7 @@ def test_a_linear_without_squared_gradients_is_named():
     [
         ({"bits": 3.5, "allocation": "uniform"}, "3.5 is an average"),
         ({"bits": 3.5, "importance": "none"}, "importance is none"),
+        ({"bits": 3.5, "target": "any-precision"}, "one number of bits for all matrices"),
         ({"allocation": "sensitivity", "importance": "activation"}, "importance is activation"),
         ({"temperature": 1e-4}, "0.0001 is below 0.0005"),
         ({"bits": 8.5, "allocation": "sensitivity"}, "at most 8"),

@@ -53,15 +53,22 @@ def _seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
     be captured, which hides what launching them costs."""
     if device.type == "cuda":
         return _gpu_seconds(turn, device)
+    return _least_seconds(turn) / len(turn)
+
+
+def _least_seconds(turn: Sequence[Callable[[], Any]], wait: Callable[[], Any] | None = None) -> float:
+    """The least time of a turn, of at least three and as many as fit into the budget; `wait` is called at its end."""
     best, end = float("inf"), time.perf_counter() + _BUDGET_SECONDS
     for number in itertools.count():
         start = time.perf_counter()
         for call in turn:
             call()
+        if wait is not None:
+            wait()
         now = time.perf_counter()
         best = min(best, now - start) if number else best  # the first call compiles and warms up
         if number >= 3 and now > end:
-            return best / len(turn)
+            return best
     raise AssertionError("unreachable")
 
 
@@ -82,16 +89,7 @@ def _gpu_seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> flo
         run = graph.replay
     except RuntimeError as error:
         _LOG.warning("not measured in a CUDA graph, so that launches count: %s", error)
-    best, end = float("inf"), time.perf_counter() + _BUDGET_SECONDS
-    for number in itertools.count():
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(device)
-        now = time.perf_counter()
-        best = min(best, now - start) if number else best
-        if number >= 3 and now > end:
-            return best / _TURNS / len(turn)
-    raise AssertionError("unreachable")
+    return _least_seconds([run], partial(torch.cuda.synchronize, device)) / _TURNS / len(turn)
 
 
 def _cache_bytes(device: torch.device) -> int:

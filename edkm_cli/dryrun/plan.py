@@ -20,7 +20,7 @@ from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.dryrun.rehearsal import Peak
 from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
-from edkm_cli.preflight import RunPlan, allots_bits, plan_run
+from edkm_cli.preflight import RunPlan, plan_run
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    bits = f"{config.bits:g} on average by sensitivity:" if allots_bits(config, plan.start) else f"{config.bits}"
+    bits = f"{config.bits:g} on average by sensitivity:" if plan.by_sensitivity else f"{config.bits}"
     linear = f"{bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
     other = f"{config.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"

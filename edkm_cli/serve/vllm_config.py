@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
-from edkm_cli.integrity import check_checkpoint
+from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
 
 _LOG = init_logger("vllm.edkm")
@@ -82,7 +82,7 @@ class EdkmVllmConfig(QuantizationConfig):
         if not directory.is_dir():
             return
         try:
-            if "auto_map" in read_json(directory / "config.json", remedy="copy or export the checkpoint again"):
+            if "auto_map" in read_json(directory / "config.json", remedy=AGAIN):
                 verify_checksums(directory)  # its tensors are known to Python files that would have to be run
             else:
                 check_checkpoint(directory)
