@@ -221,8 +221,8 @@ def prepare(work: Path) -> tuple[str, list[str]]:
         output = work / granularity.replace(":", "")
         if not output.is_dir():
             print(f"serving_figures.py: compressing at {granularity}", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "edkm_cli", "compress", "--model", "smollm2-135m", "--steps", "0", *options]
-            command += ["--eval-windows", "1", "--context", "128", "--granularity", granularity]
+            command = [sys.executable, "-m", "edkm_cli", "compress", "--model", "smollm2-135m", "--steps", "0"]
+            command += ["--eval-windows", "1", "--context", "128", "--granularity", granularity, *options]
             subprocess.run([*command, "--output", str(output)], check=True)
         compressed.append(str(output))
     return str(dense), compressed
