@@ -185,6 +185,15 @@ INLINE void use_table(Meaning meaning, Table *table, const void *lut, int64_t dt
 INLINE vf large_entries(const float *table, vi codes, int bits) {
     codes &= splat_int((1 << bits) - 1);
 #if defined(__AVX512F__)
+    __m512 first = _mm512_load_ps(table), second = _mm512_load_ps(table + 16); /* gathering costs ten times as much */
+    if (bits == 5) return (vf)_mm512_permutex2var_ps(first, (__m512i)codes, second);
+    if (bits == 6) {
+        __m512 third = _mm512_load_ps(table + 32), fourth = _mm512_load_ps(table + 48);
+        __mmask16 upper = _mm512_test_epi32_mask((__m512i)codes, _mm512_set1_epi32(32));
+        return (vf)_mm512_mask_blend_ps(
+            upper, _mm512_permutex2var_ps(first, (__m512i)codes, second), _mm512_permutex2var_ps(third, (__m512i)codes, fourth)
+        );
+    }
     return (vf)_mm512_i32gather_ps((__m512i)codes, table, 4);
 #else
     vf out;
