@@ -94,9 +94,26 @@ def test_a_long_document_is_tokenized_in_pieces_and_loses_nothing(monkeypatch):
     assert encoded.lengths.tolist() == [len(text) + 1]
 
 
-def test_marks_are_of_documents_and_of_a_share_of_long_lines():
+def test_marks_are_of_documents_and_of_stretches_of_lines():
     lines = [f"{i}: " + "a line that is long enough to be looked for in other texts, wherever" for i in range(320)]
-    whole = marks(["\n".join(lines)])
-    assert 5 < len(whole) < 50
-    assert len(np.intersect1d(whole, marks(["\n".join(lines[::2]) + "\n"]))) > 2
+    text, half = "\n".join(lines), "\n".join(lines[::2]) + "\n"
+    assert len(marks([text])) == 321
+    assert len(np.intersect1d(marks([text]), marks([half]))) == 160
+    sampled = marks([text], sampled=True)
+    assert 5 < len(sampled) < 50
+    assert 2 < len(np.intersect1d(sampled, marks([half]))) < 50
     assert len(np.intersect1d(marks(["One."]), marks([" One. "]))) == 1
+
+
+def test_short_lines_are_looked_for_together_wherever_the_text_begins():
+    poem = [f"The {i}th rose is red," for i in range(40)]
+    part = "A title\n\n" + "\r\n\r\n".join(poem[7:21]) + "\nAn end"
+    assert len(np.intersect1d(marks(["\n".join(poem)]), marks([part]))) == 12
+    assert len(np.intersect1d(marks(["\n".join(poem)]), marks(["\n".join(poem[::2])]))) == 0
+
+
+def test_what_several_measured_texts_have_in_common_is_not_looked_for():
+    opening = "A line that all records of this kind begin with, whatever they are about after that.\n"
+    measured = marks([opening + "One.", opening + "Two."], once=True)
+    assert len(np.intersect1d(marks([opening + "Three."]), measured)) == 0
+    assert len(np.intersect1d(marks([opening + "Two."]), measured)) == 1

@@ -96,7 +96,7 @@ def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
     rows = hub.rows(source, chosen, streaming=streaming)
     if source.is_wikitext:
         text = "\n\n".join(row["text"] for row in rows)
-        return iter([Part(source.name, 0, [text], stream=True)])
+        return iter([Part(source.name, 0, [text], stream=True, begins=True)])
     parts = batched(rows, source.name, 0)
     return parts if own or split == ALL else _stream_split(parts, split)
 
@@ -115,19 +115,22 @@ def _whole_split(source: Source, split: str) -> list[Part]:
         units = [(0, text) for text in builtin_texts(source.name)]
     if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
         raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
+    held_out = 0
     if split != ALL:
-        cut = held_out_start([characters(unit) for _, unit in units])
+        sizes = [characters(unit) for _, unit in units]
+        cut = held_out_start(sizes)
         kept = units[:cut] if split == TRAIN else units[cut:]
         if not kept or len(kept) == len(units):
             raise UserError(f"--data {source.name} must have at least two documents or lines, got {len(units)}")
-        units = kept
-    return _regrouped(source, units)
+        units, held_out = kept, sum(sizes[cut:]) if split == TRAIN else 0
+    first, *rest = _regrouped(source, units)
+    return [replace(first, held_out=held_out), *rest]
 
 
 def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
     """Parts in the order of the files: a text is whole again, records come one after the other."""
     if source.kind == "builtin":
-        return [Part(source.name, 0, ["\n\n".join(text for _, text in units)], stream=True)]
+        return [Part(source.name, 0, ["\n\n".join(text for _, text in units)], stream=True, begins=True)]
     parts: list[Part] = []
     first = 0
     for index in dict.fromkeys(index for index, _ in units):
@@ -135,7 +138,8 @@ def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
         mine = [unit for at, unit in units if at == index]
         if is_text(path):
             text = ("\n\n" if is_wikitext(path) else "").join(mine)
-            parts.append(Part(str(path), first, [text], stream=len(source.files) == 1 or is_wikitext(path)))
+            stream = len(source.files) == 1 or is_wikitext(path)
+            parts.append(Part(str(path), first, [text], stream=stream, begins=stream and first == 0))
         else:
             parts.append(Part(str(path), first, mine))
         first += len(mine)
@@ -172,7 +176,10 @@ def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]
             if part.stop >= cut:
                 return
     else:
-        yield from line_ranges(path, start=cut)
+        held_out = cut
+        for part in line_ranges(path, start=cut):
+            yield replace(part, held_out=held_out)
+            held_out = 0
         yield from read_files(replace(source, files=source.files[1:]), reading.column)
 
 
@@ -190,27 +197,32 @@ def _stream_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
     cut = held_out_start(sizes)
     if not 0 < cut < len(sizes):
         raise UserError(f"--data must have at least two documents to hold one out, got {len(sizes)}")
+    held_out = sum(sizes[cut:]) if split == TRAIN else 0
     for part in short:
         at = min(max(cut - part.first + short[0].first, 0), len(part.records))
         kept = part.records[:at] if split == TRAIN else part.records[at:]
         if kept:
-            yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at))
+            yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at), held_out=held_out)
+            held_out = 0
 
 
 def _head_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
     """The first megabyte of records, or all that follow them."""
-    left = HELD_OUT_CHARACTERS
+    left, held_out = HELD_OUT_CHARACTERS, 0
     for part in parts:
         if left <= 0:
             if split == TEST:
                 return
-            yield part
+            yield replace(part, held_out=held_out)
+            held_out = 0
             continue
         records, cut = part.load(), 0
         while cut < len(records) and left > 0:
             left -= characters(records[cut])
             cut += 1
+        held_out += characters(records[:cut]) if split == TRAIN else 0
         kept = records[:cut] if split == TEST else records[cut:]
         if kept:
             first = part.first if split == TEST else part.first + cut
-            yield replace(part, records=kept, first=first, path=None)
+            yield replace(part, records=kept, first=first, path=None, held_out=held_out)
+            held_out = 0

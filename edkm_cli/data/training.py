@@ -20,7 +20,7 @@ from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding, marks
 from edkm_cli.data.layout import SPLIT
-from edkm_cli.data.sources import Source, parse_source, parse_sources
+from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
 from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
@@ -106,8 +106,9 @@ class TrainingData:
         }
 
     def found_in(self, documents: Documents) -> tuple[int, int]:
-        """(how many of a measured text's documents and long lines are trained on, of how many looked for)."""
-        wanted = marks(documents.documents)
+        """(how many of a measured text's documents and stretches of lines are trained on, of how many looked for)."""
+        sampled = all(store.sampled for store in self.stores)  # then no other can be found
+        wanted = marks(documents.documents, sampled=sampled, once=True)
         seen = np.zeros(len(wanted), bool)
         for store in self.stores:
             if len(store.marks) and len(wanted):
@@ -149,7 +150,12 @@ def open_training_data(
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
     """
     sources = parse_sources(list(names))
-    encoder = Encoder(tokenizer, Encoding(options.column, options.train_on))
+    for name, twice in repeated(sources).items():
+        say(
+            f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
+        )
+    encoding = Encoding(options.column, options.train_on)
+    encoder = Encoder(tokenizer, encoding, sampled=True)
     stores = []
     for source in sources:
         if source.needs_model:
@@ -175,7 +181,9 @@ def _open(
     source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, share: float, say: Say
 ) -> TokenStore:
     if is_whole(source):
-        return memory_store(read_split(source, TRAIN, options.reading), encoder)
+        return memory_store(
+            read_split(source, TRAIN, options.reading), Encoder(encoder.tokenizer, encoder.encoding, sampled=False)
+        )
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
     if limit is not None and source.weight is not None:
         limit = math.ceil(limit * share)
