@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from edkm_cli.config import UserError
+from edkm_cli.data.marks import marks
 from edkm_cli.data.reading import PART_BYTES, Part
 from edkm_cli.data.records import Document, render
 
 COMPLETIONS, ALL = "completions", "all"
-_STRETCH, _STRETCH_LINES = 64, 16  # characters from which lines are looked for in other texts, and how many at most
-_SAMPLED = 16  # of a large source, one stretch in so many is kept for comparison
 # Words, blanks, accents, parts of a character: on it the tokenizer's own library must do as transformers does.
 _PROBE = "A word,\n  1 234 \u00fc\u0301 \U0001f642\tend. "
 
@@ -208,35 +204,6 @@ def split_long(text: str) -> list[str]:
         pieces.append(text[:cut])
         text = text[cut:]
     return [*pieces, text]
-
-
-def marks(texts: list[str], *, sampled: bool = False, once: bool = False) -> np.ndarray:
-    """Digests by which the same text is found elsewhere: of every document, and of its stretches of lines. Sorted, uint64.
-
-    Args:
-        sampled: of one in 16 stretches only, chosen by what they say, so the same one is chosen everywhere.
-        once: leave out stretches that several of the texts have: what all records of a kind begin with, say.
-    """
-    whole = np.array([digest64(text.strip()) for text in texts], np.uint64)
-    found = [np.unique(np.array(list(_stretches(text, sampled)), np.uint64)) for text in texts]
-    stretches, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
-    return np.unique(np.concatenate([whole, stretches[counts == 1] if once else stretches]))
-
-
-def _stretches(text: str, sampled: bool) -> Iterator[int]:
-    """Digests of all stretches of a text: from the beginning of any line, as many lines as have 64 characters. Blanks
-    around lines do not count. None of a text of one line, which is its document."""
-    lines = [line for line in map(str.strip, text.split("\n")) if line]
-    for index, line in enumerate(lines if len(lines) > 1 else ()):
-        stretch, stop = line, index + 1
-        while len(stretch) < _STRETCH and stop < min(len(lines), index + _STRETCH_LINES):
-            stretch, stop = f"{stretch}\n{lines[stop]}", stop + 1
-        if len(stretch) >= _STRETCH and not (sampled and zlib.crc32(stretch.encode("utf-8", "replace")) % _SAMPLED):
-            yield digest64(stretch)
-
-
-def digest64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def check_train_on(train_on: str) -> None:

@@ -159,8 +159,8 @@ def read_text(path: Path) -> str:
 
 def text_pieces(path: Path) -> Iterator[str]:
     """A long text in pieces of about PART_BYTES that end with a line (where lines are very long, with a word); WikiText's
-    as its rows joined."""
-    pending, size, number = [], 0, 0
+    as its rows joined. Put together they are the whole text."""
+    pending, size, number, joint = [], 0, 0, ""
     with _open(path) as file:
         for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
             if number == 0:
@@ -170,13 +170,13 @@ def text_pieces(path: Path) -> Iterator[str]:
             if size >= _LONG_LINE_PARTS * PART_BYTES and not line.endswith(b"\n"):  # a text without lines
                 data = b"".join(pending)
                 cut = data.rfind(b" ", len(data) // 2) + 1 or _whole_characters(data)
-                yield _decoded([data[:cut]], path)
-                pending, size = [data[cut:]], len(data) - cut
+                yield joint + _decoded([data[:cut]], path)
+                pending, size, joint = [data[cut:]], len(data) - cut, ""
             if size >= PART_BYTES and line.endswith(b"\n"):
-                yield _decoded(pending, path)
-                pending, size = [], 0
+                yield joint + _decoded(pending, path)
+                pending, size, joint = [], 0, "\n\n" if is_wikitext(path) else ""
     if pending:
-        yield _decoded(pending, path)
+        yield joint + _decoded(pending, path)
 
 
 def _whole_characters(data: bytes) -> int:
@@ -192,7 +192,7 @@ def _decoded(lines: list[bytes], path: Path) -> str:
         text = b"".join(lines).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--data must be UTF-8 text, but {path} is not ({error.reason}); convert it first") from error
-    return "\n\n".join(wikitext_rows(text)) + "\n\n" if is_wikitext(path) else text
+    return "\n\n".join(wikitext_rows(text)) if is_wikitext(path) else text
 
 
 def wikitext_rows(text: str) -> list[str]:

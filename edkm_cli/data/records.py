@@ -160,7 +160,7 @@ def _completion(record: Mapping[str, Any], where: str, tokenizer: Any, whole: bo
 def _messages(turns: Any, name: str, where: str) -> list[dict[str, Any]]:
     """The messages of a field. Raises UserError where they are none."""
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise UserError(f"{name!r} must be a list of messages with 'role' and 'content', but in {where} it is none")
+        raise UserError(f"{name!r} must be a list of messages with 'role' and 'content', but in {where} it is not")
     return [_turn(turn, where) for turn in turns]
 
 

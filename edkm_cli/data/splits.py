@@ -84,7 +84,7 @@ def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iter
     lines = [path for path in source.files[:1] if suffix_of(path) == ".jsonl" and not is_compressed(path)]
     if lines:
         return _lines_split(source, split, reading)
-    return _stream_split(read_files(source, reading.column), split)
+    return _stream_split(read_files(source, reading.column), split, source.name)
 
 
 def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
@@ -98,7 +98,7 @@ def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
         text = "\n\n".join(row["text"] for row in rows)
         return iter([Part(source.name, 0, [text], stream=True, begins=True)])
     parts = batched(rows, source.name, 0)
-    return parts if own or split == ALL else _stream_split(parts, split)
+    return parts if own or split == ALL else _stream_split(parts, split, source.name)
 
 
 def _whole_split(source: Source, split: str) -> list[Part]:
@@ -183,25 +183,33 @@ def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]
         yield from read_files(replace(source, files=source.files[1:]), reading.column)
 
 
-def _stream_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
+def _stream_split(parts: Iterator[Part], split: str, name: str) -> Iterator[Part]:
     """Of what is read once, from front to back: the last tenth where it proves short, else the first megabyte."""
     short: list[Part] = []
     size = 0
-    for part in parts:
+    if (first := next(parts, None)) is None:
+        raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+    for part in chain([first], parts):
         short.append(replace(part, records=part.load(), path=None))
         size += characters(short[-1].records)
         if size > WHOLE_BYTES:
             yield from _head_split(chain(short, parts), split)
             return
+    if short[0].stream and len({part.where for part in short}) == 1:  # pieces of one text, which is divided by lines
+        text = "".join(text for part in short for text in part.records)
+        if not text.strip():
+            raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+        short = [replace(short[0], records=text.splitlines(keepends=True))]
     sizes = [characters(record) for part in short for record in part.records]
     cut = held_out_start(sizes)
     if not 0 < cut < len(sizes):
-        raise UserError(f"--data must have at least two documents to hold one out, got {len(sizes)}")
+        raise UserError(f"--data {name} must have at least two documents or lines, got {len(sizes)}")
     held_out = sum(sizes[cut:]) if split == TRAIN else 0
     for part in short:
         at = min(max(cut - part.first + short[0].first, 0), len(part.records))
         kept = part.records[:at] if split == TRAIN else part.records[at:]
         if kept:
+            kept = ["".join(kept)] if part.stream else kept
             yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at), held_out=held_out)
             held_out = 0
 

@@ -62,12 +62,17 @@ def documents_of(
     """`load_documents` of a source."""
     texts: list[str] = []
     size = 0
+    running = ""  # the file whose text goes on, a piece at a time
     for part in read_split(source, split, reading):
         for number, record in enumerate(part.load()):
             where = f"{part.where}, record {part.first + number + 1}"
             column = reading.column if isinstance(record, Mapping) and reading.column in record else None
             found = render(record, where, tokenizer=tokenizer, column=column, whole=True)
-            texts += [document.text for document in found]
+            if part.stream and part.where == running:
+                texts[-1] += found[0].text
+            else:
+                texts += [document.text for document in found]
+        running = part.where if part.stream else ""
         size = sum(map(len, texts)) if characters is not None else 0
         if characters is not None and size > max(characters, WHOLE_BYTES):
             break

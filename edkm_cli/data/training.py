@@ -18,8 +18,9 @@ from torch import Tensor
 from edkm_cli.config import UserError
 from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
-from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding, marks
+from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
 from edkm_cli.data.layout import SPLIT
+from edkm_cli.data.marks import looked_for
 from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
 from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
@@ -106,15 +107,15 @@ class TrainingData:
         }
 
     def found_in(self, documents: Documents) -> tuple[int, int]:
-        """(how many of a measured text's documents and stretches of lines are trained on, of how many looked for)."""
+        """(how many of a measured text's documents and passages are trained on, of how many looked for)."""
         sampled = all(store.sampled for store in self.stores)  # then no other can be found
-        wanted = marks(documents.documents, sampled=sampled, once=True)
-        seen = np.zeros(len(wanted), bool)
+        wanted = looked_for(documents.documents, sampled=sampled)
+        seen = np.zeros(wanted.shape, bool)
         for store in self.stores:
             if len(store.marks) and len(wanted):
                 at = np.minimum(np.searchsorted(store.marks, wanted), len(store.marks) - 1)
                 seen |= store.marks[at] == wanted
-        return int(seen.sum()), len(wanted)
+        return int(seen.any(1).sum()), len(wanted)
 
 
 def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: Say) -> dict[str, tuple[int, int]]:
@@ -218,7 +219,7 @@ def _open(
 def unchanged(names: Sequence[str]) -> Iterator[None]:
     """Inside, sources are read more than once (what is trained on, what is measured). Raises UserError at the end where
     the files of one are not what they were at the beginning."""
-    sources = [parse_source(name) for name in names]
+    sources = [parse_source(name, "--data or --eval-data") for name in names]
     before = [_identity(source) for source in sources]
     yield
     for source, identity in zip(sources, before, strict=True):
