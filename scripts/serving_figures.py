@@ -1,10 +1,11 @@
 """Measure how vLLM serves SmolLM2-135M compressed: does it write what transformers writes, how fast, in how much memory.
 
-    python scripts/serving_figures.py all --json FILE            everything; compresses the model three times first
-    python scripts/serving_figures.py agree DIRECTORY            a server, float32: 20 prompts of 48 tokens, and a chat
+    python scripts/serving_figures.py all [DIRECTORY]            everything; compresses the model three times first
+    python scripts/serving_figures.py agree DIRECTORY            a server, float32: 20 prompts of 48 tokens, and chats
     python scripts/serving_figures.py speed DIRECTORY...         bfloat16, 1 and 16 sequences, directories taking turns
 
-Runs where vLLM is installed; scripts/check_vllm.sh makes that environment. Each part is a process of its own.
+Runs where vLLM is installed; scripts/check_vllm.sh makes that environment. Each part is a process of its own. `all` makes
+the models in DIRECTORY (default out/serving) where they are not there yet; servers write their logs beside them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ TOPICS = (
     "To be or not to be", "import numpy as np\n", "The history of Rome begins", "Dear Sir or Madam,", "Two plus two is",
     "The largest planet", "She opened the door and", "A prime number is", "Breaking news:", "Q: What is a computer?\nA:",
 )  # fmt: skip
-MESSAGES = ("Name three colours.", "Tell me a story about a cat.", "What is two plus two?", "Write a poem about rain.")
-COMPRESSED = ("row:1", "tensor", "block:8x64")
+CONVERSATIONS = (  # (what the system says, what the user says, turn by turn)
+    (None, ("Name three colours.", "Which of them is the warmest?", "And the coldest?")),
+    ("You answer in a few words.", ("What is two plus two?", "And three plus three?")),
+    (None, ("Tell me a story about a cat.", "Thank you. Say goodbye.")),
+)
+QUICK = ("--start", "kmeans", "--importance", "activation")  # the format is what is measured here, not the quality
+COMPRESSED = {"row:1": (), "tensor": QUICK, "block:8x64": QUICK}  # and options of `edkm compress`
 TOKENS, PATIENCE_SECONDS, TIE = 48, 1800, 1e-3
 BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
 KV_BYTES = 2**28
@@ -67,7 +73,10 @@ def served(directory: str, *options: str):
             yield base
         finally:
             server.terminate()
-            server.wait(60)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def agree(directory: str, *options: str) -> dict[str, Any]:
@@ -76,7 +85,7 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     import edkm_cli
-    from edkm_cli.generate import generate_text, load_writer
+    from edkm_cli.generate import load_writer
 
     tokenizer, answers = AutoTokenizer.from_pretrained(directory), []
     prompts = [tokenizer(text)["input_ids"] for text in TOPICS]
@@ -85,12 +94,9 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
             body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}
             found = ask(f"{base}/v1/completions", model=directory, return_tokens_as_token_ids=True, **body)
             answers.append(found["choices"][0]["logprobs"])
-        chats = []
-        for text in MESSAGES:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
-            chats.append(ask(f"{base}/v1/chat/completions", model=directory, **body)["choices"][0])
+        chats = [_served_chat(base, directory, *conversation) for conversation in CONVERSATIONS]
     writer = load_writer(directory, chat=True, dequantize=False, dtype="float32", device="cpu")
-    own = [generate_text(writer, text, chat=True, max_new_tokens=TOKENS)["text"].strip() for text in MESSAGES]
+    own = [_own_chat(writer, *conversation) for conversation in CONVERSATIONS]
     model, ties, largest, tokens = edkm_cli.load(directory, dtype=torch.float32), [], 0.0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         written = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
@@ -102,17 +108,41 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
             gap, tokens = float(here.max() - here[token]), tokens + 1
             if gap:
                 ties.append({"prompt": prompt, "step": step, "behind_the_likeliest": gap})
-    said = [chat["message"]["content"].strip() for chat in chats]
     return {
         "prompts": len(prompts),
         "tokens": tokens,
         "other_tokens": sum(tie["behind_the_likeliest"] > TIE for tie in ties),
         "ties": ties,
         "largest_logprob_difference": largest,
-        "chat": said,
-        "chat_equals_edkm_generate": said == own,
-        "chat_finish_reason": [chat["finish_reason"] for chat in chats],
+        "chats": [chat["messages"] for chat in chats],
+        "chat_finish_reasons": [chat.pop("finish_reasons") for chat in chats],
+        "chat_equals_edkm_generate": chats == own,
     }
+
+
+def _served_chat(base: str, directory: str, system: str | None, questions: tuple[str, ...]) -> dict[str, Any]:
+    """A conversation with a server: its messages, the tokens it wrote, and why each answer ended."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    tokens, reasons = 0, []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        body = {"messages": messages, "max_tokens": TOKENS, "temperature": 0}
+        answer = ask(f"{base}/v1/chat/completions", model=directory, **body)
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        tokens += answer["usage"]["completion_tokens"]
+        reasons.append(answer["choices"][0]["finish_reason"])
+    return {"messages": messages, "new_tokens": tokens, "finish_reasons": reasons}
+
+
+def _own_chat(writer: Any, system: str | None, questions: tuple[str, ...]) -> dict[str, Any]:
+    """The same with `edkm generate --chat`."""
+    from edkm_cli.generate import converse
+
+    left = iter(questions)
+    result = converse(
+        writer, ask=lambda: next(left, None), emit=lambda text: None, max_new_tokens=TOKENS, system=system
+    )
+    return {"messages": result["messages"], "new_tokens": result["new_tokens"]}
 
 
 def _held(model: Any) -> int:
@@ -182,26 +212,18 @@ def prepare(work: Path) -> tuple[str, list[str]]:
         source = models.resolve("smollm2-135m")
         model = models.load_dense(source, dtype="bfloat16", device="cpu")
         model.config.dtype = torch.bfloat16
-        model.save_pretrained(dense)
-        models.load_tokenizer(source).save_pretrained(dense)
+        partial = work / "dense.partial"
+        model.save_pretrained(partial)
+        models.load_tokenizer(source).save_pretrained(partial)
+        partial.rename(dense)
     compressed = []
-    for granularity in COMPRESSED:
+    for granularity, options in COMPRESSED.items():
         output = work / granularity.replace(":", "")
         if not output.is_dir():
-            command = [
-                sys.executable,
-                "-m",
-                "edkm_cli",
-                "compress",
-                "--model",
-                "smollm2-135m",
-                "--steps",
-                "0",
-                "--data",
-                "builtin",
-            ]
-            command += ["--start", "kmeans", "--importance", "none", "--eval-windows", "1", "--context", "128"]
-            subprocess.run([*command, "--granularity", granularity, "--output", str(output)], check=True)
+            print(f"serving_figures.py: compressing at {granularity}", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "edkm_cli", "compress", "--model", "smollm2-135m", "--steps", "0"]
+            command += ["--eval-windows", "1", "--context", "128", "--granularity", granularity, *options]
+            subprocess.run([*command, "--output", str(output)], check=True)
         compressed.append(str(output))
     return str(dense), compressed
 
