@@ -154,6 +154,8 @@ def _data(found: dict[str, Any]) -> str:
     ]
     if total["empty"]:
         parts.append(f"{total['empty']:,} records without text or answer left out")
+    if held_out := sum(row.get("held_out", 0) for row in found["sources"]):
+        parts.append(f"{held_out:,} characters held out")
     if found["split"]:
         parts.append(f"{found['split']:,} documents longer than a sequence split")
     overlap = found["measured_and_trained_on"]

@@ -35,6 +35,10 @@ def test_blocks_cover_each_pass_once_in_an_order_of_the_seed():
 def test_too_little_text_for_a_sequence_is_refused():
     with pytest.raises(UserError, match="at least 64 tokens"):
         Blocks(torch.arange(63), 64, seed=0)
+    with pytest.raises(
+        UserError, match=r"got 73, of which 70 are in longer documents, which .* drop leaves out; .* larger"
+    ):
+        Blocks(store([70, 3]), 64, seed=0, long_records="drop")
 
 
 def test_sources_without_weights_are_read_one_after_the_other():

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from edkm_cli.data.encode import Counts, Encoder, Encoding, marks, split_long
+from edkm_cli.data.encode import Counts, Encoder, Encoding, split_long
 from edkm_cli.data.reading import Part
 from helpers import byte_tokenizer
 
@@ -82,6 +82,28 @@ def test_records_without_text_or_answer_are_left_out_and_counted():
     assert encoded.counts == Counts(documents=1, tokens=2, trained=2, masked=0, empty=4)
 
 
+@pytest.mark.parametrize("make", [byte_tokenizer, merging_tokenizer])
+def test_the_library_of_tokenizers_gives_what_transformers_gives(make):
+    texts = ["", "Answer: yes\n\nno <eos> the", "ü\u0301 \U0001f642  the   the", "<eos><eos>", "\t the\r\n" * 50]
+    encoder = Encoder(make(), Encoding())
+    assert encoder._backend() is not None
+    direct = encoder._ids(texts)
+    encoder._direct = False
+    assert direct == encoder._ids(texts)
+
+
+def test_what_a_tokenizer_was_told_before_does_not_matter():
+    tokenizer = byte_tokenizer()
+    encoder = Encoder(tokenizer, Encoding())
+    tokenizer("Hello", truncation=True, max_length=2)
+    assert encoder.encode(Part("here", 0, ["Hello"])).ids.size == 6
+
+
+def test_what_is_held_out_is_counted():
+    encoded = Encoder(byte_tokenizer(), Encoding()).encode(Part("here", 0, ["a"], held_out=7))
+    assert encoded.counts == Counts(1, 2, 2, 0, 0, 7)
+
+
 def test_a_long_document_is_tokenized_in_pieces_and_loses_nothing(monkeypatch):
     monkeypatch.setattr("edkm_cli.data.encode.PART_BYTES", PART_BYTES := 1000)
     text = "word " * (PART_BYTES // 2)
@@ -92,11 +114,3 @@ def test_a_long_document_is_tokenized_in_pieces_and_loses_nothing(monkeypatch):
     assert "".join(split_long("x" * (2 * PART_BYTES + 1))) == "x" * (2 * PART_BYTES + 1)
     encoded = encode([text])
     assert encoded.lengths.tolist() == [len(text) + 1]
-
-
-def test_marks_are_of_documents_and_of_a_share_of_long_lines():
-    lines = [f"{i}: " + "a line that is long enough to be looked for in other texts, wherever" for i in range(320)]
-    whole = marks(["\n".join(lines)])
-    assert 5 < len(whole) < 50
-    assert len(np.intersect1d(whole, marks(["\n".join(lines[::2]) + "\n"]))) > 2
-    assert len(np.intersect1d(marks(["One."]), marks([" One. "]))) == 1

@@ -6,6 +6,7 @@ import pytest
 
 from edkm_cli.config import UserError
 from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, splits
+from edkm_cli.data.hub import _answers
 from helpers import byte_tokenizer
 
 datasets = pytest.importorskip("datasets")
@@ -84,7 +85,7 @@ def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
     [
         ("owner/name", "body", r"configurations, which are en, de, but none is given.*owner/name:en"),
         ("owner/name:fr", "body", r"configurations, which are en, de, but fr is given"),
-        ("owner/name:en@dev", "body", r"has the splits train, test, but not dev.*owner/name@train"),
+        ("owner/name:en@dev", "body", r"has the splits train, test, but not dev.*owner/name:en@train"),
         ("owner/name:en", "text", r"fields of the records, which are 'body', 'id', got 'text'|field of the records"),
         ("owner/name:en", None, r"has 'body', 'id'; name the field with --data-column"),
     ],
@@ -105,6 +106,37 @@ def test_a_hub_out_of_reach_gets_one_line(monkeypatch):
     with pytest.raises(UserError, match=r"could not be loaded from the Hugging Face hub .*check the network") as caught:
         open_training_data(["nobody/none"], byte_tokenizer())
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    """Through the real clients, at a port where nobody is."""
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr("edkm_cli.data.hub._answers", lambda: asked.append(1) and False)
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(UserError, match=r"does not answer, and the cache of `datasets` has no copy") as caught:
+        open_training_data(["nobody/none"], byte_tokenizer())
+    assert "\n" not in str(caught.value)
+    assert len(asked) == 1
+    assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
+
+
+def test_whether_a_hub_answers_is_told_at_once(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert not _answers()
+
+
+def test_a_part_of_a_split_is_not_streamed(hub):
+    with pytest.raises(UserError, match=r"must be of train, test and cannot be streamed; add --no-streaming"):
+        open_training_data(["owner/name:en@train[:10%]"], byte_tokenizer(), options=DataOptions(column="body"))
+    options = DataOptions(column="body", streaming=False)
+    assert (
+        open_training_data(["owner/name:en@train[:10%]"], byte_tokenizer(), options=options).stores[0].counts.documents
+        == 18
+    )
 
 
 def test_without_the_package_there_is_one_line(monkeypatch):

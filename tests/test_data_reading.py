@@ -7,8 +7,10 @@ import pytest
 
 from edkm_cli.config import UserError
 from edkm_cli.data import load_documents, reading
+from edkm_cli.data.encode import Encoder, Encoding
 from edkm_cli.data.reading import Part, line_ranges, read_files
 from edkm_cli.data.sources import parse_source
+from helpers import byte_tokenizer
 
 RECORDS = [{"text": f"Document {i}, with \u2028 and ü. " + "word " * (i % 7)} for i in range(50)]
 
@@ -81,6 +83,45 @@ def test_a_long_list_is_read_item_by_item(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     path.write_text("  " + json.dumps(items))
     assert [item for part in read_files(parse_source(str(path))) for item in part.load()] == items
+
+
+def test_a_json_file_of_lines_may_begin_with_a_long_one(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    records = [{"text": "x" * 500}, {"text": "b"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(reading, "PART_BYTES", 100)
+    assert [record for part in read_files(parse_source(str(path))) for record in part.load()] == records
+
+
+@pytest.mark.parametrize(("name", "split"), [("t.txt", "all"), ("t.txt", "train"), ("t.txt", "test"), ("t.raw", "all")])
+def test_a_compressed_text_is_the_text_whatever_its_pieces(tmp_path, monkeypatch, name, split):
+    text = "".join(f"Line {i} of a text.\n\n" for i in range(60)) + "An end"
+    (tmp_path / name).write_text(text)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr(reading, "PART_BYTES", 300)
+    whole, pieces = (load_documents(str(tmp_path / file), split).text() for file in (name, f"{name}.gz"))
+    assert pieces == whole
+
+
+def test_of_several_texts_each_is_a_document_also_where_they_are_large(tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer()
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 300)
+    monkeypatch.setattr(reading, "PART_BYTES", 100)
+    parts = read_files(parse_source(str(tmp_path)))
+    ids = [Encoder(tokenizer, Encoding()).encode(part).ids for part in parts]
+    assert len(ids) > 12
+    text = tokenizer.decode([token for row in ids for token in row.tolist()])
+    assert text == "".join(f"{name}\n" * 300 + "<eos>" for name in "abc")
+
+
+def test_a_line_that_memory_should_not_hold_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"text": "x" * 1000}))
+    monkeypatch.setattr(reading, "_LONGEST_ITEM", 300)
+    monkeypatch.setattr(reading, "PART_BYTES", 10)
+    with pytest.raises(UserError, match="lines of at most 300 bytes"):
+        list(read_files(parse_source(str(path))))
 
 
 def test_the_place_of_a_bad_line_is_told(tmp_path):

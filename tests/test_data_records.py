@@ -20,6 +20,8 @@ FORGETFUL = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' and loop.last %}{{ '(thought)' }}"
     "{% endif %}{{ m.content + '<end>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+# As SmolLM2's: a text of its own before the first message.
+PREFACED = "{% if messages[0].role != 'system' %}<|system|>\nBe kind.<end>\n{% endif %}" + CHATML
 TURNS = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "One?"},
@@ -95,6 +97,68 @@ def test_a_template_that_rewrites_old_answers_gives_a_document_for_each():
     assert found[1].text.startswith(found[0].text.replace("(thought)Yes.<end>\n", "Yes.<end>\n"))
 
 
+@pytest.mark.parametrize("template", [CHATML, PREFACED, MARKED])
+def test_an_answer_without_a_question_is_learnt_from_where_the_template_calls_for_it(template):
+    document = only({"messages": TURNS[2:]}, tokenizer=tokenizer(template))
+    assert [text.strip() for text in answers(document)] == ["Yes.<end>", "No.<end>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("change", [{"content": ""}, {"weight": 0}])
+def test_empty_answers_and_those_of_no_weight_are_not_learnt(template, change):
+    turns = [*TURNS[:2], {**TURNS[2], **change}, *TURNS[3:]]
+    document = only({"messages": turns}, tokenizer=tokenizer(template))
+    assert [text.strip() for text in answers(document)] == ["No.<end>"]
+    assert document.text.count("<|assistant|>") == 2
+
+
+def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not():
+    template = CHATML.replace("m.content +", "(m.content or m.tool_calls | string) +")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    turns = [TURNS[1], call, {"role": "tool", "content": "3"}, TURNS[2]]
+    first, second = answers(only({"messages": turns}, tokenizer=tokenizer(template)))
+    assert "'add'" in first
+    assert second == "Yes.<end>\n"
+
+
+def test_roles_of_sharegpt_are_those_of_templates():
+    turns = zip(("SYSTEM", "Human", "function_call", "observation", "GPT"), "abcde", strict=True)
+    record = {"conversations": [{"from": name, "value": value} for name, value in turns]}
+    document = only(record, tokenizer=tokenizer())
+    assert [line for line in document.text.split("\n") if line.startswith("<|")] == [
+        f"<|{role}|>" for role in ("system", "user", "assistant", "tool", "assistant")
+    ]
+    assert answers(document) == ["c<end>\n", "e<end>\n"]
+
+
+def test_a_message_in_parts_is_their_text():
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "?\ud800"}]
+    turns = [{"role": "user", "content": parts}, TURNS[2]]
+    assert "\nOne?\ufffd<end>" in only({"messages": turns}, tokenizer=tokenizer()).text
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": None},
+        {"messages": []},
+        {"conversations": [], "id": 1},
+        {"prompt": None, "completion": None},
+        {"instruction": None, "output": None},
+        {"prompt": [], "completion": []},
+    ],
+)
+def test_a_record_of_a_known_kind_without_anything_in_it_is_no_document(record):
+    assert render(record, "here", tokenizer=tokenizer()) == []
+
+
+def test_fields_that_are_null_do_not_decide_what_a_record_is():
+    """As tables have them that were put together of several kinds."""
+    nothing = {"messages": None, "prompt": None, "completion": None, "instruction": None, "output": None}
+    assert only({**nothing, "text": "Hello"}).text == "Hello"
+    assert answers(only({**nothing, "text": None, "prompt": "a", "completion": "b"})) == ["b"]
+
+
 def test_asked_for_everything_a_record_is_learnt_as_a_whole():
     for record in ({"prompt": "a", "completion": "b"}, {"messages": TURNS}):
         (document,) = render(record, "here", tokenizer=tokenizer(), whole=True)
@@ -123,6 +187,17 @@ def test_half_a_surrogate_pair_is_replaced():
         ({"text": ["a"]}, "is a list"),
         ({"prompt": 1, "completion": "a"}, "'prompt' of a record must be a text"),
         ({"messages": TURNS, "odd": True}, "no chat template"),
+        ({"messages": "Hello"}, "'messages' must be a list of messages"),
+        ({"messages": ["Hello"]}, "'messages' must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, "must have 'role' and 'content', but one in here has 'role'"),
+        (
+            {"messages": [{"role": "user", "content": 1}]},
+            "'content' of a message must be a text, but in here it is a int",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of another kind"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "one in here is from 'narrator'"),
+        ({"instruction": "a", "context": "b", "response": "c"}, "has 'instruction', 'context', 'response'"),
+        ({"instruction": "a", "input": 1, "output": "b"}, "'input' of a record must be a text"),
     ],
 )
 def test_a_record_of_no_known_kind_gets_one_line(record, message):

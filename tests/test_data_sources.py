@@ -4,6 +4,7 @@ import pytest
 
 from edkm_cli.config import UserError
 from edkm_cli.data import load_documents, measured_split, parse_source, parse_sources, require_apart
+from edkm_cli.data.sources import repeated
 
 
 @pytest.fixture
@@ -64,6 +65,21 @@ def test_weights_are_for_all_or_for_none(here):
     for bad in ("a.jsonl=0", "a.jsonl=-1", "a.jsonl=nan", "a.jsonl=inf"):
         with pytest.raises(UserError, match="positive"):
             parse_source(bad)
+
+
+def test_what_is_named_twice_is_told(here):
+    sources = parse_sources(["b.jsonl", "builtin", "*.jsonl", "owner/name:en", "owner/name:de", "builtin"])
+    assert repeated(sources) == {"*.jsonl": "b.jsonl", "builtin": "builtin"}
+    assert repeated(sources[:2]) == {}
+
+
+def test_a_copy_of_a_text_that_is_trained_on_is_not_measured(tmp_path):
+    for name, text in (("train.txt", "One.\nTwo.\n"), ("copy.txt", "One.\nTwo.\n"), ("test.txt", "One.\nTwo!\n")):
+        (tmp_path / name).write_text(text)
+    train, copy, test = (parse_source(str(tmp_path / name)) for name in ("train.txt", "copy.txt", "test.txt"))
+    require_apart([train], test)
+    with pytest.raises(UserError, match=r"must not be trained on, but \S+copy\.txt is in --data \S+train\.txt"):
+        require_apart([train], copy)
 
 
 @pytest.mark.parametrize(

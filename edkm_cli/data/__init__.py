@@ -1,9 +1,9 @@
 """Texts and data sets -> batches of tokens.
 
 `sources` says what a name stands for, `splits` what of it is trained on and what is measured, `reading` and `hub` read
-records, `records` and `chat` make text of them and find the answers in it, `encode` makes tokens, `store` and `cache` keep
-them, `layout` and `blocks` make sequences and batches, `training` puts it together; `text` has the texts that are
-measured.
+records, `records` and `chat` make text of them and find the answers in it, `encode` makes tokens, `marks` tell where the
+same text is elsewhere, `store` and `cache` keep all of it, `layout` and `blocks` make sequences and batches, `training`
+puts it together; `text` has the texts that are measured.
 """
 
 from edkm_cli.data.blocks import Batch, Blocks

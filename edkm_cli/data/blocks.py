@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edkm_cli.config import UserError
 from edkm_cli.data.encode import Counts
-from edkm_cli.data.layout import SPLIT, Chain, Layout, packed_layout, plain_layout
+from edkm_cli.data.layout import DROP, SPLIT, Chain, Layout, packed_layout, plain_layout
 from edkm_cli.data.store import TokenStore
 
 NO_LABEL = -1
@@ -73,10 +73,7 @@ class Blocks:
         self._layouts: list[Layout] = [cut(text.ends(), sequence_length, long_records) for text in self._texts]
         for text, layout in zip(self._texts, self._layouts, strict=True):
             if not len(layout):
-                raise UserError(
-                    f"training data must have at least {sequence_length} tokens (one sequence), got {len(text)}; "
-                    "give more --data or a smaller --sequence-length"
-                )
+                raise _too_little(text, sequence_length, long_records)
         self._shares = _shares(weights) if weights is not None else None
         self._orders: dict[int, tuple[int, Tensor]] = {}
 
@@ -155,6 +152,16 @@ class Blocks:
             kept = (epoch, torch.randperm(len(self._layouts[source]), generator=generator))
             self._orders[source] = kept
         return kept[1]
+
+
+def _too_little(text: Chain, sequence_length: int, long_records: str) -> UserError:
+    lengths = np.diff(text.ends(), prepend=0)
+    long = int(lengths[lengths > sequence_length].sum()) if long_records == DROP else 0
+    dropped = f", of which {long} are in longer documents, which --long-records drop leaves out" if long else ""
+    return UserError(
+        f"training data must have at least {sequence_length} tokens (one sequence), got {len(text)}{dropped}; "
+        f"give more --data or a {'larger' if long else 'smaller'} --sequence-length"
+    )
 
 
 def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenStore]:

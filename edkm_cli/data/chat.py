@@ -21,29 +21,49 @@ def render_chat(
     """(text, the answers' spans in it) of a conversation: one, or one for each answer where the template writes an
     answer in another way once the conversation has gone on (as reasoning models' do: they leave out old thoughts).
 
-    An answer ends with what ends its turn. Turns before `first_answer` are prompt. Raises TemplateError.
+    An answer ends with what ends its turn. Turns before `first_answer`, empty ones, and those with a `weight` of 0 are
+    prompt. Raises TemplateError.
     """
     whole = _render(tokenizer, messages, tools)
-    low = first_answer or 0
+    assistant = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    turns = [index for index in assistant if index >= (first_answer or 0) and _is_answer(messages[index])]
     marked = _generation_spans(tokenizer, messages, tools, whole)
-    if marked is not None:
-        prompt = len(_render(tokenizer, messages[:low], tools, ask=True)) if low else 0
-        return [(whole, tuple(span for span in marked if span[0] >= prompt))]
-    turns = [index for index, turn in enumerate(messages) if turn["role"] == "assistant" and index >= low]
+    if marked is not None and (len(marked) == len(assistant) or len(turns) == len(assistant)):
+        if len(turns) < len(assistant):
+            marked = [span for index, span in zip(assistant, marked, strict=True) if index in turns]
+        return [(whole, tuple(marked))]
     spans, texts = [], []
     for index in turns:
-        before = _render(tokenizer, messages[:index], tools, ask=True)
         after = _render(tokenizer, messages[: index + 1], tools)
-        if not after.startswith(before):
-            raise TemplateError(
-                f"the text before message {index + 1} is not the beginning of the text with it, so that the answer "
-                "cannot be told from the prompt; use --train-on all"
-            )
-        spans.append((len(before), len(after)))
+        spans.append((_prompt_length(tokenizer, messages[:index], tools, after), len(after)))
         texts.append(after)
     if all(whole.startswith(text) for text in texts):
         return [(whole, tuple(spans))]
     return [(text, (span,)) for text, span in zip(texts, spans, strict=True)]
+
+
+def _is_answer(turn: dict[str, Any]) -> bool:
+    """Whether there is something to learn in a turn, and it is not to be left out (`weight`, as OpenAI's format has it)."""
+    said = ("content", "tool_calls", "reasoning_content", "thinking")
+    return any(turn.get(name) for name in said) and turn.get("weight") != 0
+
+
+def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, text: str) -> int:
+    """How many characters of a text that ends with an answer are what came before it. Raises TemplateError."""
+    if before:
+        prompt = _render(tokenizer, before, tools, ask=True)
+        if text.startswith(prompt):
+            return len(prompt)
+    else:  # many templates refuse a conversation without messages: their call for an answer is what they add to any other
+        question = [{"role": "user", "content": "?"}]
+        asked, plain = (_render(tokenizer, question, tools, ask=ask) for ask in (True, False))
+        call = asked.removeprefix(plain)
+        if call and asked != call and call in text:
+            return text.index(call) + len(call)
+    raise TemplateError(
+        f"the text before message {len(before) + 1} is not the beginning of the text with it, so that the answer cannot be "
+        "told from the prompt; use --train-on all"
+    )
 
 
 def render_whole(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None) -> str:
@@ -52,8 +72,6 @@ def render_whole(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any =
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
-    if not messages and not ask:
-        return ""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
     except Exception as error:  # whatever a template raises

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from edkm_cli.config import UserError
+from edkm_cli.data.marks import marks
 from edkm_cli.data.reading import PART_BYTES, Part
 from edkm_cli.data.records import Document, render
 
 COMPLETIONS, ALL = "completions", "all"
-_LONG_LINE = 64  # characters from which a line is looked for in other texts
-_SAMPLED = np.uint64(16)  # of the lines, one in so many is kept for comparison
+# Words, blanks, accents, parts of a character: on it the tokenizer's own library must do as transformers does.
+_PROBE = "A word,\n  1 234 \u00fc\u0301 \U0001f642\tend. "
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class Encoding:
 @dataclass
 class Counts:
     """What became of a source: documents and tokens read, tokens learnt, tokens that are seen and not learnt, and
-    records without text or without an answer, which are left out."""
+    records without text or without an answer, which are left out; and characters held out to be measured."""
 
     documents: int = 0
     tokens: int = 0
     trained: int = 0
     masked: int = 0
     empty: int = 0
+    held_out: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -53,20 +54,30 @@ class Encoded:
 
 
 class Encoder:
-    """Renders and tokenizes parts. Copied into worker processes; it holds no open files."""
+    """Renders and tokenizes parts. Copied into worker processes; it holds no open files. `sampled`: keep a share of the
+    marks, for a source that is large."""
 
-    def __init__(self, tokenizer: Any, encoding: Encoding):
-        self.tokenizer, self.encoding = tokenizer, encoding
+    def __init__(self, tokenizer: Any, encoding: Encoding, *, sampled: bool = False):
+        self.tokenizer, self.encoding, self.sampled = tokenizer, encoding, sampled
         empty = list(tokenizer("")["input_ids"])
         self._begin = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+        probe = _PROBE + (tokenizer.eos_token or "")
+        self._direct = False
+        wanted = self._ids([probe])
+        self._direct = tokenizer.is_fast
+        self._direct = self._direct and self._ids([probe]) == wanted
 
     def encode(self, part: Part) -> Encoded:
         """Raises UserError for a record that cannot be used."""
+        encoded = self._encode(part)
+        return replace(encoded, counts=encoded.counts + Counts(held_out=part.held_out))
+
+    def _encode(self, part: Part) -> Encoded:
         records = part.load()
         if part.stream:
-            return self._stream(records, self._begin if part.first == 0 else [])
+            return self._stream(records, self._begin if part.begins else [], self._end if part.ends else [])
         documents: list[Document] = []
         empty = 0
         for number, record in enumerate(records):
@@ -83,33 +94,46 @@ class Encoder:
             found = [document for document in found if document.answers is None or document.answers]
         return [document for document in found if document.text.strip()]
 
-    def _stream(self, texts: list[str], begin: list[int]) -> Encoded:
+    def _stream(self, texts: list[str], begin: list[int], end: list[int]) -> Encoded:
         """Pieces of one running text: what a tokenizer makes of each, nothing put between them."""
         ids = [np.asarray(row, self.dtype) for row in self._ids(texts)]
-        if ids and begin:
+        if ids:
             ids[0] = np.concatenate([np.asarray(begin, self.dtype), ids[0]])
+            ids[-1] = np.concatenate([ids[-1], np.asarray(end, self.dtype)])
         lengths = np.array([row.size for row in ids], np.int64)
         total = int(lengths.sum())
         joined = np.concatenate(ids) if ids else np.empty(0, self.dtype)
-        return Encoded(joined, lengths, None, marks(texts), Counts(len(texts), total, total))
+        return Encoded(joined, lengths, None, marks(texts, sampled=self.sampled), Counts(len(texts), total, total))
 
-    def _ids(self, texts: list[str], **options: Any) -> Any:
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of each text, without what begins and ends one."""
+        backend = self._backend()
+        if backend is not None:  # what transformers wraps: a fifth of the time goes into its wrapping
+            return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
         if not texts:
             return []
-        found = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
-        return found if options else found["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _backend(self) -> Any:
+        """The tokenizer of the library `tokenizers`, where it does as transformers does; it keeps what an earlier call has
+        asked for, such as truncation."""
+        backend = self.tokenizer.backend_tokenizer if self._direct else None
+        return backend if backend is not None and backend.truncation is None and backend.padding is None else None
 
     def _assemble(self, documents: list[Document], empty: int) -> Encoded:
         rows: list[np.ndarray] = []
         learnt: list[np.ndarray] = []
+        begin, end = np.asarray(self._begin, self.dtype), np.asarray(self._end, self.dtype)
         for document, ids, trained in zip(documents, *self._tokens(documents), strict=True):
             if not document.templated:
                 ends = document.answers is None or bool(document.answers)
-                end = self._end if self._end and ids[-1:] != self._end else []
-                trained = [bool(document.answers is None)] * len(self._begin) + trained + [ends] * len(end)
-                ids = self._begin + ids + end
-            rows.append(np.asarray(ids, self.dtype))
-            learnt.append(np.asarray(trained, bool))
+                last = end[: 0 if ids[-1:].tolist() == self._end else None]
+                trained = np.concatenate(
+                    [np.full(begin.size, document.answers is None), trained, np.full(last.size, ends)]
+                )
+                ids = np.concatenate([begin, ids, last])
+            rows.append(ids)
+            learnt.append(trained)
         lengths = np.array([row.size for row in rows], np.int64)
         total = int(lengths.sum())
         joined = np.concatenate(rows) if rows else np.empty(0, self.dtype)
@@ -119,33 +143,34 @@ class Encoder:
             joined,
             lengths,
             None if count == total else mask,
-            marks([document.text for document in documents]),
+            marks([document.text for document in documents], sampled=self.sampled),
             Counts(len(rows), total, count, total - count, empty),
         )
 
-    def _tokens(self, documents: list[Document]) -> tuple[list[list[int]], list[list[bool]]]:
+    def _tokens(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Ids without what begins and ends a document, and which of them are learnt, for each document."""
-        ids: list[list[int]] = [[] for _ in documents]
-        trained: list[list[bool]] = [[] for _ in documents]
+        ids = [np.empty(0, self.dtype) for _ in documents]
+        trained = [np.empty(0, bool) for _ in documents]
         plain = [index for index, document in enumerate(documents) if document.answers is None]
         pieces = [(index, piece) for index in plain for piece in split_long(documents[index].text)]
         for (index, _), row in zip(pieces, self._ids([piece for _, piece in pieces]), strict=True):
-            ids[index] += row
+            ids[index] = np.concatenate([ids[index], np.asarray(row, self.dtype)])
         for index in plain:
-            trained[index] = [True] * len(ids[index])
+            trained[index] = np.ones(ids[index].size, bool)
         answered = [index for index, document in enumerate(documents) if document.answers is not None]
         for index, (row, mask) in zip(answered, self._answers([documents[i] for i in answered]), strict=True):
-            ids[index], trained[index] = row, mask
+            ids[index], trained[index] = np.asarray(row, self.dtype), mask
         return ids, trained
 
-    def _answers(self, documents: list[Document]) -> list[tuple[list[int], list[bool]]]:
+    def _answers(self, documents: list[Document]) -> list[tuple[list[int], np.ndarray]]:
         """A token is learnt where all of it is in an answer: one that begins in the prompt is the prompt's."""
         texts = [document.text for document in documents]
         if not self.tokenizer.is_fast:
             return [self._answers_by_length(document) for document in documents]
         if not texts:
             return []
-        found = self._ids(texts, return_offsets_mapping=True)
+        options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
+        found = self.tokenizer(texts, add_special_tokens=False, **options)
         result = []
         for ids, offsets, document in zip(found["input_ids"], found["offset_mapping"], documents, strict=True):
             start, end = np.array(offsets, np.int64).reshape(-1, 2).T
@@ -156,16 +181,16 @@ class Encoder:
             mask = np.zeros(len(ids), bool)
             for low, high in document.answers or ():
                 mask |= (first >= low) & (last <= high)
-            result.append((ids, mask.tolist()))
+            result.append((ids, mask))
         return result
 
-    def _answers_by_length(self, document: Document) -> tuple[list[int], list[bool]]:
+    def _answers_by_length(self, document: Document) -> tuple[list[int], np.ndarray]:
         """Where a tokenizer gives no offsets: by how many tokens the text has up to an answer's ends."""
         ids = self._ids([document.text])[0]
-        mask = [False] * len(ids)
+        mask = np.zeros(len(ids), bool)
         for low, high in document.answers or ():
             first, last = (len(self._ids([document.text[:at]])[0]) for at in (low, high))
-            mask[first:last] = [True] * (min(last, len(ids)) - first)
+            mask[first:last] = True
         return ids, mask
 
 
@@ -179,25 +204,6 @@ def split_long(text: str) -> list[str]:
         pieces.append(text[:cut])
         text = text[cut:]
     return [*pieces, text]
-
-
-def marks(texts: list[str]) -> np.ndarray:
-    """Digests by which the same text is found elsewhere: of every document, and of one in 16 of its long lines (chosen
-    by the digest, so the same line is chosen everywhere). Sorted, uint64."""
-    whole = [digest64(text.strip()) for text in texts]
-    lines = [
-        digest64(line.strip())
-        for text in texts
-        if "\n" in text.strip()
-        for line in text.split("\n")
-        if len(line) >= _LONG_LINE
-    ]
-    sampled = np.array(lines, np.uint64)
-    return np.unique(np.concatenate([np.array(whole, np.uint64), sampled[sampled % _SAMPLED == 0]]))
-
-
-def digest64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def check_train_on(train_on: str) -> None:

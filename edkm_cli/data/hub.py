@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from edkm_cli.config import UserError
@@ -12,6 +13,7 @@ from edkm_cli.data.sources import Source
 
 # What a set's own text for measuring is called, the best first.
 _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
+_PATIENCE_SECONDS = 5.0
 
 
 def import_datasets(name: str) -> Any:
@@ -35,7 +37,8 @@ def held_out_split(source: Source) -> str | None:
         return None
     datasets = import_datasets(source.name)
     try:
-        names = datasets.get_dataset_split_names(source.repository, source.config)
+        with _without_retries(source):
+            names = datasets.get_dataset_split_names(source.repository, source.config)
     except Exception as error:
         raise _explained(source, error) from error
     return next((name for name in _HELD_OUT_SPLITS if name in names), None)
@@ -45,12 +48,44 @@ def rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, A
     """The records of a split. Raises UserError that says what there is instead, or why it is out of reach."""
     datasets = import_datasets(source.name)
     try:
-        loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
+        with _without_retries(source):
+            loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
         yield from loaded
     except UserError:
         raise
     except Exception as error:
         raise _explained(source, error) from error
+
+
+@contextmanager
+def _without_retries(source: Source) -> Iterator[None]:
+    """Where the hub does not answer, `datasets` looks into its own cache at once, not after half a minute of retries."""
+    if os.path.isdir(source.repository) or _answers():
+        yield
+        return
+    import datasets
+    import huggingface_hub
+
+    modules: list[Any] = [datasets.config, huggingface_hub.constants]
+    kept = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, kept, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def _answers() -> bool:
+    """Whether the hub answers at all."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+    except Exception:  # whatever a proxy, a name server or offline mode raises
+        return False
+    return True
 
 
 def _explained(source: Source, error: Exception) -> UserError:
@@ -59,15 +94,25 @@ def _explained(source: Source, error: Exception) -> UserError:
     where = "from the Hugging Face hub" if not os.path.isdir(source.repository) else f"from {source.repository}"
     choices = re.search(r"\[('.*?')\]", text)
     there = choices[1].replace("'", "") if choices else ""
+    if "OfflineModeIsEnabled" in text:
+        return UserError(
+            f"--data {source.name} could not be loaded: the Hugging Face hub does not answer, and the cache of `datasets` "
+            "has no copy of it; check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
+        )
     if "Config" in text and there:
         return UserError(
             f"--data {source.name} needs one of its configurations, which are {there}, but "
-            f"{source.config or 'none'} is given; write it as {_without_parts(source)}:{there.split(',')[0]}"
+            f"{source.config or 'none'} is given; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}"
         )
     if "split" in text.lower() and there:
+        if "[" in (source.split or ""):
+            return UserError(
+                f"--data {source.name} is a part of a split, which must be of {there} and cannot be streamed; add "
+                "--no-streaming"
+            )
         return UserError(
             f"--data {source.name} has the splits {there}, but not {source.split or 'train'}; write one as "
-            f"{_without_parts(source)}@{there.split(',')[0]}"
+            f"{source.name.partition('@')[0]}@{there.split(',')[0]}"
         )
     if "gated" in text.lower():
         return UserError(f"--data {source.name} is a gated data set; ask for access on its page, then `hf auth login`")
@@ -78,7 +123,3 @@ def _explained(source: Source, error: Exception) -> UserError:
         f"--data {source.name} could not be loaded {where} ({type(error).__name__}: {short}); check the network, "
         "or give a local file or 'builtin'"
     )
-
-
-def _without_parts(source: Source) -> str:
-    return re.split("[:@]", source.name)[0]

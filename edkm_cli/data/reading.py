@@ -24,7 +24,8 @@ _BOM = b"\xef\xbb\xbf"
 @dataclass(frozen=True)
 class Part:
     """Some consecutive records of a source: read (`records`), or the lines that begin in bytes `start` to `stop` of a
-    file. `first` is the number of its first record. `stream`: the records are pieces of one text, not documents."""
+    file. `first` is the number of its first record. `stream`: the records are pieces of one text, not documents; whether
+    the text `begins` and `ends` with them. `held_out`: characters before or after it that are left out to be measured."""
 
     where: str
     first: int = 0
@@ -33,6 +34,9 @@ class Part:
     start: int = 0
     stop: int = 0
     stream: bool = False
+    begins: bool = False
+    ends: bool = False
+    held_out: int = 0
 
     def load(self) -> list[Any]:
         """The records. Raises UserError for a line that is not JSON."""
@@ -72,16 +76,23 @@ def read_files(source: Source, column: str | None = None) -> Iterator[Part]:
     """All parts of a source's files, in order. Raises UserError for a file that cannot be read."""
     first = 0
     for path in source.files:
-        for part in _read_file(path, first, column):
+        for part in _read_file(path, first, column, alone=len(source.files) == 1):
             first += len(part.records)
             yield part
 
 
-def _read_file(path: Path, first: int, column: str | None) -> Iterator[Part]:
+def _read_file(path: Path, first: int, column: str | None, *, alone: bool) -> Iterator[Part]:
+    """`alone`: the only file of its source. Of several, each text is a document, with an end."""
     suffix = suffix_of(path)
     if is_text(path):
-        for number, text in enumerate(text_pieces(path)):
-            yield Part(str(path), first + number, [text], stream=True)
+        ends = not alone and not is_wikitext(path)
+        number, pieces = 0, text_pieces(path)
+        text = next(pieces, None)
+        while text is not None:
+            following = next(pieces, None)
+            begins = number == 0 and (ends or first == 0)
+            yield Part(str(path), first + number, [text], stream=True, begins=begins, ends=ends and following is None)
+            number, text = number + 1, following
     elif suffix in (".parquet", ".arrow"):
         yield from batched(_columnar(path, column), str(path), first)
     elif suffix == ".json" and not _is_lines(path):
@@ -101,12 +112,17 @@ def _read_file(path: Path, first: int, column: str | None) -> Iterator[Part]:
 def _whole_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """The lines of a compressed file. Raises UserError for one that memory should not hold: a few kilobytes can unpack to
     a line without end."""
-    while line := file.readline(_LONGEST_ITEM + 1):
-        if len(line) > _LONGEST_ITEM:
-            raise UserError(
-                f"--data must have lines of at most {_LONGEST_ITEM} bytes, but {path} has a longer one; is it damaged?"
-            )
+    while line := _line(path, file):
         yield line
+
+
+def _line(path: Path, file: BinaryIO) -> bytes:
+    line = file.readline(_LONGEST_ITEM + 1)
+    if len(line) > _LONGEST_ITEM:
+        raise UserError(
+            f"--data must have lines of at most {_LONGEST_ITEM} bytes, but {path} has a longer one; is it damaged?"
+        )
+    return line
 
 
 def line_ranges(path: Path, start: int = 0) -> Iterator[Part]:
@@ -115,7 +131,7 @@ def line_ranges(path: Path, start: int = 0) -> Iterator[Part]:
     with _open(path) as file:
         while start < size:
             file.seek(min(start + PART_BYTES, size))
-            file.readline()
+            _line(path, file)
             stop = file.tell()
             yield Part(str(path), path=path, start=start, stop=stop)
             start = stop
@@ -143,8 +159,8 @@ def read_text(path: Path) -> str:
 
 def text_pieces(path: Path) -> Iterator[str]:
     """A long text in pieces of about PART_BYTES that end with a line (where lines are very long, with a word); WikiText's
-    as its rows joined."""
-    pending, size, number = [], 0, 0
+    as its rows joined. Put together they are the whole text."""
+    pending, size, number, joint = [], 0, 0, ""
     with _open(path) as file:
         for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
             if number == 0:
@@ -154,13 +170,13 @@ def text_pieces(path: Path) -> Iterator[str]:
             if size >= _LONG_LINE_PARTS * PART_BYTES and not line.endswith(b"\n"):  # a text without lines
                 data = b"".join(pending)
                 cut = data.rfind(b" ", len(data) // 2) + 1 or _whole_characters(data)
-                yield _decoded([data[:cut]], path)
-                pending, size = [data[cut:]], len(data) - cut
+                yield joint + _decoded([data[:cut]], path)
+                pending, size, joint = [data[cut:]], len(data) - cut, ""
             if size >= PART_BYTES and line.endswith(b"\n"):
-                yield _decoded(pending, path)
-                pending, size = [], 0
+                yield joint + _decoded(pending, path)
+                pending, size, joint = [], 0, "\n\n" if is_wikitext(path) else ""
     if pending:
-        yield _decoded(pending, path)
+        yield joint + _decoded(pending, path)
 
 
 def _whole_characters(data: bytes) -> int:
@@ -176,7 +192,7 @@ def _decoded(lines: list[bytes], path: Path) -> str:
         text = b"".join(lines).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--data must be UTF-8 text, but {path} is not ({error.reason}); convert it first") from error
-    return "\n\n".join(wikitext_rows(text)) + "\n\n" if is_wikitext(path) else text
+    return "\n\n".join(wikitext_rows(text)) if is_wikitext(path) else text
 
 
 def wikitext_rows(text: str) -> list[str]:
@@ -237,13 +253,16 @@ def batched(records: Iterator[Any], where: str, first: int) -> Iterator[Part]:
 
 def characters(record: Any) -> int:
     """About how much text a record holds: the characters of all its strings."""
-    if isinstance(record, str):
-        return len(record)
-    if isinstance(record, dict):
-        return sum(map(characters, record.values()))
-    if isinstance(record, (list, tuple)):
-        return sum(map(characters, record))
-    return 0
+    left, count = [record], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+    return count
 
 
 def _columnar(path: Path, column: str | None) -> Iterator[Any]:
@@ -280,13 +299,15 @@ def _is_lines(path: Path) -> bool:
     """Whether a .json file holds JSON Lines, as many do: it does not begin with a list, and its first line is whole."""
     with _open(path) as file:
         for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
-            line = line.removeprefix(_BOM).strip()
-            if line:
-                if not line.startswith(b"{"):
+            begin = line.removeprefix(_BOM).lstrip()
+            if begin:
+                if not begin.startswith(b"{"):
                     return False
+                if not begin.endswith(b"\n"):
+                    begin += next(_reading(path, iter(lambda: file.readline(_LONGEST_ITEM), b"")), b"")
                 try:
-                    json.loads(line)
-                except ValueError:
+                    json.loads(begin)
+                except (ValueError, RecursionError):
                     return False
                 return True
     return False

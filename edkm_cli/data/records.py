@@ -1,7 +1,7 @@
 """A record -> the text a model sees, and which of it is the answer that it is to learn.
 
 Kinds of records, by their fields: `messages` (or ShareGPT's `conversations`), `prompt` and `completion`, Alpaca's
-`instruction` and `output`, and `text`. A record with several of these counts as the first.
+`instruction` and `output`, and `text`. A record with several of these counts as the first that is not null.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ _ALPACA_PROMPT = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:\n"
 )
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+# ShareGPT's names for those who speak, by the roles that chat templates know.
+_SPEAKERS = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"),
+    "tool": ("tool", "observation", "function_response"),
+}
+_ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
+_CHATS = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True)
@@ -75,27 +84,41 @@ def _render(record: Any, where: str, tokenizer: Any, column: str | None, whole: 
         raise UserError(f"a record must be a string or an object with fields, but {where} is a {type(record).__name__}")
     if column is not None:
         return _column(record, column, where, tokenizer, whole)
-    messages = _messages(record)
-    if messages is not None:
-        return _conversation(messages, None, record, where, tokenizer, whole)
-    if "prompt" in record and "completion" in record:
+    for name in _CHATS:
+        if record.get(name) is not None:
+            return _conversation(_messages(record[name], name, where), None, record, where, tokenizer, whole)
+    if _has(record, "prompt", "completion"):
         return _completion(record, where, tokenizer, whole)
-    if isinstance(record.get("instruction"), str):
-        return [_answered(alpaca_prompt(record), _text(record.get("output"), "output", where))]
-    if "text" in record:
+    if _has(record, "instruction", "output"):
+        fields = {name: _text(record.get(name), name, where) for name in ("instruction", "input", "output")}
+        return [_answered(alpaca_prompt(fields), fields["output"])]
+    if record.get("text") is not None:
         return [Document(_text(record["text"], "text", where))]
+    if _is_null(record):
+        return []
     raise UserError(
         "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion', or Alpaca's "
         f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column"
     )
 
 
+def _has(record: Mapping[str, Any], first: str, second: str) -> bool:
+    """Whether a record has both fields, one of them not null."""
+    return first in record and second in record and (record[first] is not None or record[second] is not None)
+
+
+def _is_null(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of a known kind, and null."""
+    pairs = (("prompt", "completion"), ("instruction", "output"))
+    return any(name in record for name in ("text", *_CHATS)) or any(a in record and b in record for a, b in pairs)
+
+
 def _column(record: Mapping[str, Any], column: str, where: str, tokenizer: Any, whole: bool) -> list[Document]:
     if column not in record:
         raise UserError(f"--data-column must be a field of the records, which are {_fields(record)}, got {column!r}")
     value = record[column]
-    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
-        return _conversation([_turn(turn) for turn in value], None, record, where, tokenizer, whole)
+    if isinstance(value, list):
+        return _conversation(_messages(value, column, where), None, record, where, tokenizer, whole)
     return [Document(_text(value, column, where))]
 
 
@@ -129,27 +152,51 @@ def _answered(prompt: str, completion: str) -> Document:
 def _completion(record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = [_turn(turn) for turn in prompt], [_turn(turn) for turn in completion]
+        before, after = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
         return _conversation(before + after, len(before), record, where, tokenizer, whole)
     return [_answered(_text(prompt, "prompt", where), _text(completion, "completion", where))]
 
 
-def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    for name in ("messages", "conversations", "conversation"):
-        turns = record.get(name)
-        if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
-            return [_turn(turn) for turn in turns]
-    return None
+def _messages(turns: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """The messages of a field. Raises UserError where they are none."""
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise UserError(f"{name!r} must be a list of messages with 'role' and 'content', but in {where} it is not")
+    return [_turn(turn, where) for turn in turns]
 
 
-def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A message with `role` and `content`; ShareGPT's `from` and `value` in their places, empty fields left out."""
     if "from" in turn and "value" in turn:
-        return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": _cleaned(turn["value"] or "")}
-    return {name: _cleaned(value) for name, value in turn.items() if value is not None or name == "content"}
+        role = _ROLES.get(str(turn["from"]).lower())
+        if role is None:
+            raise UserError(
+                f"a turn must be from one of {', '.join(_ROLES)}, but one in {where} is from {turn['from']!r}"
+            )
+        turn = {"role": role, "content": turn["value"] or ""}
+    message = {name: _cleaned(value) for name, value in turn.items() if value is not None or name == "content"}
+    if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+        raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
+    if "content" in message:
+        message["content"] = _content(message["content"], where)
+    return message
+
+
+def _content(value: Any, where: str) -> str | None:
+    """The text of a message, which may come as a list of its parts; null beside calls of tools."""
+    if isinstance(value, list):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
+            raise UserError(f"messages must be text, but one in {where} has parts of another kind; leave it out")
+        return "".join(part["text"] for part in value)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"'content' of a message must be a text, but in {where} it is a {type(value).__name__}")
+    return value
 
 
 def _cleaned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _cleaned(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
     return _clean(value) if isinstance(value, str) else value
 
 
@@ -162,19 +209,20 @@ def _conversation(
     whole: bool,
 ) -> list[Document]:
     """Rendered by the chat template. `first_answer`: only messages from there on are answers."""
+    if not messages:
+        return []
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{where} is a conversation, but the model's tokenizer has no chat template; use an instruction-tuned model, "
             "or records with 'prompt' and 'completion'"
         )
-    for turn in messages:
-        if not isinstance(turn.get("role"), str):
-            raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
     tools = record.get("tools") or None
     try:
         if whole:
             return [Document(render_whole(tokenizer, messages, tools=tools), templated=True)]
         rendered = render_chat(tokenizer, messages, tools=tools, first_answer=first_answer)
     except TemplateError as error:
-        raise UserError(f"the model's chat template cannot render {where}: {error}") from error
+        raise UserError(
+            f"the model's chat template cannot render {where}: {error}; mend that record or leave it out"
+        ) from error
     return [Document(text, answers, templated=True) for text, answers in rendered]

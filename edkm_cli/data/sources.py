@@ -82,6 +82,20 @@ def parse_sources(names: tuple[str, ...] | list[str]) -> list[Source]:
     return sources
 
 
+def repeated(sources: list[Source]) -> dict[str, str]:
+    """Of each source whose files, or whose data set, an earlier one has, too: its name, and one of them."""
+    seen: set[object] = set()
+    found = {}
+    for source in sources:
+        texts: dict[object, str] = {path.resolve(): str(path) for path in source.files}
+        texts = texts or {(source.kind, source.repository or source.name, source.config, source.split): source.name}
+        twice = [text for key, text in texts.items() if key in seen]
+        if twice:
+            found[source.name] = twice[0]
+        seen.update(texts)
+    return found
+
+
 def parse_source(name: str, option: str = "--data") -> Source:
     """The source that a name stands for, `=WEIGHT` included. Raises UserError where it can be nothing."""
     text, weight = _weight(name, option)

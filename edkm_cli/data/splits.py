@@ -84,7 +84,7 @@ def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iter
     lines = [path for path in source.files[:1] if suffix_of(path) == ".jsonl" and not is_compressed(path)]
     if lines:
         return _lines_split(source, split, reading)
-    return _stream_split(read_files(source, reading.column), split)
+    return _stream_split(read_files(source, reading.column), split, source.name)
 
 
 def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
@@ -96,9 +96,9 @@ def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
     rows = hub.rows(source, chosen, streaming=streaming)
     if source.is_wikitext:
         text = "\n\n".join(row["text"] for row in rows)
-        return iter([Part(source.name, 0, [text], stream=True)])
+        return iter([Part(source.name, 0, [text], stream=True, begins=True)])
     parts = batched(rows, source.name, 0)
-    return parts if own or split == ALL else _stream_split(parts, split)
+    return parts if own or split == ALL else _stream_split(parts, split, source.name)
 
 
 def _whole_split(source: Source, split: str) -> list[Part]:
@@ -115,19 +115,22 @@ def _whole_split(source: Source, split: str) -> list[Part]:
         units = [(0, text) for text in builtin_texts(source.name)]
     if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
         raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
+    held_out = 0
     if split != ALL:
-        cut = held_out_start([characters(unit) for _, unit in units])
+        sizes = [characters(unit) for _, unit in units]
+        cut = held_out_start(sizes)
         kept = units[:cut] if split == TRAIN else units[cut:]
         if not kept or len(kept) == len(units):
             raise UserError(f"--data {source.name} must have at least two documents or lines, got {len(units)}")
-        units = kept
-    return _regrouped(source, units)
+        units, held_out = kept, sum(sizes[cut:]) if split == TRAIN else 0
+    first, *rest = _regrouped(source, units)
+    return [replace(first, held_out=held_out), *rest]
 
 
 def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
     """Parts in the order of the files: a text is whole again, records come one after the other."""
     if source.kind == "builtin":
-        return [Part(source.name, 0, ["\n\n".join(text for _, text in units)], stream=True)]
+        return [Part(source.name, 0, ["\n\n".join(text for _, text in units)], stream=True, begins=True)]
     parts: list[Part] = []
     first = 0
     for index in dict.fromkeys(index for index, _ in units):
@@ -135,7 +138,8 @@ def _regrouped(source: Source, units: list[tuple[int, Any]]) -> list[Part]:
         mine = [unit for at, unit in units if at == index]
         if is_text(path):
             text = ("\n\n" if is_wikitext(path) else "").join(mine)
-            parts.append(Part(str(path), first, [text], stream=len(source.files) == 1 or is_wikitext(path)))
+            stream = len(source.files) == 1 or is_wikitext(path)
+            parts.append(Part(str(path), first, [text], stream=stream, begins=stream and first == 0))
         else:
             parts.append(Part(str(path), first, mine))
         first += len(mine)
@@ -172,45 +176,61 @@ def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]
             if part.stop >= cut:
                 return
     else:
-        yield from line_ranges(path, start=cut)
+        held_out = cut
+        for part in line_ranges(path, start=cut):
+            yield replace(part, held_out=held_out)
+            held_out = 0
         yield from read_files(replace(source, files=source.files[1:]), reading.column)
 
 
-def _stream_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
+def _stream_split(parts: Iterator[Part], split: str, name: str) -> Iterator[Part]:
     """Of what is read once, from front to back: the last tenth where it proves short, else the first megabyte."""
     short: list[Part] = []
     size = 0
-    for part in parts:
+    if (first := next(parts, None)) is None:
+        raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+    for part in chain([first], parts):
         short.append(replace(part, records=part.load(), path=None))
         size += characters(short[-1].records)
         if size > WHOLE_BYTES:
             yield from _head_split(chain(short, parts), split)
             return
+    if short[0].stream and len({part.where for part in short}) == 1:  # pieces of one text, which is divided by lines
+        text = "".join(text for part in short for text in part.records)
+        if not text.strip():
+            raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+        short = [replace(short[0], records=text.splitlines(keepends=True))]
     sizes = [characters(record) for part in short for record in part.records]
     cut = held_out_start(sizes)
     if not 0 < cut < len(sizes):
-        raise UserError(f"--data must have at least two documents to hold one out, got {len(sizes)}")
+        raise UserError(f"--data {name} must have at least two documents or lines, got {len(sizes)}")
+    held_out = sum(sizes[cut:]) if split == TRAIN else 0
     for part in short:
         at = min(max(cut - part.first + short[0].first, 0), len(part.records))
         kept = part.records[:at] if split == TRAIN else part.records[at:]
         if kept:
-            yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at))
+            kept = ["".join(kept)] if part.stream else kept
+            yield replace(part, records=kept, first=part.first + (0 if split == TRAIN else at), held_out=held_out)
+            held_out = 0
 
 
 def _head_split(parts: Iterator[Part], split: str) -> Iterator[Part]:
     """The first megabyte of records, or all that follow them."""
-    left = HELD_OUT_CHARACTERS
+    left, held_out = HELD_OUT_CHARACTERS, 0
     for part in parts:
         if left <= 0:
             if split == TEST:
                 return
-            yield part
+            yield replace(part, held_out=held_out)
+            held_out = 0
             continue
         records, cut = part.load(), 0
         while cut < len(records) and left > 0:
             left -= characters(records[cut])
             cut += 1
+        held_out += characters(records[:cut]) if split == TRAIN else 0
         kept = records[:cut] if split == TEST else records[cut:]
         if kept:
             first = part.first if split == TEST else part.first + cut
-            yield replace(part, records=kept, first=first, path=None)
+            yield replace(part, records=kept, first=first, path=None, held_out=held_out)
+            held_out = 0

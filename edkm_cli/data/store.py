@@ -25,19 +25,27 @@ from edkm_cli.config import UserError
 from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.format import sync, write_json
 
-FORMAT = 1
+FORMAT = 2
 TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin", "marks.bin", "manifest.json"
 _DIGEST_CHUNK = 32 << 20
 
 
 class TokenStore:
-    """Token ids (tokens,), which of them are learnt, and where documents end; in memory or mapped from files."""
+    """Token ids (tokens,), which of them are learnt, and where documents end; in memory or mapped from files. `sampled`:
+    only a share of the marks is kept."""
 
     def __init__(
-        self, tokens: np.ndarray, trained: np.ndarray | None, ends: np.ndarray, marks: np.ndarray, counts: Counts
+        self,
+        tokens: np.ndarray,
+        trained: np.ndarray | None,
+        ends: np.ndarray,
+        marks: np.ndarray,
+        counts: Counts,
+        *,
+        sampled: bool = False,
     ):
         self._tokens, self._trained = tokens, trained
-        self.ends, self.marks, self.counts = ends, marks, counts
+        self.ends, self.marks, self.counts, self.sampled = ends, marks, counts, sampled
         self._sha256 = ""
 
     @property
@@ -147,7 +155,7 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
         counts = Counts(**manifest["counts"])
         if len(tokens) != counts.tokens or len(ends) != counts.documents:
             return None
-        store = TokenStore(tokens, trained, ends, marks, counts)
+        store = TokenStore(tokens, trained, ends, marks, counts, sampled=True)
         names = [TOKENS, ENDS] + ([TRAINED] if TRAINED in files else [])
         store._sha256 = combined([manifest["files"][name]["sha256"] for name in names])
         return store

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,12 +62,17 @@ def documents_of(
     """`load_documents` of a source."""
     texts: list[str] = []
     size = 0
+    running = ""  # the file whose text goes on, a piece at a time
     for part in read_split(source, split, reading):
         for number, record in enumerate(part.load()):
             where = f"{part.where}, record {part.first + number + 1}"
             column = reading.column if isinstance(record, Mapping) and reading.column in record else None
             found = render(record, where, tokenizer=tokenizer, column=column, whole=True)
-            texts += [document.text for document in found]
+            if part.stream and part.where == running:
+                texts[-1] += found[0].text
+            else:
+                texts += [document.text for document in found]
+        running = part.where if part.stream else ""
         size = sum(map(len, texts)) if characters is not None else 0
         if characters is not None and size > max(characters, WHOLE_BYTES):
             break
@@ -82,9 +89,10 @@ def measured_split(source: Source) -> str:
 
 
 def require_apart(trained: Sequence[Source], measured: Source) -> None:
-    """Raises UserError where a text to be measured is one that is trained on: the same file, or the same split."""
+    """Raises UserError where a text to be measured is one that is trained on: the same file, a copy of it under another
+    name, or the same split."""
     for source in trained:
-        both = {path.resolve() for path in source.files} & {path.resolve() for path in measured.files}
+        both = {mine.resolve() for mine in measured.files for other in source.files if _same_bytes(mine, other)}
         same_split = source.kind == measured.kind == "hub" and measured.split is not None
         same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)
         same_prose = source.name == measured.name == PROSE
@@ -94,6 +102,15 @@ def require_apart(trained: Sequence[Source], measured: Source) -> None:
                 f"--eval-data must not be trained on, but {what} is in --data {source.name}, too; leave --eval-data out "
                 "(a part of the first --data is held out for it), or name another text"
             )
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    """Raises UserError where a file cannot be read."""
+    try:
+        same = one.resolve() == other.resolve()
+        return same or (one.stat().st_size > 0 and filecmp.cmp(one, other, shallow=False))
+    except OSError as error:
+        raise UserError(f"--data file cannot be read: {error.filename} ({error.strerror or error})") from error
 
 
 def tokenize(documents: Documents, tokenizer: Any) -> Tensor:

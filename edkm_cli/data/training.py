@@ -18,9 +18,10 @@ from torch import Tensor
 from edkm_cli.config import UserError
 from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
-from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding, marks
+from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
 from edkm_cli.data.layout import SPLIT
-from edkm_cli.data.sources import Source, parse_source, parse_sources
+from edkm_cli.data.marks import looked_for
+from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
 from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
@@ -106,14 +107,15 @@ class TrainingData:
         }
 
     def found_in(self, documents: Documents) -> tuple[int, int]:
-        """(how many of a measured text's documents and long lines are trained on, of how many looked for)."""
-        wanted = marks(documents.documents)
-        seen = np.zeros(len(wanted), bool)
+        """(how many of a measured text's documents and passages are trained on, of how many looked for)."""
+        sampled = all(store.sampled for store in self.stores)  # then no other can be found
+        wanted = looked_for(documents.documents, sampled=sampled)
+        seen = np.zeros(wanted.shape, bool)
         for store in self.stores:
             if len(store.marks) and len(wanted):
                 at = np.minimum(np.searchsorted(store.marks, wanted), len(store.marks) - 1)
                 seen |= store.marks[at] == wanted
-        return int(seen.sum()), len(wanted)
+        return int(seen.any(1).sum()), len(wanted)
 
 
 def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: Say) -> dict[str, tuple[int, int]]:
@@ -149,7 +151,12 @@ def open_training_data(
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
     """
     sources = parse_sources(list(names))
-    encoder = Encoder(tokenizer, Encoding(options.column, options.train_on))
+    for name, twice in repeated(sources).items():
+        say(
+            f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
+        )
+    encoding = Encoding(options.column, options.train_on)
+    encoder = Encoder(tokenizer, encoding, sampled=True)
     stores = []
     for source in sources:
         if source.needs_model:
@@ -175,7 +182,9 @@ def _open(
     source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, share: float, say: Say
 ) -> TokenStore:
     if is_whole(source):
-        return memory_store(read_split(source, TRAIN, options.reading), encoder)
+        return memory_store(
+            read_split(source, TRAIN, options.reading), Encoder(encoder.tokenizer, encoder.encoding, sampled=False)
+        )
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
     if limit is not None and source.weight is not None:
         limit = math.ceil(limit * share)
@@ -210,7 +219,7 @@ def _open(
 def unchanged(names: Sequence[str]) -> Iterator[None]:
     """Inside, sources are read more than once (what is trained on, what is measured). Raises UserError at the end where
     the files of one are not what they were at the beginning."""
-    sources = [parse_source(name) for name in names]
+    sources = [parse_source(name, "--data or --eval-data") for name in names]
     before = [_identity(source) for source in sources]
     yield
     for source, identity in zip(sources, before, strict=True):
