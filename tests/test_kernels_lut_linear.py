@@ -134,12 +134,19 @@ def test_scales_of_groups_of_columns(path):
         row_scaled_linear(x, packed.indices, torch.rand(5, 5), None, bits=4)
 
 
-def test_wide_sums_stay_as_exact(path):
-    """4,096 columns: sums in one long chain would be several times worse."""
-    packed = random_packed("row:1", 32, 4096, 3, bias=False)
+@pytest.mark.parametrize(
+    "kind", ["row:1", "block:6x64", "row:1 5 bits", "row:1 7 bits", "6-bit levels", "8-bit levels"]
+)
+def test_wide_sums_stay_as_exact(kind, path):
+    """4,160 columns: sums in one long chain would be several times worse. Tiles end inside the rows that a thread takes."""
+    if kind.endswith("levels"):
+        packed = random_scaled(24, 4160, int(kind[0]))
+    else:
+        granularity, *bits = kind.split()
+        packed = random_packed(granularity, 24, 4160, int(bits[0]) if bits else 3, bias=False)
     for dtype in DTYPES:
         for tokens in (1, 4, 16):
-            x = torch.randn(tokens, 4096, generator=torch.Generator().manual_seed(2)).to(dtype)
+            x = torch.randn(tokens, 4160, generator=torch.Generator().manual_seed(2)).to(dtype)
             assert_as_exact_as_dense(x, packed, call(x, packed))
 
 
