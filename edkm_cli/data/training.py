@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_TOLD_SECONDS = 20.0  # between two words of how far tokenizing is
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,13 @@ def _open(
 
     def parts() -> Any:
         say(f"tokenizing {source.name}, once")
-        yield from read_split(source, TRAIN, options.reading)
+        told, read = time.monotonic(), 0
+        for part in read_split(source, TRAIN, options.reading):
+            yield part
+            read += part.size
+            if time.monotonic() - told > _TOLD_SECONDS:
+                told = time.monotonic()
+                say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
         if _identity(source) != before:
             raise _has_changed(source)
 
