@@ -31,7 +31,8 @@ def large(tmp_path, monkeypatch):
 
 
 def opened(path, say=lambda text: None, tokenizer=None, **options):
-    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=DataOptions(**options), say=say)
+    options = DataOptions(**{"workers": 1, **options})
+    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=options, say=say)
     return data.stores[0]
 
 
@@ -205,18 +206,20 @@ def test_two_runs_at_once_tokenize_once(large):
     assert len(stores(large)) == 1
 
 
-def _open_slowly(path, root, started):
+def _open_slowly(path, root, started, workers, pids=None):
     os.environ["EDKM_CACHE"] = root
     splits.WHOLE_BYTES = 1000
     append = cache.StoreWriter.append
 
     def slow(self, part):
         append(self, part)
+        if pids is not None and not started.is_set():
+            pids.put([child.pid for child in multiprocessing.active_children()])
         started.set()
         time.sleep(0.05)
 
     cache.StoreWriter.append = slow
-    opened(path, workers=1)
+    opened(path, workers=workers)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
@@ -224,7 +227,7 @@ def _open_slowly(path, root, started):
 def test_a_run_killed_while_it_writes_leaves_no_store_and_no_lock(large, delay):
     context = multiprocessing.get_context("fork")
     started = context.Event()
-    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started))
+    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started, 1))
     child.start()
     assert started.wait(60)
     time.sleep(delay)
@@ -234,3 +237,31 @@ def test_a_run_killed_while_it_writes_leaves_no_store_and_no_lock(large, delay):
     found = opened(large)
     assert len(stores(large)) == 1
     assert found.counts.documents > 300
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
+def test_the_workers_of_a_killed_run_end_and_do_not_keep_its_lock(large):
+    context = multiprocessing.get_context("fork")
+    started, pids = context.Event(), context.SimpleQueue()
+    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started, 2, pids))
+    child.start()
+    assert started.wait(60)
+    workers = pids.get()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    said = []
+    assert opened(large, said.append).counts.documents > 300
+    assert not any("waiting" in text for text in said)
+    assert len(workers) == 2
+    until = time.monotonic() + 60
+    while any(_runs(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in workers)
+
+
+def _runs(pid):
+    """Whether there is a process that has not ended; one that nobody waits for stays a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
