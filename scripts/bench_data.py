@@ -149,7 +149,7 @@ def bench(megabytes: int, workers: list[int], model: str, work: Path) -> dict[st
         "rows": rows,
         "most_beyond_libraries_bytes": most,
         "within_1_gb": most <= _LIMIT_BYTES,
-        "throughput_ratio": first[-1] / first[0],
+        "throughput_ratio": first[-1] / first[0] if len(first) > 1 else None,
         "command": f"python scripts/bench_data.py --megabytes {megabytes} "
         + " ".join(f"--workers {count}" for count in workers),
         "versions": versions(),
