@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,10 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE, MeasuredText, Measurements
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory, settle
+from edkm_cli.export.directory import OutputDirectory, finished_report
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.format import digest, json_text, write_json
+from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
@@ -65,7 +64,7 @@ def compress(
     world = open_world(choose_device(config.device), sharding=config.sharding, timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        finished = world.on_main(lambda: finished_report(config)) if resume else None
+        finished = world.on_main(lambda: finished_report(config.output, asdict(config))) if resume else None
         if finished is not None:
             watch.say(f"{config.output} is finished already")
             return finished
@@ -87,6 +86,11 @@ class Run:
         self.config, self.world, self.watch = config, world, watch
         self.clock = Clock()
 
+    @property
+    def exports_start(self) -> bool:
+        """Whether what is exported is the start itself, so that measuring both in full would tell the same twice."""
+        return not self.config.steps and self.world.size == 1
+
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
         output = self._open_output(overwrite=overwrite, resume=resume)
         try:
@@ -106,7 +110,10 @@ class Run:
         unfinished = resume and self._finds_unfinished(output, identity)
         model, objective = self._start(dense)
         del dense
-        if not unfinished:
+        if self.exports_start:
+            with self.clock.phase("evaluate"):
+                self.first_windows = self.measured.first_windows(model, self.world)
+        elif not unfinished:
             self._measure("start", model)
         staging = self._begin(output, identity, keep=unfinished)
         offloaded = self._train(model, objective, staging)
@@ -315,7 +322,13 @@ class Run:
         with self.clock.phase("evaluate"):
             # Of several processes, each remembers what it has seen of the uncompressed model.
             here = World(device=self.world.device)
+            if self.exports_start:
+                read_back = self.measured.first_windows(exported, here)
+                for before, after in zip(self.first_windows, read_back, strict=True):
+                    require_same_perplexity({"trained": None, "start": before, "exported": after}, self.plan.dtype)
             self.measured.measure("exported", exported, here, compare=self.world.size == 1)
+            if self.exports_start:
+                self.measured.take("start", "exported")
         for row in self.measured.rows():
             require_same_perplexity(row, self.plan.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
@@ -374,17 +387,3 @@ def _where(world: World) -> str:
     if world.size == 1:
         return world.device
     return f"{world.size} processes, {'sharded' if world.sharded else 'data parallel'}, {world.device}"
-
-
-def finished_report(config: CompressConfig) -> dict[str, Any] | None:
-    """The report of a finished run with these settings in `--output`, if there is one; what is left to clear away there
-    after a kill is cleared away."""
-    path = Path(config.output).expanduser().absolute()
-    try:
-        report_ = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(report_, dict) or report_.get("config") != json.loads(json_text(asdict(config))):
-        return None
-    settle(path)
-    return report_

@@ -65,7 +65,7 @@ class CompressConfig:
         choices={
             "auto": "sensitivity up to 4 bits beside the reconstructed start, where no target asks for one number",
             "uniform": "all as many as --bits says",
-            "sensitivity": "more where errors raise the loss most, fewer elsewhere, in no more room than uniform",
+            "sensitivity": "more where errors raise the loss most, fewer elsewhere, the model no larger than with uniform",
         },
     )
     granularity: str = setting(
@@ -89,9 +89,10 @@ class CompressConfig:
         COMPRESSION,
         choices=tuple(TARGETS),
     )
-    embedding_bits: int = setting(
-        8,
-        "Bits per weight of embeddings and output head; 16 leaves them uncompressed.",
+    embedding_bits: int | None = setting(
+        None,
+        "Bits per weight of embeddings and output head; 16 leaves them uncompressed. Default: 8; with bits by sensitivity "
+        "6, and the linears get the room that this saves.",
         COMPRESSION,
         choices=(*range(2, 9), 16),
     )

@@ -6,7 +6,6 @@ follow from it, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +18,13 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.allotment import spread_evenly
 from edkm_cli.nn.clustered import Clustering, clustered_layers
-from edkm_cli.nn.swap import OTHER, Swap, check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.targets import check_model
+from edkm_cli.widths import allots_bits, embedding_bits, planned_spec
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
-_MOST_BITS_ALLOTTED = 4
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 
 
@@ -65,6 +63,7 @@ class RunPlan:
         dtype: of the clustered model; differs where sharded training keeps float32 master weights.
         mixed_precision: `no` or `bf16`.
         start: how weights start: `kmeans`, `compensated` or `reconstructed`.
+        average: bits of a linear, on average.
         allotted: whether the bits of each linear in `spec` are final; before, they only have the right sum.
     """
 
@@ -79,6 +78,7 @@ class RunPlan:
     dtype: str
     mixed_precision: str
     start: str
+    average: float
     allotted: bool = False
 
     def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
@@ -119,7 +119,7 @@ class RunPlan:
     @property
     def average_bits(self) -> float | None:
         """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
-        return self.config.bits if self.by_sensitivity and not self.allotted else None
+        return self.average if self.by_sensitivity and not self.allotted else None
 
     @property
     def decoder_bits_per_weight(self) -> float:
@@ -154,6 +154,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
 
     Raises UserError for an unknown model, a geometry that does not fit, or dtypes that sharding cannot train.
     """
+    start = choose_start(config, sharded=setting.sharded)
     if like is not None:
         source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
     else:
@@ -169,7 +170,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         )
         skeleton = models.skeleton(source, architecture, trust_remote_code=config.trust_remote_code)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-        swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config), skip=config.skip))
+        swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config, start), skip=config.skip))
     if setting.sharded and config.dequantize:
         raise UserError(
             "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first",
@@ -180,7 +181,6 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
             everywhere=True,
         )
-    start = choose_start(config, sharded=setting.sharded)
     if setting.sharded and allots_bits(config, start):
         raise UserError(
             "--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use "
@@ -207,6 +207,7 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
             "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
             everywhere=True,
         )
+    spec, average = planned_spec(config, granularity, swaps, start)
     return RunPlan(
         config=config,
         setting=setting,
@@ -214,36 +215,13 @@ def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None =
         architecture=architecture,
         parameters=parameters,
         swaps=swaps,
-        spec=_spec(config, granularity, swaps),
+        spec=spec,
         dense_dtype=dense_dtype,
         dtype=dtype,
         mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
         start=start,
+        average=average,
     )
-
-
-def _spec(config: CompressConfig, granularity: Granularity, swaps: tuple[Swap, ...]) -> QuantizationSpec:
-    """The checkpoint's; where matrices will differ in bits, with any that take the same room."""
-    spec = QuantizationSpec(
-        bits=math.floor(config.bits),
-        granularity=granularity,
-        lut_dtype=config.lut_dtype,
-        embedding_bits=embedding_bits(config),
-        embedding_group=config.embedding_group or None,
-        skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
-    )
-    return spec.with_bits(spread_evenly([swap for swap in swaps if swap.clustered], spec, config.bits))
-
-
-def allots_bits(config: CompressConfig, start: str) -> bool:
-    """Whether linears get bits by sensitivity. `auto`: where a fraction of a bit is asked for, and up to 4 bits (above,
-    errors are small everywhere) beside the reconstructed start, which aims at the best model, too."""
-    if config.allocation != "auto":
-        return config.allocation == "sensitivity"
-    if not isinstance(config.bits, int):
-        return True
-    suits = config.importance == "gradient" and config.target is None
-    return suits and start == "reconstructed" and config.bits <= _MOST_BITS_ALLOTTED
 
 
 def choose_device(device: str) -> str:
@@ -271,11 +249,6 @@ def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str
     if mixed_precision != "auto":
         return mixed_precision
     return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
-
-
-def embedding_bits(config: CompressConfig) -> int | None:
-    """16 in the configuration means dense."""
-    return None if config.embedding_bits == 16 else config.embedding_bits
 
 
 def data_options(config: CompressConfig) -> data.DataOptions:

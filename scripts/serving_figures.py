@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ QUICK = ("--start", "kmeans", "--importance", "activation")  # the format is wha
 COMPRESSED = {"row:1": (), "tensor": QUICK, "block:8x64": QUICK}  # and options of `edkm compress`
 TOKENS, PATIENCE_SECONDS, TIE = 48, 1800, 1e-3
 BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
-KV_BYTES = 2**28
+KV_BYTES, SETTLE_SECONDS = 2**28, 1.2
 DENSE_BYTES = 269_030_016  # SmolLM2's weights in bfloat16; vLLM repacks dense ones into memory that no tensor shows
 
 
@@ -186,6 +187,7 @@ def speed(directories: list[str], repeats: int, after: Path | None) -> list[dict
     for turn in range(-1, repeats):  # the first one does not count
         for sequences in (1, 16):
             for i, engine in enumerate(engines):
+                time.sleep(SETTLE_SECONDS)  # the processes of an engine wait in a busy loop for a second
                 extra = seconds(engine, sequences, 72 if turn >= 0 else 16) - seconds(engine, sequences, 8)
                 if turn >= 0:
                     rates.setdefault((i, sequences), []).append(sequences * 64 / extra)
@@ -232,7 +234,16 @@ def part(work: Path, name: str, *directories: str, **options: Any) -> Any:
     """The result of a part of this script, in a process of its own."""
     result = work / f"{name}-{Path(directories[-1]).name}.json"
     more = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    subprocess.run([sys.executable, __file__, name, *directories, *more, "--json", str(result)], check=True)
+    command = [sys.executable, __file__, name, *directories, *more, "--json", str(result)]
+    child = subprocess.Popen(command)
+    try:
+        status = child.wait()
+    except BaseException:  # ended from outside: so must be the engines, which the part ends
+        child.terminate()
+        child.wait(60)
+        raise
+    if status:
+        sys.exit(f"serving_figures.py: {' '.join(command[2:])} ended with status {status}, see above")
     return json.loads(result.read_text())
 
 
@@ -284,6 +295,7 @@ def main() -> int:
     parser.add_argument("--after", type=Path, help="for `speed`: load, and measure when this file is there")
     parser.add_argument("--eager", action="store_true", help="for `agree`: do not compile graphs")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and servers are ended, too
     if arguments.part == "all":
         work = Path(*arguments.directory or ("out/serving",))
         work.mkdir(parents=True, exist_ok=True)

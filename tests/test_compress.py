@@ -46,7 +46,7 @@ def test_a_run_leaves_a_model_that_loads_and_measures_as_reported(model_director
     measured = report["perplexity"]
     assert (measured["trained"] is None) is (config.steps == 0)
     # Packed products add in another order than those of the decoded weights.
-    close = 1e-3 if config.dtype == "bfloat16" else 1e-5
+    close = 5e-3 if config.dtype == "bfloat16" else 1e-5
     assert measured["exported"] == pytest.approx(measured["trained" if config.steps else "start"], rel=close)
     assert set(os.listdir(tmp_path)) == {"out"}
     for name in ("README.md", "config.json", "generation_config.json", "tokenizer.json", "checksums.json"):

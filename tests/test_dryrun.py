@@ -102,12 +102,13 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03):
 def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path):
     # Where the start needs the most: what its passes keep in bfloat16, if the processor has instructions for it, is
     # rehearsed in float32.
-    within = 0.1 if changes.get("start_tokens") or changes.get("steps") == 0 else 0.03
+    starts = changes.get("start_tokens") or changes.get("steps") == 0 or changes.get("gradient_checkpointing")
+    within = 0.1 if starts else 0.03
     check_against_a_run(models["llama"], changes, text_file, tmp_path, within=within)
 
 
 def test_bits_by_sensitivity_are_rehearsed_with_one_bit_more(models, text_file, tmp_path):
-    changes = {"allocation": "sensitivity", "steps": 0}
+    changes = {"allocation": "sensitivity", "embedding_bits": 8, "steps": 0}
     check_against_a_run(models["llama"], changes, text_file, tmp_path, within=0.1)
 
 
@@ -173,7 +174,7 @@ def test_llama_7b_needs_no_hub_and_little_memory(peak_of, tmp_path):
     assert found["proposals"] == []
     assert found["original_weights_bytes"] == 2 * 6_738_415_616
     assert 2.5e9 < found["weights_bytes"] < 2.9e9
-    assert found["decoder_bits_per_weight"] == pytest.approx(3.03, abs=0.01)
+    assert found["decoder_bits_per_weight"] == pytest.approx(3.11, abs=0.01)  # 3.03, and what 6-bit embeddings save
     assert found["peak_memory_bytes"]["total"] == sum(found["peak_memory_bytes"].values()) / 2
 
 
@@ -190,7 +191,7 @@ def test_llama_7b_trains_on_24_gib_with_lora():
 def too_small(models):
     """(configuration, memory, plan) where each of two GPUs has half of what the run needs."""
     shape = {"sequence_length": 1024, "batch_size": 4, "context": 64, "calibration_tokens": 256, "start_tokens": 256}
-    config = CompressConfig(model=str(models["wide"]), **shape)
+    config = CompressConfig(model=str(models["wide"]), allocation="uniform", **shape)
     needed = dry_run(config, gpu_memory="80GB")["peak_memory_bytes"]["total"] - RUNTIME
     memory = f"{(RUNTIME + 0.5 * needed) / 0.95:.0f}"
     return config, memory, dry_run(config, gpu_memory=memory, gpus=2)

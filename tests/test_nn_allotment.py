@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from edkm_cli.errors import Preempted
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.initialize.allocation import allocate, expected_rise
-from edkm_cli.nn.allotment import choose, size_bits, spread_evenly, widths
+from edkm_cli.nn.allotment import (
+    average_with,
+    choose,
+    embedding_bits_saved,
+    size_bits,
+    spread_evenly,
+    widths,
+)
 from edkm_cli.nn.swap import Swap, decoder_bits_per_weight
 from helpers import assert_same_run, settings
 from processes import stop_after
@@ -52,6 +60,24 @@ def test_equal_sensitivities_get_equal_bits():
     assert set(choose(swaps, rises_of(swaps, [1.0] * 5), SPEC, 3).values()) == {3}
     assert spread_evenly(swaps, SPEC, 3) == {}
     assert sorted(spread_evenly(swaps, SPEC, 2.4).values()) == [2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("bits", "more"), [(3, 0.0), (3, 500.0), (2.5, 3000.0), (8, 500.0), (3, 1e9)])
+def test_the_average_takes_the_room_that_there_is_and_at_most_one_bit_more(bits, more):
+    swaps = [Swap("a", "linear", (8, 64)), Swap("b", "linear", (24, 32))]
+    room = sum(size_bits(swap, SPEC, bits) for swap in swaps) + more
+    average = average_with(swaps, SPEC, bits, more)
+    assert bits <= average <= min(bits + 1, 8)
+    taken = sum(size_bits(swap, SPEC, average) for swap in swaps)
+    assert taken <= room * (1 + 1e-9)
+    assert taken == pytest.approx(room) or average == min(bits + 1, 8)
+
+
+def test_what_embeddings_save_counts_stored_ones_only():
+    embedding, head = Swap("e", "embedding", (10, 12)), Swap("h", "head", (10, 12))
+    assert embedding_bits_saved([embedding, replace(head, tied=True)], 8, 6) == 10 * 8 * (12 - 9)
+    assert embedding_bits_saved([embedding, head], 8, 6) == 2 * 10 * 8 * (12 - 9)
+    assert embedding_bits_saved([replace(embedding, reason="stays")], 8, 6) == 0
 
 
 def test_widths_stay_in_range():

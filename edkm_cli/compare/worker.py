@@ -32,7 +32,7 @@ from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
-from edkm_cli.format import write_json
+from edkm_cli.format import read_spec, write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches, choose_start
 from edkm_cli.progress import Observer, Progress, Track
@@ -183,7 +183,8 @@ def _ours(
         choose_start(config, sharded=False) != "kmeans"
     )
     texts = [calibration_batches(tokens, config, limit) for limit in limits]
-    dense = config.embedding_bits == 16
+    spec = read_spec(directory)
+    assert spec is not None
     start = choose_start(config, sharded=False)
     row = {
         "training": END_TO_END if config.steps else BLOCKS if start == "reconstructed" else NOTHING,
@@ -196,7 +197,9 @@ def _ours(
         "seconds": round(
             sum(value for name, value in report["seconds"].items() if name not in ("load", "evaluate")), 3
         ),
-        "note": "embeddings as they came" if dense else f"embeddings at {config.embedding_bits} bits",
+        "note": "embeddings as they came"
+        if spec.embedding_bits is None
+        else f"embeddings at {spec.embedding_bits} bits",
         "directory": str(directory),
     }
     return row, load_compressed(directory, dtype=torch.float32, device=settings["device"])

@@ -120,9 +120,11 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     for swap in plan.swaps:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    bits = f"{config.bits:g} on average by sensitivity:" if plan.by_sensitivity else f"{config.bits}"
-    linear = f"{bits}-bit indices, {config.lut_dtype} LUT, {plan.spec.granularity}"
-    other = f"{config.embedding_bits}-bit, a float32 scale "
+    bits = (
+        f"{plan.average:.2f} bits on average, by sensitivity" if plan.by_sensitivity else f"{config.bits}-bit indices"
+    )
+    linear = f"{bits}, {config.lut_dtype} LUT, {plan.spec.granularity}"
+    other = f"{plan.spec.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
         {"role": role, "shape": list(shape), "count": count, "becomes": linear if role == LINEAR else other}

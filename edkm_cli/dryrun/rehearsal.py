@@ -11,7 +11,7 @@ of C kernels, what data parallelism and sharding (FSDP2) keep. The process itsel
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +43,10 @@ from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
+from edkm_cli.nn.allotment import widths
 from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.nn.palettized import Rounded, to_nearest
+from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
 from edkm_cli.train.loop import prepare
@@ -158,6 +161,7 @@ class Rehearsal:
                 start=self._kmeans,
                 compensating=self._compensate,
                 reconstructing=self._reconstruct,
+                rounding_of=self._rounding_of,
                 duplicate=self._duplicate,
             )
         self._settle(model)
@@ -170,6 +174,21 @@ class Rehearsal:
         place = HOST if self.setting.gpu else DEVICE
         self._ledger.move(found.values(), CLUSTERING, place=place, share=self.setting.share)
         self._ledger.begin("start")
+        return found
+
+    def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounded]:
+        """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
+        held in another order, and the result twice."""
+
+        def rounded(held: Tensor, weight: Tensor, scale: Tensor, top: int) -> Tensor:
+            with self._ledger.more(3 * size_bytes([weight]), CLUSTERING):
+                return to_nearest(weight, scale, top)
+
+        found: dict[str, Rounded] = {}
+        for moment in moments.values():
+            with self._ledger.more(36 * moment.numel(), CLUSTERING):
+                factor = moment.clone()
+            found |= {swap.name: partial(rounded, factor) for swap in swaps if swap.role in (EMBEDDING, HEAD)}
         return found
 
     def _duplicate(self, dense: Any) -> Any:
@@ -223,7 +242,8 @@ class Rehearsal:
         moving = 20 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
         fitting = 0
         groups, k = layer.centroids.shape
-        k *= 2 if self.plan.average_bits else 1  # any matrix may get one bit more
+        if self.plan.average_bits:  # any matrix may get the most
+            k = 2 ** max(widths(self.plan.average_bits))
         widened = 4 * size * (layer.weight.dtype != torch.float32)
         if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
             fitting = 16 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k + 2 * widened

@@ -65,6 +65,15 @@ class Measurements:
         """Measure a later stage. Without `compare` its distance from the uncompressed model is not."""
         self._found[stage] = self._figures(model, stage, world, reference=self._reference if compare else None)
 
+    def first_windows(self, model: Any, world: World = ALONE) -> list[float | None]:
+        """The perplexity of each text's first window: enough to see whether two models are the same."""
+        options: dict[str, Any] = {"context": self._context, "max_windows": 1, "world": world}
+        return [perplexity(model, text.tokens, **options).perplexity for text in self.texts]
+
+    def take(self, stage: str, of: str) -> None:
+        """A stage has the figures of another, whose model is the same."""
+        self._found[stage] = self._found[of]
+
     def on_the_way(self, model: Any, world: World = ALONE) -> dict[str, dict[str, float | None]]:
         """In the middle of training: figure -> text -> value, without those that are not measured."""
         found = self._figures(model, None, world, reference=self._reference)

@@ -6,12 +6,13 @@ import ctypes
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edkm_cli.config import UserError
 from edkm_cli.export.lock import Lock
-from edkm_cli.format import sync, write_json
+from edkm_cli.format import json_text, sync, write_json
 from edkm_cli.train.state import CHECKPOINTS
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -177,3 +178,17 @@ def _exchange(first: Path, second: Path) -> bool:
     except (OSError, AttributeError, TypeError):  # TypeError: Windows
         return False
     return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+
+
+def finished_report(output: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report of a finished run with this configuration in `output`, if there is one; what is left to clear away there
+    after a kill is cleared away."""
+    path = Path(output).expanduser().absolute()
+    try:
+        found = json.loads((path / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("config") != json.loads(json_text(config)):
+        return None
+    settle(path)
+    return found

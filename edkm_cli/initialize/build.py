@@ -1,8 +1,8 @@
 """Initialization: dense model -> clustered model, in one place.
 
 In this order: the importance of weights is measured on the dense model; k-means, weighted by it, places each layer's LUT
-entries; embeddings are rounded; low-rank updates are added (LoRA); weights compensate one another's rounding errors, or are
-reconstructed decoder layer by decoder layer.
+entries; embeddings are rounded, the errors of a row compensating one another; low-rank updates are added (LoRA); weights
+compensate one another's rounding errors, or are reconstructed decoder layer by decoder layer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.allocation import allocate
 from edkm_cli.initialize.compensate import compensate
+from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.lora import add_lora
+from edkm_cli.nn.palettized import Rounded
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
@@ -99,6 +101,7 @@ def initialize(
     start: Callable[..., Tensor] = shared_kmeans_start,
     compensating: Callable[..., None] = compensate,
     reconstructing: Callable[..., None] = reconstruct,
+    rounding_of: Callable[..., dict[str, Rounded]] = compensating_rounding,
     duplicate: Callable[[Any], Any] = copy.deepcopy,
 ) -> tuple[Any, Any | None]:
     """(the clustered model, the dense one or None). All processes of `world` call this alike.
@@ -110,14 +113,18 @@ def initialize(
             are.
         keep_dense: return the dense model, too: a frozen copy, or where `build` made another one, `dense` itself.
         build: makes the model anew part by part, for one that is sharded and never whole.
-        collect, start, compensating, reconstructing, duplicate: the costly steps, for a rehearsal or a measurement that
-            needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`, `reconstruct`
-            and `deepcopy` are.
+        collect, start, compensating, reconstructing, rounding_of, duplicate: the costly steps, for a rehearsal or a
+            measurement that needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`,
+            `reconstruct`, `compensating_rounding` and `deepcopy` are.
 
     Raises UserError where calibration inputs or weights are not finite.
     """
     names = [swap.name for swap in recipe.clustered]
-    importance = collect(dense, names, list(calibration), kind=recipe.importance, world=world, track=track)
+    head = output_embedding(recipe.swaps)
+    importance = collect(
+        dense, names, list(calibration), kind=recipe.importance, moments=head, world=world, track=track
+    )
+    rounding = rounding_of(recipe.swaps, {name: importance.pop(name) for name in head if name in importance})
     average = recipe.average_bits
     if average is not None:
         bits = world.on_main(lambda: allocate(dense, recipe.clustered, importance, recipe.spec, average, track=track))
@@ -136,7 +143,7 @@ def initialize(
             _add_lora(part, recipe)
 
     def finish(model: Any) -> None:
-        palettize_embeddings(model, recipe.swaps, recipe.spec)
+        palettize_embeddings(model, recipe.swaps, recipe.spec, rounding)
         if build is not None:
             _freeze_rest(model, recipe, parts)
         elif recipe.lora_rank:

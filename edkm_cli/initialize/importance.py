@@ -8,7 +8,7 @@ gradient of the weight and gives a sample for every token instead of every seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,27 +16,30 @@ from torch import Tensor, nn
 
 from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
-from edkm_cli.precision import bfloat16_products
+from edkm_cli.precision import bfloat16_products, sum_of_products
 
 IMPORTANCES = ("gradient", "activation", "none")
 
 
 class _Collector:
-    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32 in host memory.
+    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32 in host memory; of
+    those in `moments`, products of the inputs.
 
     Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
     """
 
-    def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World):
+    def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World, moments: Sequence[str] = ()):
         self.sums: dict[str, Tensor] = {}
         self.counts = True
-        self._kind, self._world = kind, world
+        self._kind, self._world, self._moments = kind, world, moments
         self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
 
     def _hook(self, name: str) -> Any:
         def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in); the square is taken when needed
-            if self._kind == "activation":
+            if name in self._moments:
+                self._add(name, sum_of_products(x, x))
+            elif self._kind == "activation":
                 self._add(name, x.float().square().sum(0))
             elif output.requires_grad:
                 output.register_hook(
@@ -71,6 +74,7 @@ def collect_importance(
     batches: list[Tensor],
     *,
     kind: str,
+    moments: Sequence[str] = (),
     world: World = ALONE,
     track: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, description, total: items,
 ) -> dict[str, Tensor]:
@@ -80,6 +84,7 @@ def collect_importance(
         model: a dense causal LM; its parameters are left as they are, none gets a gradient.
         batches: token ids, (batch, sequence) int64; the same on all processes.
         kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
+        moments: further linears, each of which gives the products of its inputs, (in, in).
         world: the processes. Where the model is sharded, `gradient` gives each its share of the rows
             (`World.gather_rows` makes them whole).
 
@@ -90,7 +95,8 @@ def collect_importance(
         raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
     if kind == "none":
         return {}
-    collector = _Collector({name: model.get_submodule(name) for name in names}, kind, world)
+    hooked = {name: model.get_submodule(name) for name in (*names, *moments)}
+    collector = _Collector(hooked, kind, world, moments)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     was_training = model.training
     for parameter in trained:
@@ -110,7 +116,7 @@ def collect_importance(
     split = world.sharded and kind == "gradient"
     # In place: the sums of a 7B model are 26 GB.
     return {
-        name: (value if split else world.sum(value)).div_(max(tokens, 1))
+        name: (value if split and name not in moments else world.sum(value)).div_(max(tokens, 1))
         for name, value in sorted(collector.sums.items())
     }
 

@@ -26,6 +26,7 @@ typedef struct {
     uint8_t window[64] __attribute__((aligned(64))); /* byte shuffle inside 16 bytes, per lane of 32 bits */
     int32_t shift[16] __attribute__((aligned(64)));
     uint8_t window64[64] __attribute__((aligned(64))), shift64[64] __attribute__((aligned(64))); /* 64 codes, by qwords */
+    uint8_t window8[64] __attribute__((aligned(64))), shift8[64] __attribute__((aligned(64))); /* 64 codes, each to a byte */
 } Unpacker;
 
 INLINE void prepare(Unpacker *u, int bits, const uint8_t *end) {
@@ -45,6 +46,10 @@ INLINE void prepare(Unpacker *u, int bits, const uint8_t *end) {
             u->shift64[q * 8 + v] = (uint8_t)(16 * v + bit % 8);
             u->shift64[q * 8 + 4 + v] = (uint8_t)(16 * v + bit % 8 + bits);
         }
+    for (int i = 0; i < 64; i++) { /* eight codes are `bits` bytes */
+        u->window8[i] = (uint8_t)((i / 8 * bits + i % 8) & 63);
+        u->shift8[i] = (uint8_t)(i % 8 * bits);
+    }
 }
 
 /* Sixteen bytes that may be read: those at `p`, or at the end of the matrix a copy of what is left. */
@@ -180,6 +185,15 @@ INLINE void use_table(Meaning meaning, Table *table, const void *lut, int64_t dt
 INLINE vf large_entries(const float *table, vi codes, int bits) {
     codes &= splat_int((1 << bits) - 1);
 #if defined(__AVX512F__)
+    __m512 first = _mm512_load_ps(table), second = _mm512_load_ps(table + 16); /* gathering costs ten times as much */
+    if (bits == 5) return (vf)_mm512_permutex2var_ps(first, (__m512i)codes, second);
+    if (bits == 6) {
+        __m512 third = _mm512_load_ps(table + 32), fourth = _mm512_load_ps(table + 48);
+        __mmask16 upper = _mm512_test_epi32_mask((__m512i)codes, _mm512_set1_epi32(32));
+        return (vf)_mm512_mask_blend_ps(
+            upper, _mm512_permutex2var_ps(first, (__m512i)codes, second), _mm512_permutex2var_ps(third, (__m512i)codes, fourth)
+        );
+    }
     return (vf)_mm512_i32gather_ps((__m512i)codes, table, 4);
 #else
     vf out;
@@ -218,12 +232,31 @@ INLINE vf weights16(Meaning meaning, const Unpacker *u, const Table *table, cons
     return to_floats((codes & splat_int((1 << u->bits) - 1)) - splat_int(1 << (u->bits - 1)));
 }
 
+#ifdef __AVX512VBMI__
+/* 64 signed levels of fewer than 8 bits: a byte shuffle brings each qword its eight codes, a multishift each byte its own. */
+INLINE void levels64(const Unpacker *u, const uint8_t *p, vf levels[4]) {
+    __m512i bytes = _mm512_maskz_loadu_epi8((1ull << (8 * u->bits)) - 1, p);
+    bytes = _mm512_permutexvar_epi8(_mm512_load_si512(u->window8), bytes);
+    bytes = _mm512_multishift_epi64_epi8(_mm512_load_si512(u->shift8), bytes);
+    bytes = _mm512_and_si512(bytes, _mm512_set1_epi8((char)((1 << u->bits) - 1)));
+    bytes = _mm512_sub_epi8(bytes, _mm512_set1_epi8((char)(1 << (u->bits - 1))));
+    levels[0] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_castsi512_si128(bytes)));
+    levels[1] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 1)));
+    levels[2] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 2)));
+    levels[3] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 3)));
+}
+#endif
+
 /* 64 weights from byte `p` on. */
 INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, const uint8_t *p, vf weights[4]) {
     if (meaning == SMALL) {
         vi codes[4];
         codes64(u, p, codes);
         for (int v = 0; v < 4; v++) weights[v] = small_entries(table->small, codes[v]);
+#ifdef __AVX512VBMI__
+    } else if (meaning == LEVEL) {
+        levels64(u, p, weights);
+#endif
     } else {
         for (int v = 0; v < 4; v++) weights[v] = weights16(meaning, u, table, p + 2 * u->bits * v);
     }

@@ -5,7 +5,7 @@
  * 128 columns at a time: byte shuffle, so that word j holds the codes of columns 4j to 4j + 3; four shifts, each of which
  * brings one of the four codes of every word to its low bits; four lookups. What is above a code's bits chooses a copy of
  * the table. The activations are laid out in the same order, once a call: vector k of a block holds columns 4j + k. What
- * is left at the end of a row, if at most 64 columns, goes by words of two codes.
+ * is left at the end of a row, if at most 64 columns, goes by words of two codes. Wider codes: lut_wide.h.
  */
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
 #define HAS_PAIRS 1
@@ -16,10 +16,13 @@
 #define MOST_WAYS 4
 #define SHORT_ROW 512 /* bytes of indices in a row */
 
-/* How blocks are decoded: a shuffle and shifts for words of four codes, and the same for words of two. */
+/* Tiles that end inside a block; whole rows of one table; tiles of a multiple of 64 columns, so that half a block has one. */
+enum { TILES, WHOLE, HALVES };
+
+/* How blocks are decoded: a shuffle and shifts for words of four codes, the same for words of two, and for bytes of one. */
 typedef struct {
-    __m512i spread, shift[4], spread_two, shift_two[2];
-    __mmask64 bytes, bytes_two; /* of a block */
+    __m512i spread, shift[4], spread_two, shift_two[2], spread_one, shift_one;
+    __mmask64 bytes, bytes_two; /* of a block, and of half of it */
     int bits;
 } Words;
 
@@ -38,6 +41,13 @@ INLINE void prepare_words(Words *words, int bits) {
         }
     words->spread = _mm512_load_si512(spread[0]);
     words->spread_two = _mm512_load_si512(spread[1]);
+    uint8_t one[2][64] __attribute__((aligned(64)));
+    for (int i = 0; i < 64; i++) { /* eight codes are `bits` bytes */
+        one[0][i] = (uint8_t)((i / 8 * bits + i % 8) & 63);
+        one[1][i] = (uint8_t)(i % 8 * bits);
+    }
+    words->spread_one = _mm512_load_si512(one[0]);
+    words->shift_one = _mm512_load_si512(one[1]);
     for (int k = 0; k < 4; k++) words->shift[k] = _mm512_load_si512(shift[k]);
     for (int k = 0; k < 2; k++) words->shift_two[k] = _mm512_load_si512(shift[4 + k]);
     words->bits = bits;
@@ -95,6 +105,23 @@ INLINE void decode_tiles(
     }
 }
 
+/* The tables of both halves of a block: 16 words each. */
+INLINE __m512i two_tables(const Call *call, const Part *part, int64_t row, int64_t column) {
+    vf first = small_table(part->lut, part->lut_dtype, group_at(call, part, row, column), call->bits);
+    vf second = small_table(part->lut, part->lut_dtype, group_at(call, part, row, column + RUN / 2), call->bits);
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+/* Weights of a whole block whose halves have a table each: bit 4 of a lane's number, the half, chooses it. */
+INLINE void decode_halves(const Words *u, const uint8_t *p, __m512i table, __m512i w[]) {
+    __m512i bytes = _mm512_permutexvar_epi8(u->spread, _mm512_maskz_loadu_epi8(u->bytes, p));
+    __m512i upper = _mm512_maskz_set1_epi16(0xffff0000u, 16), code = _mm512_set1_epi16(15);
+    for (int k = 0; k < 4; k++) {
+        __m512i at = _mm512_ternarylogic_epi64(_mm512_srlv_epi16(bytes, u->shift[k]), code, upper, 0xea); /* a & b | c */
+        w[k] = _mm512_permutexvar_epi16(at, table);
+    }
+}
+
 /* acc[n] += a block of weights times token n; what is left of a row has its lanes of zeros, as x has. */
 INLINE void add_run(int codes, int tokens, int ways, const __m512i w[], const uint16_t *x, __m512 acc[][MOST_WAYS]) {
     for (int k = 0; k < codes; k++)
@@ -102,40 +129,55 @@ INLINE void add_run(int codes, int tokens, int ways, const __m512i w[], const ui
             acc[n][k % ways] = add_pairs(acc[n][k % ways], w[k], _mm512_load_si512(x + n * RUN + 32 * k));
 }
 
-/* sums[n][i]: lane-wise sums of columns [from, end) of row `row + i` of W times token n, added to what is there. `whole`:
- * a row has one table. */
+/* A block of row `row`, or its first `left` columns; `table`: that of a row, or of the block's halves. */
+INLINE void decode_block(
+    int tiles, const Words *u, const Call *call, const Part *part, int64_t row, int64_t column, int64_t left, const uint8_t *p,
+    __m512i table, __m512i w[]
+) {
+    int codes = left > RUN / 2 ? 4 : 2;
+    if (tiles == TILES) decode_tiles(u, codes, call, part, row, column, p, w);
+    else if (tiles == HALVES && left >= RUN) decode_halves(u, p, table, w);
+    else if (codes == 4) decode_run(u, 4, p, left, table, w);
+    else decode_run(u, 2, p, left, table, w);
+}
+
+/* sums[n][i]: lane-wise sums of columns [from, end) of row `row + i` of W times token n, added to what is there. HALVES
+ * prepares the tables of a row of tiles once, so that there are at most RUNS_DEPTH columns. */
 INLINE void few_pairs(
-    int whole, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
+    int tiles, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
     int64_t end, const uint16_t *x, vf sums[][UNIT]
 ) {
     int64_t step = RUN * call->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
     int64_t ahead = end - from == call->columns ? AHEAD : in_row; /* a part of a row: the same part of the next one */
     const int ways = tokens >= 16 ? 1 : tokens >= 8 ? 2 : 4; /* sums of a token, so that additions overlap */
+    __m512i tables[RUNS_DEPTH / RUN];
     for (int64_t r = 0; r < count; r++) {
         const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
         const uint16_t *at = x + from * tokens;
         __m512 acc[MOST_TOKENS][MOST_WAYS];
         __m512i w[4], table = _mm512_setzero_si512();
-        int64_t column = from;
+        int64_t column = from, block = 0;
         for (int n = 0; n < tokens; n++)
             for (int v = 0; v < ways; v++) acc[n][v] = _mm512_setzero_ps();
-        if (whole) {
+        if (tiles == HALVES && (r == 0 || (row + r) % tile_rows == 0))
+            for (int64_t i = 0, at = from; at < end; i++, at += RUN)
+                tables[i] = end - at >= RUN ? two_tables(call, part, row + r, at)
+                                            : word_table(part->lut, part->lut_dtype, group_at(call, part, row + r, at), call->bits);
+        if (tiles == WHOLE) {
             int64_t group = tile_rows == 1 ? row + r : (row + r) / tile_rows;
             table = word_table(part->lut, part->lut_dtype, group, call->bits);
         }
         for (; column + RUN <= end; column += RUN, p += step, at += RUN * tokens) {
             __builtin_prefetch(p + ahead);
-            if (whole) decode_run(u, 4, p, RUN, table, w);
-            else decode_tiles(u, 4, call, part, row + r, column, p, w);
+            decode_block(tiles, u, call, part, row + r, column, RUN, p, tiles == HALVES ? tables[block++] : table, w);
             add_run(4, tokens, ways, w, at, acc);
         }
+        if (tiles == HALVES && end > column) table = tables[block];
         if (end - column > RUN / 2) {
-            if (whole) decode_run(u, 4, p, end - column, table, w);
-            else decode_tiles(u, 4, call, part, row + r, column, p, w);
+            decode_block(tiles, u, call, part, row + r, column, end - column, p, table, w);
             add_run(4, tokens, ways, w, at, acc);
         } else if (end > column) {
-            if (whole) decode_run(u, 2, p, end - column, table, w);
-            else decode_tiles(u, 2, call, part, row + r, column, p, w);
+            decode_block(tiles, u, call, part, row + r, column, end - column, p, table, w);
             add_run(2, tokens, ways, w, at, acc);
         }
         for (int n = 0; n < tokens; n++) {
@@ -215,19 +257,21 @@ typedef void FewPairs(
     const Call *, const Part *, const Words *, int64_t row, int count, int64_t from, int64_t end, const uint16_t *x,
     vf sums[][UNIT]
 );
-#define FEW_PAIRS_OF(whole, tokens)                                                                                      \
-    NOINLINE few_pairs_##whole##_##tokens(                                                                               \
+#define FEW_PAIRS_OF(tiles, tokens)                                                                                      \
+    NOINLINE few_pairs_##tiles##_##tokens(                                                                               \
         const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from, int64_t end,           \
         const uint16_t *x, vf sums[][UNIT]                                                                               \
     ) {                                                                                                                  \
-        few_pairs(whole, tokens, call, part, u, row, count, from, end, x, sums);                                         \
+        few_pairs(tiles, tokens, call, part, u, row, count, from, end, x, sums);                                         \
     }
-#define ALL_TOKENS(whole) \
-    FEW_PAIRS_OF(whole, 1) FEW_PAIRS_OF(whole, 2) FEW_PAIRS_OF(whole, 4) FEW_PAIRS_OF(whole, 8) FEW_PAIRS_OF(whole, 16)
-#define NAMES_OF_PAIRS(whole) \
-    {few_pairs_##whole##_1, few_pairs_##whole##_2, few_pairs_##whole##_4, few_pairs_##whole##_8, few_pairs_##whole##_16}
-ALL_TOKENS(0) ALL_TOKENS(1)
-static FewPairs *const FEW_PAIRS[2][5] = {NAMES_OF_PAIRS(0), NAMES_OF_PAIRS(1)};
+#define ALL_TOKENS(tiles) \
+    FEW_PAIRS_OF(tiles, 1) FEW_PAIRS_OF(tiles, 2) FEW_PAIRS_OF(tiles, 4) FEW_PAIRS_OF(tiles, 8) FEW_PAIRS_OF(tiles, 16)
+#define NAMES_OF_PAIRS(tiles) \
+    {few_pairs_##tiles##_1, few_pairs_##tiles##_2, few_pairs_##tiles##_4, few_pairs_##tiles##_8, few_pairs_##tiles##_16}
+ALL_TOKENS(TILES) ALL_TOKENS(WHOLE) ALL_TOKENS(HALVES)
+static FewPairs *const FEW_PAIRS[3][5] = {NAMES_OF_PAIRS(TILES), NAMES_OF_PAIRS(WHOLE), NAMES_OF_PAIRS(HALVES)};
+
+#include "lut_wide.h"
 
 /* How many tokens the functions above take at once where `left` are left: 1, 2, 4, 8 or 16, as a power of two. */
 INLINE int size_of(int64_t left) {
@@ -239,15 +283,17 @@ INLINE int size_of(int64_t left) {
 /* Rows [row, row + count) of W, at most UNIT, with all tokens: 16 of them at a time, the last ones 1, 2, 4, 8 or 16. */
 static void pairs_of_unit(const Call *call, const Part *part, const Words *u, int64_t row, int count) {
     vf sums[MOST_TOKENS][UNIT];
-    int whole = part->tile_columns == call->columns;
+    int whole = part->tile_columns == call->columns, wide = call->meaning - LARGE;
+    int tiles = whole ? WHOLE : part->tile_columns % (RUN / 2) ? TILES : HALVES;
     for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS) {
         int some = (int)smaller(call->tokens - token, MOST_TOKENS), size = size_of(some);
         const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride;
-        int64_t depth = size < 3 ? call->columns : RUNS_DEPTH;
-        int two = some == 1 && whole && row_bytes(call) <= SHORT_ROW;
+        int64_t depth = size < 3 && whole ? call->columns : RUNS_DEPTH;
+        int two = some == 1 && whole && wide < 0 && row_bytes(call) <= SHORT_ROW;
         if (two) short_rows(call, part, u, row, count, x, sums[0]);
         for (int64_t from = 0; !two && from < call->columns; from += depth)
-            FEW_PAIRS[whole][size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
+            (wide < 0 ? FEW_PAIRS[tiles] : FEW_WIDE[wide])
+                [size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
         for (int n = 0; n < some; n++) {
             for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
             finish(call, part, row, count, token + n, sum_lanes(sums[n]));
@@ -255,11 +301,15 @@ static void pairs_of_unit(const Call *call, const Part *part, const Words *u, in
     }
 }
 
-/* Whether this product goes by pairs: no tile may start inside a group of four columns. */
+/* Whether this product goes by pairs: no tile may start inside a group of four columns, and wider codes need whole rows of
+ * one table. Few tokens' products with levels wait for memory, in float32 as well. */
 static int takes_pairs(const Call *call) {
-    if (call->out_dtype != BFLOAT16 || call->meaning != SMALL) return 0;
-    for (int64_t p = 0; p < call->count; p++)
-        if (call->parts[p].tile_columns != call->columns && call->parts[p].tile_columns % 4) return 0;
+    if (call->out_dtype != BFLOAT16) return 0;
+    if (call->meaning >= LEVEL) return call->tokens >= WIDE_TOKENS;
+    for (int64_t p = 0; p < call->count; p++) {
+        int64_t tile = call->parts[p].tile_columns;
+        if (tile != call->columns && (call->meaning == LARGE || tile % 4)) return 0;
+    }
     return 1;
 }
 
@@ -294,10 +344,14 @@ static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, ui
     for (int k = 0; k < 5; k++) order[k] = _mm512_load_si512(numbers[k]);
     for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS, to += MOST_TOKENS * call->x_stride) {
         int64_t some = smaller(call->tokens - token, MOST_TOKENS), size = 1 << size_of(some);
-        for (int64_t n = 0; n < some; n++)
-            lay_out_row(x + (token + n) * x_row, call->columns, order, size * RUN, to + n * RUN);
-        for (int64_t k = 0; some < size && k < call->x_stride; k += RUN)
-            memset(to + k * size + some * RUN, 0, (size_t)((size - some) * RUN) * sizeof *to);
+        int64_t run = call->meaning == SMALL ? RUN : RUN / 2;
+        for (int64_t n = 0; n < some; n++) {
+            const uint16_t *own = x + (token + n) * x_row;
+            if (call->meaning == SMALL) lay_out_row(own, call->columns, order, size * run, to + n * run);
+            else lay_out_wide(own, call->columns, size * run, to + n * run);
+        }
+        for (int64_t k = 0; some < size && k < call->x_stride; k += run)
+            memset(to + k * size + some * run, 0, (size_t)((size - some) * run) * sizeof *to);
     }
 }
 #else

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
-from edkm_cli.nn.swap import Swap
-from edkm_cli.packing import MAX_BITS, MIN_BITS
+from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
+from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 
 _REACH = 1  # widths tried beyond those next to the average
 
@@ -35,6 +35,25 @@ def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
     rows, columns = swap.shape[:2]
     lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
     return rows * columns * spec.granularity.bits_per_weight(rows, columns, bits=low, lut_bits=lut_bits)
+
+
+def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
+    """Bits that embeddings and output head take less at `fewer` bits a weight than at the `usual` number."""
+    stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
+    return sum(8 * rows * (packed_width(columns, usual) - packed_width(columns, fewer)) for rows, columns in stored)
+
+
+def average_with(swaps: Sequence[Swap], spec: QuantizationSpec, bits: float, more: float) -> float:
+    """The average at which linears take `more` bits in sum than at `bits` each; at most one above `bits`."""
+    room = sum(size_bits(swap, spec, bits) for swap in swaps) + more
+    low, most = bits, min(bits + 1.0, MAX_BITS)
+    while low < most:  # sizes grow in proportion between whole numbers
+        high = min(math.floor(low) + 1.0, most)
+        at_low, at_high = (sum(size_bits(swap, spec, at) for swap in swaps) for at in (low, high))
+        if at_high >= room:
+            return low + (high - low) * (room - at_low) / (at_high - at_low)
+        low = high
+    return most
 
 
 def choose(
@@ -79,5 +98,5 @@ def spread_evenly(swaps: Sequence[Swap], spec: QuantizationSpec, average: float)
     """Bits without any measurement, in the same room: for planning, where only sizes count."""
     low, high = math.floor(average), math.ceil(average)
     if low == high:
-        return {}
+        return {} if low == spec.bits else {swap.name: low for swap in swaps}
     return choose(swaps, {swap.name: {low: 1.0, high: 0.0} for swap in swaps}, spec, average)

@@ -24,7 +24,7 @@ from edkm_cli.kernels.tiles import Packed
 from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
 
-_FILL_ROWS = 1024
+_FILL_ROWS = 4096
 _UNCHANGED = (
     "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
     "model.dequantize() makes"
@@ -187,6 +187,15 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
 
 
+# (weight (rows, columns) float32, the scale of each of its numbers, the last level) -> levels -last..last, float32.
+Rounded = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def to_nearest(weight: Tensor, scale: Tensor, top: int) -> Tensor:
+    """Each number rounded by itself."""
+    return (weight / scale).round_().clamp_(-top, top)
+
+
 class _RowScaled(_Packed):
     """value = scale[row, group of the column] * (index - 2**(bits - 1)): the palette of embeddings, symmetric about zero."""
 
@@ -207,7 +216,7 @@ class _RowScaled(_Packed):
         """The dense weight (rows, columns)."""
         return paths.dense(self.packed(), self.columns, dtype)
 
-    def fill(self, weight: Tensor) -> None:
+    def fill(self, weight: Tensor, rounded: Rounded = to_nearest) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
         gets the last level.
 
@@ -216,10 +225,12 @@ class _RowScaled(_Packed):
         top = 2 ** (self.bits - 1) - 1
         for first in range(0, self.rows, _FILL_ROWS):
             rows = slice(first, first + _FILL_ROWS)
-            part = weight[rows].detach().float().unflatten(1, (self.scale.shape[1], -1))
-            scale = (part.abs().amax(2, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
-            levels = (part / scale).round_().clamp_(-top, top).add_(2 ** (self.bits - 1)).flatten(1)
-            self.scale[rows], self.indices[rows] = scale[..., 0], pack(levels.to(torch.uint8), self.bits)
+            part = weight[rows].detach().float()
+            scale = part.unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
+            scale.clamp_min_(torch.finfo(torch.float32).tiny)
+            levels = rounded(part, scale.repeat_interleave(self.columns // scale.shape[1], 1), top)
+            self.scale[rows] = scale
+            self.indices[rows] = pack(levels.add_(2 ** (self.bits - 1)).to(torch.uint8), self.bits)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.columns}, bits={self.bits}"

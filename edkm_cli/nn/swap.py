@@ -7,9 +7,10 @@ into, and for a dry run on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from edkm_cli.nn.palettized import (
     PalettizedEmbedding,
     PalettizedHead,
     PalettizedLinear,
+    Rounded,
     embedding_scale,
     is_plain_linear,
     to_dense,
+    to_nearest,
 )
 from edkm_cli.nn.ready import SharedInput
 
@@ -37,13 +40,14 @@ class Swap:
     """One module of the plan: what it becomes, or why it stays (`reason` not empty).
 
     A weight that belongs to neither a linear nor an embedding (role `other`: fused experts, convolutions) always stays;
-    its `name` is that of the parameter.
+    its `name` is that of the parameter. An output embedding that is the input embedding is `tied`: it stores nothing.
     """
 
     name: str
     role: str
     shape: tuple[int, ...]
     reason: str = ""
+    tied: bool = False
 
     @property
     def clustered(self) -> bool:
@@ -51,7 +55,7 @@ class Swap:
         return self.role == LINEAR and not self.reason
 
     def to_mapping(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value != ""}
+        return {key: value for key, value in asdict(self).items() if value != "" and key != "tied"}
 
 
 def is_tied(model: Any) -> bool:
@@ -121,6 +125,7 @@ def _other_matrices(path: str, module: nn.Module) -> list[Swap]:
 
 def _keep_ties(swaps: list[Swap]) -> list[Swap]:
     """A tied head shares the embedding's fate: where one stays dense, both do."""
+    swaps = [replace(swap, tied=True) if swap.role == HEAD else swap for swap in swaps]
     ends = [swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and "not the token embedding" not in swap.reason]
     reasons = [swap.reason for swap in ends if swap.reason]
     if not reasons:
@@ -149,8 +154,13 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
     return total / weights
 
 
-def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) -> None:
-    """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's."""
+def palettize_embeddings(
+    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, Rounded] = MappingProxyType({})
+) -> None:
+    """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's.
+
+    `rounded`: module path -> how, where not each number to its nearest level.
+    """
     tied = is_tied(model)
     for swap in swaps:
         if swap.role not in (EMBEDDING, HEAD) or swap.reason:
@@ -158,7 +168,7 @@ def palettize_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSp
         dense: Any = model.get_submodule(swap.name)
         palettized = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
         if not (tied and swap.role == HEAD):
-            palettized.fill(dense.weight)
+            palettized.fill(dense.weight, rounded.get(swap.name, to_nearest))
         if swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
