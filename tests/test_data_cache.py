@@ -100,6 +100,21 @@ def test_whatever_decides_the_tokens_makes_another_store(large, change):
     assert len(said) == 1
 
 
+def test_of_a_large_source_a_share_of_the_marks_is_kept(large, monkeypatch):
+    large.write_text(
+        "".join(
+            json.dumps({"text": f"Line {i} of\nsome text that is long enough to be looked for.\nEnd"}) + "\n"
+            for i in range(400)
+        )
+    )
+    every = opened(large)
+    monkeypatch.setattr("edkm_cli.data.training.WHOLE_BYTES", 1000)
+    some = opened(large)
+    assert (every.sampled, some.sampled) == (False, True)
+    assert set(some.marks.tolist()) < set(every.marks.tolist())
+    assert every.sha256 == some.sha256
+
+
 def test_a_cache_can_be_made_again(large):
     opened(large)
     said = []
