@@ -69,6 +69,14 @@ def test_one_process_tokenizes_on_one_core(large, monkeypatch, before):
     assert os.environ.get(name) == before
 
 
+def test_what_is_held_out_of_a_large_file_is_counted_and_is_what_is_measured(large):
+    found = opened(large)
+    held_out = [record for part in splits.read_split(parse_source(str(large)), "test") for record in part.load()]
+    assert RECORDS[: len(held_out)] == held_out
+    assert found.counts.held_out == sum(len(record["prompt"] + record["completion"]) for record in held_out) > 0
+    assert found.counts.documents == len(RECORDS) - len(held_out)
+
+
 def test_a_second_start_reads_what_the_first_wrote(large):
     said = []
     first = opened(large, said.append)
