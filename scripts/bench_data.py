@@ -2,6 +2,7 @@
 
     python scripts/bench_data.py --json FILE                          2 GB, once by all cores, and a second start
     python scripts/bench_data.py --megabytes 60 --workers 1 --workers 2    how throughput grows with processes
+    python scripts/bench_data.py --work DIR --generate    make the text, in DIR, to be measured from there later
 
 Records of about 2 KB are made of the sentences of Python's documentation in a seeded order. Each measurement is a process
 of its own, as a run is: it imports the libraries and loads the tokenizer (what it holds then is the libraries'), tokenizes
@@ -128,26 +129,29 @@ def measure(data: Path, cache: Path, model: str, workers: int) -> dict[str, Any]
 def bench(megabytes: int, workers: list[int], model: str, work: Path) -> dict[str, Any]:
     """Rows: for each number of workers a first start, with an empty cache, and a second one."""
     data = work / "data.jsonl"
-    generate(data, megabytes * 10**6)
+    if not data.exists():
+        generate(data, megabytes * 10**6)
     size = data.stat().st_size
     rows = []
     for count in workers:
         cache = work / f"cache-{count}"
+        shutil.rmtree(cache, ignore_errors=True)
         for row in (measure(data, cache, model, count) for _ in range(2)):
             if row["tokenized"]:
                 row["megabytes_per_second"] = size / row["seconds"] / 1e6
             rows.append(row)
             print(json.dumps(row), flush=True)
-        shutil.rmtree(cache)
     most = max(row["all_processes_beyond_libraries_bytes"] for row in rows)
     first = [row["megabytes_per_second"] for row in rows if row["tokenized"]]
     return {
         "data_bytes": size,
+        "second_start_seconds": max(row["seconds"] for row in rows if not row["tokenized"]),
         "rows": rows,
         "most_beyond_libraries_bytes": most,
         "within_1_gb": most <= _LIMIT_BYTES,
-        "throughput_ratio": first[-1] / first[0],
-        "command": " ".join(["python", "scripts/bench_data.py", *sys.argv[1:]]),
+        "throughput_ratio": first[-1] / first[0] if len(first) > 1 else None,
+        "command": f"python scripts/bench_data.py --megabytes {megabytes} "
+        + " ".join(f"--workers {count}" for count in workers),
         "versions": versions(),
         "hardware": hardware("cpu"),
     }
@@ -160,15 +164,19 @@ def main() -> int:
         "--workers", type=int, action="append", help="processes that tokenize; repeatable (0: all cores)"
     )
     parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer")
-    parser.add_argument("--work", type=Path, help="directory for data and cache; default: a temporary one")
+    parser.add_argument("--work", type=Path, help="directory where data and cache stay; default: a temporary one")
+    parser.add_argument("--generate", action="store_true", help="only make the text in --work")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
         print(json.dumps(start_once(options.once, options.model, options.workers[0])))
         return 0
-    with tempfile.TemporaryDirectory(prefix="edkm-bench-data-", dir=options.work) as work:
-        result = bench(options.megabytes, options.workers or [0], options.model, Path(work))
+    if options.generate:
+        generate(options.work / "data.jsonl", options.megabytes * 10**6)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="edkm-bench-data-") as work:
+        result = bench(options.megabytes, options.workers or [0], options.model, options.work or Path(work))
     if options.json:
         write_json(options.json, result)
     return 0

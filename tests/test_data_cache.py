@@ -31,7 +31,8 @@ def large(tmp_path, monkeypatch):
 
 
 def opened(path, say=lambda text: None, tokenizer=None, **options):
-    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=DataOptions(**options), say=say)
+    options = DataOptions(**{"workers": 1, **options})
+    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=options, say=say)
     return data.stores[0]
 
 
@@ -68,6 +69,14 @@ def test_one_process_tokenizes_on_one_core(large, monkeypatch, before):
     assert os.environ.get(name) == before
 
 
+def test_what_is_held_out_of_a_large_file_is_counted_and_is_what_is_measured(large):
+    found = opened(large)
+    held_out = [record for part in splits.read_split(parse_source(str(large)), "test") for record in part.load()]
+    assert RECORDS[: len(held_out)] == held_out
+    assert found.counts.held_out == sum(len(record["prompt"] + record["completion"]) for record in held_out) > 0
+    assert found.counts.documents == len(RECORDS) - len(held_out)
+
+
 def test_a_second_start_reads_what_the_first_wrote(large):
     said = []
     first = opened(large, said.append)
@@ -97,6 +106,21 @@ def test_whatever_decides_the_tokens_makes_another_store(large, change):
     opened(large, said.append, tokenizer, **options)
     assert len(stores(large)) == 2
     assert len(said) == 1
+
+
+def test_of_a_large_source_a_share_of_the_marks_is_kept(large, monkeypatch):
+    large.write_text(
+        "".join(
+            json.dumps({"text": f"Line {i} of\nsome text that is long enough to be looked for.\nEnd"}) + "\n"
+            for i in range(400)
+        )
+    )
+    every = opened(large)
+    monkeypatch.setattr("edkm_cli.data.training.WHOLE_BYTES", 1000)
+    some = opened(large)
+    assert (every.sampled, some.sampled) == (False, True)
+    assert set(some.marks.tolist()) < set(every.marks.tolist())
+    assert every.sha256 == some.sha256
 
 
 def test_a_cache_can_be_made_again(large):
@@ -205,18 +229,20 @@ def test_two_runs_at_once_tokenize_once(large):
     assert len(stores(large)) == 1
 
 
-def _open_slowly(path, root, started):
+def _open_slowly(path, root, started, workers, pids=None):
     os.environ["EDKM_CACHE"] = root
     splits.WHOLE_BYTES = 1000
     append = cache.StoreWriter.append
 
     def slow(self, part):
         append(self, part)
+        if pids is not None and not started.is_set():
+            pids.put([child.pid for child in multiprocessing.active_children()])
         started.set()
         time.sleep(0.05)
 
     cache.StoreWriter.append = slow
-    opened(path, workers=1)
+    opened(path, workers=workers)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
@@ -224,7 +250,7 @@ def _open_slowly(path, root, started):
 def test_a_run_killed_while_it_writes_leaves_no_store_and_no_lock(large, delay):
     context = multiprocessing.get_context("fork")
     started = context.Event()
-    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started))
+    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started, 1))
     child.start()
     assert started.wait(60)
     time.sleep(delay)
@@ -234,3 +260,31 @@ def test_a_run_killed_while_it_writes_leaves_no_store_and_no_lock(large, delay):
     found = opened(large)
     assert len(stores(large)) == 1
     assert found.counts.documents > 300
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
+def test_the_workers_of_a_killed_run_end_and_do_not_keep_its_lock(large):
+    context = multiprocessing.get_context("fork")
+    started, pids = context.Event(), context.SimpleQueue()
+    child = context.Process(target=_open_slowly, args=(large, os.environ["EDKM_CACHE"], started, 2, pids))
+    child.start()
+    assert started.wait(60)
+    workers = pids.get()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    said = []
+    assert opened(large, said.append).counts.documents > 300
+    assert not any("waiting" in text for text in said)
+    assert len(workers) == 2
+    until = time.monotonic() + 60
+    while any(_runs(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in workers)
+
+
+def _runs(pid):
+    """Whether there is a process that has not ended; one that nobody waits for stays a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -27,7 +27,18 @@ TURNS = [
     {"role": "user", "content": "Why, ü?"},
     {"role": "assistant", "content": "Because."},
 ]
-SHAREGPT = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "It is."}]
+SHAREGPT = [{"from": "user", "value": "Is it?"}, {"from": "assistant", "value": "It is."}]
+CALL = [
+    {"role": "user", "content": "Add 1 and 2."},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "Three."},
+]
+MARKED_CALLS = MARKED.replace("m.content", "(m.content or m.tool_calls[0].function.name)")
 
 CASES = {
     "text": ([{"text": "One text.\n"}, {"text": " Another, with ü."}], "", {}),
@@ -38,6 +49,9 @@ CASES = {
     ),
     "conversational completion": ([{"prompt": TURNS[:3], "completion": TURNS[3:]}], CHATML, {}),
     "messages": ([{"messages": TURNS}, {"messages": TURNS[:2]}], MARKED, {"assistant_only_loss": True}),
+    "sharegpt, all learnt": ([{"conversations": SHAREGPT}, {"conversations": SHAREGPT * 2}], CHATML, {}),
+    "a call of a tool": ([{"messages": CALL}], MARKED_CALLS, {"assistant_only_loss": True}),
+    "an answer first": ([{"messages": TURNS[1:]}], MARKED, {"assistant_only_loss": True}),
     "messages, all learnt": ([{"messages": TURNS}], CHATML, {}),
 }
 

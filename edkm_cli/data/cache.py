@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import shutil
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -142,7 +144,7 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
         return
     # A fork shares the tokenizer and the libraries; it touches neither torch nor a GPU. Windows and macOS start anew.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoder,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoder, os.getpid())) as pool:
         waiting: deque[Any] = deque()
         try:
             for part in parts:
@@ -175,11 +177,19 @@ def _one_thread() -> Iterator[None]:
 _encoder: Encoder | None = None
 
 
-def _begin(encoder: Encoder) -> None:
-    """In a worker: its encoder, and no threads beside the other workers'."""
+def _begin(encoder: Encoder, run: int) -> None:
+    """In a worker: its encoder, no threads beside the other workers', and an end when its run, a process, has ended."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
+    threading.Thread(target=_end_with, args=(run,), daemon=True).start()
+
+
+def _end_with(run: int) -> None:
+    """A worker whose run was killed would wait for work for ever."""
+    while os.getppid() == run:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _encode(part: Part) -> Encoded:
@@ -189,8 +199,8 @@ def _encode(part: Part) -> Encoded:
 
 @contextmanager
 def locked(path: Path, say: Say = lambda text: None) -> Iterator[None]:
-    """Hold a lock that ends with this process, however it ends. Where the system has none, two runs may do the work
-    twice; the rename then lets the first one win."""
+    """Hold a lock that ends with this process, however it ends: `lockf`'s, which the processes that it starts do not share.
+    Where the system has none, two runs may do the work twice; the rename then lets the first one win."""
     try:
         import fcntl
     except ImportError:
@@ -202,10 +212,10 @@ def locked(path: Path, say: Say = lambda text: None) -> Iterator[None]:
         raise disk_error(error, path.parent) from error
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             say("another run is tokenizing the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks
         yield

@@ -66,7 +66,7 @@ class Encoder:
         probe = _PROBE + (tokenizer.eos_token or "")
         self._direct = False
         wanted = self._ids([probe])
-        self._direct = tokenizer.is_fast
+        self._direct = getattr(tokenizer, "is_fast", False)
         self._direct = self._direct and self._ids([probe]) == wanted
 
     def encode(self, part: Part) -> Encoded:

@@ -38,6 +38,11 @@ class Part:
     ends: bool = False
     held_out: int = 0
 
+    @property
+    def size(self) -> int:
+        """About how many bytes of text it holds."""
+        return self.stop - self.start if self.path is not None else characters(self.records)
+
     def load(self) -> list[Any]:
         """The records. Raises UserError for a line that is not JSON."""
         if self.path is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,12 @@ def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]
     """Of a large JSON Lines file: its first megabyte of lines, and where they end."""
     path = source.files[0]
     cut = end_of_lines(path, min(HELD_OUT_CHARACTERS, _size(path) // 10))
+    until = takewhile(lambda part: part.start < cut, line_ranges(path))
+    first = (replace(part, stop=min(part.stop, cut)) for part in until)
     if split == TEST:
-        for part in line_ranges(path):
-            yield replace(part, stop=min(part.stop, cut))
-            if part.stop >= cut:
-                return
+        yield from first
     else:
-        held_out = cut
+        held_out = sum(characters(part.load()) for part in first)
         for part in line_ranges(path, start=cut):
             yield replace(part, held_out=held_out)
             held_out = 0

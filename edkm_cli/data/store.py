@@ -155,7 +155,7 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
         counts = Counts(**manifest["counts"])
         if len(tokens) != counts.tokens or len(ends) != counts.documents:
             return None
-        store = TokenStore(tokens, trained, ends, marks, counts, sampled=True)
+        store = TokenStore(tokens, trained, ends, marks, counts, sampled=settings.get("sampled", False))
         names = [TOKENS, ENDS] + ([TRAINED] if TRAINED in files else [])
         store._sha256 = combined([manifest["files"][name]["sha256"] for name in names])
         return store

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,11 +23,12 @@ from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
 from edkm_cli.data.layout import SPLIT
 from edkm_cli.data.marks import looked_for
 from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
-from edkm_cli.data.splits import TRAIN, Reading, is_whole, read_split
+from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_TOLD_SECONDS = 20.0  # between two words of how far tokenizing is
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,6 @@ def open_training_data(
         say(
             f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
         )
-    encoding = Encoding(options.column, options.train_on)
-    encoder = Encoder(tokenizer, encoding, sampled=True)
     stores = []
     for source in sources:
         if source.needs_model:
@@ -167,7 +167,7 @@ def open_training_data(
             stores.append(written[source.name])
             continue
         share = (source.weight or 1.0) / sum(other.weight or 1.0 for other in sources)
-        store = _open(source, encoder, options, token_limit, share, say)
+        store = _open(source, tokenizer, options, token_limit, share, say)
         if not len(store) or not store.counts.trained:
             raise UserError(
                 f"--data {source.name} has nothing to learn: {store.counts.documents} documents with text, "
@@ -179,28 +179,36 @@ def open_training_data(
 
 
 def _open(
-    source: Source, encoder: Encoder, options: DataOptions, token_limit: int | None, share: float, say: Say
+    source: Source, tokenizer: Any, options: DataOptions, token_limit: int | None, share: float, say: Say
 ) -> TokenStore:
-    if is_whole(source):
-        return memory_store(
-            read_split(source, TRAIN, options.reading), Encoder(encoder.tokenizer, encoder.encoding, sampled=False)
-        )
+    whole = is_whole(source)
+    sampled = not whole and (source.kind != "files" or sum(path.stat().st_size for path in source.files) > WHOLE_BYTES)
+    encoder = Encoder(tokenizer, Encoding(options.column, options.train_on), sampled=sampled)
+    if whole:
+        return memory_store(read_split(source, TRAIN, options.reading), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
     if limit is not None and source.weight is not None:
         limit = math.ceil(limit * share)
     settings = {
         "store": FORMAT,
         "source": _identity(source),
-        "tokenizer": tokenizer_sha256(encoder.tokenizer),
+        "tokenizer": tokenizer_sha256(tokenizer),
         "encoding": asdict(encoder.encoding),
         "reading": asdict(options.reading),
+        "sampled": sampled,
         "token_limit": limit,
     }
     before = _identity(source)
 
     def parts() -> Any:
         say(f"tokenizing {source.name}, once")
-        yield from read_split(source, TRAIN, options.reading)
+        told, read = time.monotonic(), 0
+        for part in read_split(source, TRAIN, options.reading):
+            yield part
+            read += part.size
+            if time.monotonic() - told > _TOLD_SECONDS:
+                told = time.monotonic()
+                say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
         if _identity(source) != before:
             raise _has_changed(source)
 
