@@ -288,7 +288,7 @@ class CompressConfig:
         TRAINING,
     )
     dense_learning_rate: float = setting(
-        2e-5, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
+        1e-4, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
     )
     gradient_checkpointing: bool = setting(False, "Save memory: compute activations again in the backward pass.", SCALE)
     offload: str = setting(
