@@ -38,7 +38,7 @@ PANELS = MODEL, COMPRESSION, TRAINING, DATA, SCALE, OUTPUT = (
 
 _PREFIX = "configuration: "
 _MAX_YAML_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**18, 10_000, 100
-_MAX_WHOLE = 2**40  # of any setting: seeds are multiplied, and tensors take 64 bits
+MAX_WHOLE = 2**40  # of any setting: seeds are multiplied, and tensors take 64 bits
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
 
@@ -179,8 +179,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
         names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
         raise ValueError(f"{name} must be {names[kind]}, got {shown(value)}")
-    if kind is int and abs(value) > _MAX_WHOLE:
-        raise ValueError(f"{name} must be at most {_MAX_WHOLE}, got {shown(value)}")
+    if kind is int and abs(value) > MAX_WHOLE:
+        raise ValueError(f"{name} must be at most {MAX_WHOLE}, got {shown(value)}")
     return value
 
 

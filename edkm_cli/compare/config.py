@@ -25,6 +25,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
+    MAX_WHOLE,
     MODEL,
     OUTPUT,
     SCALE,
@@ -34,6 +35,7 @@ from edkm_cli.settings import (
     read_yaml,
     refuse,
     setting,
+    shown,
 )
 
 UNCOMPRESSED, OURS, AUTOROUND, GGUF = "fp16", "edkm", "autoround", "gguf"
@@ -174,8 +176,12 @@ def _from_yaml(item: Any) -> Any:
         return item
     options = {name: value for name, value in item.items() if name != "method"}
     if not isinstance(item.get("method"), str):
-        raise UserError(f"configuration: a mapping in methods must have the key 'method', got {dict(item)}")
+        raise UserError(f"configuration: a mapping in methods must have the key 'method', got {shown(dict(item))}")
     for name, value in options.items():
-        if not isinstance(value, (str, int, float, bool)):
-            raise UserError(f"configuration: an option of {item['method']} must be one value, got {name}: {value!r}")
+        short = not isinstance(value, int) or abs(value) <= MAX_WHOLE  # Python writes no number of thousands of digits
+        if not isinstance(name, str) or not isinstance(value, (str, int, float, bool)) or not short:
+            raise UserError(
+                f"configuration: an option of {shown(item['method'])} must be one value of usual size, got {shown(name)}: "
+                f"{shown(value)}"
+            )
     return ":".join([item["method"], *(f"{name}={_text(value)}" for name, value in options.items())])
