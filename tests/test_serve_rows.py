@@ -7,7 +7,7 @@ import torch
 
 from edkm_cli.kernels.lut_linear import lut_linear
 from edkm_cli.packing import pack
-from edkm_cli.serve.rows import _PREPARED, PackedRows
+from edkm_cli.serve.rows import _PREPARED, PackedRows, products_side_by_side
 
 
 def matrix(rows=24, columns=40, bits=3, seed=0):
@@ -31,6 +31,22 @@ def test_prepared_traced_and_plain_products_are_the_same(dtype):
             for bias in (None, torch.randn(24), torch.randn(24)):
                 wanted = product(x, indices, lut, bias)
                 assert torch.equal(rows(x, bias), wanted)
+                assert torch.equal(traced(x, bias), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_different_bits_side_by_side_are_their_products(dtype):
+    parts = [PackedRows(*matrix(rows, bits=bits, seed=bits), bits, (1, 40)) for rows, bits in ((24, 3), (8, 4), (8, 2))]
+    traced = torch.compile(
+        lambda x, bias: products_side_by_side(parts, x, bias), backend="eager", fullgraph=True, dynamic=True
+    )
+    with torch.no_grad():
+        for tokens in (1, 5, 300):
+            x = torch.randn(tokens, 40).to(dtype)
+            for bias in (None, torch.randn(40)):
+                biases = [None] * 3 if bias is None else bias.split([24, 8, 8])
+                wanted = torch.cat([part(x, its) for part, its in zip(parts, biases, strict=True)], -1)
+                assert torch.equal(products_side_by_side(parts, x, bias), wanted)
                 assert torch.equal(traced(x, bias), wanted)
 
 

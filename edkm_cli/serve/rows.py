@@ -3,10 +3,13 @@
 A small model asks for a hundred products for each token, so what is done in Python before the kernel starts shows. The
 operator edkm::served_linear takes the tensors and numbers of edkm::lut_linear and gives the same. But it has no gradient,
 and where the rows are those of a `PackedRows` it finds what was prepared for them, by the address of their indices.
+edkm::served_linears is several of these with one input, side by side: what a merged layer (q, k, v) is whose parts differ
+in bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -59,6 +62,28 @@ def _fake(x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *numbers
     return x.new_empty(*x.shape[:-1], indices.shape[0])
 
 
+_LIBRARY.define("served_linears(Tensor x, Tensor[] indices, Tensor[] luts, Tensor? bias, int[] numbers) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "served_linears", "CompositeExplicitAutograd")
+def _served_linears(
+    x: Tensor, indices: list[Tensor], luts: list[Tensor], bias: Tensor | None, numbers: list[int]
+) -> Tensor:
+    biases = [None] * len(indices) if bias is None else bias.split([part.shape[0] for part in indices])
+    outs = [
+        _served_linear(x, part, lut, its, *numbers[3 * i : 3 * i + 3])
+        for i, (part, lut, its) in enumerate(zip(indices, luts, biases, strict=True))
+    ]
+    return torch.cat(outs, dim=-1)
+
+
+@torch.library.register_fake("edkm::served_linears", lib=_LIBRARY)
+def _fake_linears(
+    x: Tensor, indices: list[Tensor], luts: list[Tensor], bias: Tensor | None, numbers: list[int]
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(part.shape[0] for part in indices))
+
+
 class PackedRows(nn.Module):
     """Rows of a layer as one packed matrix: `indices` (rows, bytes) uint8, `lut` (groups, 2**bits)."""
 
@@ -74,3 +99,13 @@ class PackedRows(nn.Module):
         if torch.compiler.is_compiling():
             return torch.ops.edkm.served_linear(x, self.indices, self.lut, bias, self.bits, *self.tile)
         return _served_linear(x, self.indices, self.lut, bias, self.bits, *self.tile)
+
+
+def products_side_by_side(parts: Sequence[PackedRows], x: Tensor, bias: Tensor | None) -> Tensor:
+    """The parts' products one beside the other, (..., all rows), for x (..., in); `bias` (all rows) or None."""
+    indices: list[Tensor] = [part.indices for part in parts]
+    luts: list[Tensor] = [part.lut for part in parts]
+    numbers = [number for part in parts for number in (part.bits, *part.tile)]
+    if torch.compiler.is_compiling():
+        return torch.ops.edkm.served_linears(x, indices, luts, bias, numbers)
+    return _served_linears(x, indices, luts, bias, numbers)

@@ -34,7 +34,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
-from edkm_cli.serve.rows import PackedRows
+from edkm_cli.serve.rows import PackedRows, products_side_by_side
 
 _LOG = init_logger("vllm.edkm")
 _AGAIN = "copy or export the checkpoint again"
@@ -176,12 +176,15 @@ class PackedLinearMethod(LinearMethodBase):
             delattr(layer, leaf)
         del layer.edkm_room
         layer.parts = nn.ModuleList(parts)
+        layer.all_packed = all(isinstance(part, PackedRows) for part in parts)
         _stand_in(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W.T + bias for x (..., in)."""
         if len(layer.parts) == 1:
             return layer.parts[0](x, bias)
+        if layer.all_packed:
+            return products_side_by_side(list(layer.parts), x, bias)
         outs, first = [], 0
         for part in layer.parts:
             outs.append(part(x, None if bias is None else bias[first : first + part.rows]))
