@@ -70,12 +70,8 @@ def allocate(
         rows = sampled_rows(weight, spec)
         some, its = weight.detach()[rows], weighing[rows]
         share = some.shape[0] / weight.shape[0]
-
-        def rise(
-            bits: int, some: Tensor = some, its: Tensor = its, share: float = share, name: str = swap.name
-        ) -> float:
-            tables = kmeans_start(some, 2**bits, granularity=spec.granularity, importance=its, name=name)
-            return expected_rise(some, tables, its, spec) / share
-
-        rises[swap.name] = {bits: rise(bits) for bits in widths(average)}
+        rises[swap.name] = {}
+        for bits in widths(average):
+            tables = kmeans_start(some, 2**bits, granularity=spec.granularity, importance=its, name=swap.name)
+            rises[swap.name][bits] = expected_rise(some, tables, its, spec) / share
     return choose(swaps, rises, spec, average)

@@ -257,19 +257,22 @@ typedef void FewPairs(
     const Call *, const Part *, const Words *, int64_t row, int count, int64_t from, int64_t end, const uint16_t *x,
     vf sums[][UNIT]
 );
-#define FEW_PAIRS_OF(tiles, tokens)                                                                                      \
-    NOINLINE few_pairs_##tiles##_##tokens(                                                                               \
+/* `name` for each number of tokens, and these functions in their order; `kind` is its first argument. */
+#define FEW_OF(name, kind, tokens)                                                                                       \
+    NOINLINE name##_##kind##_##tokens(                                                                                   \
         const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from, int64_t end,           \
         const uint16_t *x, vf sums[][UNIT]                                                                               \
     ) {                                                                                                                  \
-        few_pairs(tiles, tokens, call, part, u, row, count, from, end, x, sums);                                         \
+        name(kind, tokens, call, part, u, row, count, from, end, x, sums);                                               \
     }
-#define ALL_TOKENS(tiles) \
-    FEW_PAIRS_OF(tiles, 1) FEW_PAIRS_OF(tiles, 2) FEW_PAIRS_OF(tiles, 4) FEW_PAIRS_OF(tiles, 8) FEW_PAIRS_OF(tiles, 16)
-#define NAMES_OF_PAIRS(tiles) \
-    {few_pairs_##tiles##_1, few_pairs_##tiles##_2, few_pairs_##tiles##_4, few_pairs_##tiles##_8, few_pairs_##tiles##_16}
-ALL_TOKENS(TILES) ALL_TOKENS(WHOLE) ALL_TOKENS(HALVES)
-static FewPairs *const FEW_PAIRS[3][5] = {NAMES_OF_PAIRS(TILES), NAMES_OF_PAIRS(WHOLE), NAMES_OF_PAIRS(HALVES)};
+#define ALL_TOKENS(name, kind) \
+    FEW_OF(name, kind, 1) FEW_OF(name, kind, 2) FEW_OF(name, kind, 4) FEW_OF(name, kind, 8) FEW_OF(name, kind, 16)
+#define NAMES_BY_TOKENS(name, kind) \
+    {name##_##kind##_1, name##_##kind##_2, name##_##kind##_4, name##_##kind##_8, name##_##kind##_16}
+ALL_TOKENS(few_pairs, TILES) ALL_TOKENS(few_pairs, WHOLE) ALL_TOKENS(few_pairs, HALVES)
+static FewPairs *const FEW_PAIRS[3][5] = {
+    NAMES_BY_TOKENS(few_pairs, TILES), NAMES_BY_TOKENS(few_pairs, WHOLE), NAMES_BY_TOKENS(few_pairs, HALVES)
+};
 
 #include "lut_wide.h"
 

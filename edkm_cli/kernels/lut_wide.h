@@ -84,19 +84,10 @@ INLINE void few_wide(
     }
 }
 
-#define FEW_WIDE_OF(meaning, tokens)                                                                            \
-    NOINLINE few_wide_##meaning##_##tokens(                                                                     \
-        const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from, int64_t end,  \
-        const uint16_t *x, vf sums[][UNIT]                                                                      \
-    ) {                                                                                                         \
-        few_wide(meaning, tokens, call, part, u, row, count, from, end, x, sums);                               \
-    }
-#define ALL_TOKENS_WIDE(meaning) \
-    FEW_WIDE_OF(meaning, 1) FEW_WIDE_OF(meaning, 2) FEW_WIDE_OF(meaning, 4) FEW_WIDE_OF(meaning, 8) FEW_WIDE_OF(meaning, 16)
-#define NAMES_OF_WIDE(meaning) \
-    {few_wide_##meaning##_1, few_wide_##meaning##_2, few_wide_##meaning##_4, few_wide_##meaning##_8, few_wide_##meaning##_16}
-ALL_TOKENS_WIDE(LARGE) ALL_TOKENS_WIDE(LEVEL) ALL_TOKENS_WIDE(BYTE)
-static FewPairs *const FEW_WIDE[3][5] = {NAMES_OF_WIDE(LARGE), NAMES_OF_WIDE(LEVEL), NAMES_OF_WIDE(BYTE)};
+ALL_TOKENS(few_wide, LARGE) ALL_TOKENS(few_wide, LEVEL) ALL_TOKENS(few_wide, BYTE)
+static FewPairs *const FEW_WIDE[3][5] = {
+    NAMES_BY_TOKENS(few_wide, LARGE), NAMES_BY_TOKENS(few_wide, LEVEL), NAMES_BY_TOKENS(few_wide, BYTE)
+};
 
 /* One row of x in blocks, with zeros up to a whole one; blocks are `apart` words apart. */
 INLINE void lay_out_wide(const uint16_t *x, int64_t columns, int64_t apart, uint16_t *to) {

@@ -32,12 +32,12 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.integrity import AGAIN
 from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
 from edkm_cli.serve.rows import PackedRows, products_side_by_side
 
 _LOG = init_logger("vllm.edkm")
-_AGAIN = "copy or export the checkpoint again"
 _KNOWN = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 
 
@@ -329,7 +329,7 @@ def _stand_in(layer: Any) -> None:
     layer.weight = torch.empty(0, dtype=layer.params_dtype, device=next(layer.parameters()).device)
 
 
-def _refused(rule: str, remedy: str = _AGAIN) -> UserError:
+def _refused(rule: str, remedy: str = AGAIN) -> UserError:
     message = f"{rule}; {remedy}" if remedy else rule
     _LOG.error("edkm: %s", message)
     return UserError(message)
