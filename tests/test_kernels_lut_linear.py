@@ -98,10 +98,10 @@ def test_products_are_as_exact_as_dense_ones(granularity, rows, columns, bits, p
 
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("lut_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("bits", [3, 4, 6])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_tables_of_every_dtype(lut_dtype, bits, tokens, path):
-    for dtype in DTYPES:
-        packed = random_packed("block:8x16", 24, 80, bits, lut_dtype=lut_dtype, bias=False)
+    for dtype, granularity in itertools.product(DTYPES, ("row:1", "row:3", "block:8x16")):
+        packed = random_packed(granularity, 24, 80, bits, lut_dtype=lut_dtype, bias=False)
         x = torch.randn(tokens, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
         assert_as_exact_as_dense(x, packed, call(x, packed))
 
@@ -145,9 +145,19 @@ def test_wide_sums_stay_as_exact(kind, path):
         granularity, *bits = kind.split()
         packed = random_packed(granularity, 24, 4160, int(bits[0]) if bits else 3, bias=False)
     for dtype in DTYPES:
-        for tokens in (1, 4, 16):
+        for tokens in (1, 4, 33):
             x = torch.randn(tokens, 4160, generator=torch.Generator().manual_seed(2)).to(dtype)
             assert_as_exact_as_dense(x, packed, call(x, packed))
+
+
+@pytest.mark.parametrize("kind", ["row:2", "block:6x64", "block:2x52", "5 bits", "levels"])
+def test_more_tokens_than_share_a_decoding(kind, path):
+    if kind == "levels":
+        packed = random_scaled(22, 832, 6)
+    else:
+        packed = random_packed("row:2" if kind == "5 bits" else kind, 24, 832, 5 if kind == "5 bits" else 3)
+    x = torch.randn(300, 832, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert_as_exact_as_dense(x, packed, call(x, packed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -35,7 +35,7 @@ _SOURCES = (
     "lut_linear.c",
     "decoder_step.c",
 )
-_HEADERS = ("lanes.h", "codes.h", "vectors.h", "threads.h", "lut_pairs.h", "lut_wide.h", "decoder_step.h")
+_HEADERS = ("lanes.h", "codes.h", "vectors.h", "threads.h", "lut_pairs.h", "lut_wide.h", "lut_panels.h", "decoder_step.h")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 300
 

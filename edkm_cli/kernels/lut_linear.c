@@ -266,7 +266,7 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
     const Call *call = job;
 #if HAS_PAIRS
     Words words;
-    if (call->pairs) prepare_words(&words, call->bits);
+    if (call->pairs) prepare_words(&words, call->bits, call->meaning);
 #endif
     for (int64_t p = 0, before = 0; p < call->count; p++) {
         const Part *part = call->parts + p;
@@ -275,7 +275,9 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
         before += own;
 #if HAS_PAIRS
         for (int64_t i = start; call->pairs && i < stop; i++)
-            pairs_of_unit(call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT));
+            (call->tokens > FEW_TOKENS ? panels_of_unit : pairs_of_unit)(
+                call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT)
+            );
         if (call->pairs) continue;
 #endif
         Unpacker u;

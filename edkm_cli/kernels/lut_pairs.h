@@ -11,17 +11,18 @@
 #define HAS_PAIRS 1
 
 #define RUN 128          /* columns of a block */
-#define RUNS_DEPTH 1024  /* columns after which sums of many tokens start anew: 32 KiB of x, which stay in the L1 cache */
-#define MOST_TOKENS 16   /* that share one decoding */
+#define RUNS_DEPTH 1024  /* columns after which sums of several tokens start anew: 16 KiB of x, which stay in the L1 cache */
+#define FEW_TOKENS 8     /* that share a decoding in registers; more: lut_panels.h */
 #define MOST_WAYS 4
 #define SHORT_ROW 512 /* bytes of indices in a row */
 
 /* Tiles that end inside a block; whole rows of one table; tiles of a multiple of 64 columns, so that half a block has one. */
 enum { TILES, WHOLE, HALVES };
 
-/* How blocks are decoded: a shuffle and shifts for words of four codes, the same for words of two, and for bytes of one. */
+/* How blocks are decoded: a shuffle and shifts for words of four codes, the same for words of two, and for bytes of one;
+ * levels of up to seven bits as a table, repeated where they are fewer than 32. */
 typedef struct {
-    __m512i spread, shift[4], spread_two, shift_two[2], spread_one, shift_one;
+    __m512i spread, shift[4], spread_two, shift_two[2], spread_one, shift_one, levels[4];
     __mmask64 bytes, bytes_two; /* of a block, and of half of it */
     int bits;
 } Words;
@@ -29,7 +30,17 @@ typedef struct {
 INLINE __mmask64 first_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
 
-INLINE void prepare_words(Words *words, int bits) {
+INLINE void prepare_levels(Words *words) {
+    __m512 values[8];
+    for (int v = 0; v < 8; v++) {
+        __m512i code = _mm512_add_epi32(_mm512_set1_epi32(LANES * v), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        code = _mm512_and_si512(code, _mm512_set1_epi32((1 << words->bits) - 1));
+        values[v] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(1 << (words->bits - 1))));
+    }
+    for (int v = 0; v < 4; v++) words->levels[v] = (__m512i)_mm512_cvtne2ps_pbh(values[2 * v + 1], values[2 * v]);
+}
+
+INLINE void prepare_words(Words *words, int bits, Meaning meaning) {
     uint8_t spread[2][64] __attribute__((aligned(64)));
     uint16_t shift[6][32] __attribute__((aligned(64)));
     for (int j = 0; j < 32; j++)
@@ -51,6 +62,7 @@ INLINE void prepare_words(Words *words, int bits) {
     for (int k = 0; k < 4; k++) words->shift[k] = _mm512_load_si512(shift[k]);
     for (int k = 0; k < 2; k++) words->shift_two[k] = _mm512_load_si512(shift[4 + k]);
     words->bits = bits;
+    if (meaning == LEVEL) prepare_levels(words);
     words->bytes = first_bytes(RUN * bits / 8);
     words->bytes_two = first_bytes(RUN / 2 * bits / 8);
 }
@@ -112,6 +124,13 @@ INLINE __m512i two_tables(const Call *call, const Part *part, int64_t row, int64
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
+/* The tables of a row of tiles: of the halves of each block from column `from` to `end`. */
+INLINE void tables_of_row(const Call *call, const Part *part, int64_t row, int64_t from, int64_t end, __m512i tables[]) {
+    for (int64_t i = 0, at = from; at < end; i++, at += RUN)
+        tables[i] = end - at >= RUN ? two_tables(call, part, row, at)
+                                    : word_table(part->lut, part->lut_dtype, group_at(call, part, row, at), call->bits);
+}
+
 /* Weights of a whole block whose halves have a table each: bit 4 of a lane's number, the half, chooses it. */
 INLINE void decode_halves(const Words *u, const uint8_t *p, __m512i table, __m512i w[]) {
     __m512i bytes = _mm512_permutexvar_epi8(u->spread, _mm512_maskz_loadu_epi8(u->bytes, p));
@@ -149,20 +168,17 @@ INLINE void few_pairs(
 ) {
     int64_t step = RUN * call->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
     int64_t ahead = end - from == call->columns ? AHEAD : in_row; /* a part of a row: the same part of the next one */
-    const int ways = tokens >= 16 ? 1 : tokens >= 8 ? 2 : 4; /* sums of a token, so that additions overlap */
+    const int ways = tokens >= 8 ? 2 : 4; /* sums of a token, so that additions overlap */
     __m512i tables[RUNS_DEPTH / RUN];
     for (int64_t r = 0; r < count; r++) {
         const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
         const uint16_t *at = x + from * tokens;
-        __m512 acc[MOST_TOKENS][MOST_WAYS];
+        __m512 acc[FEW_TOKENS][MOST_WAYS];
         __m512i w[4], table = _mm512_setzero_si512();
         int64_t column = from, block = 0;
         for (int n = 0; n < tokens; n++)
             for (int v = 0; v < ways; v++) acc[n][v] = _mm512_setzero_ps();
-        if (tiles == HALVES && (r == 0 || (row + r) % tile_rows == 0))
-            for (int64_t i = 0, at = from; at < end; i++, at += RUN)
-                tables[i] = end - at >= RUN ? two_tables(call, part, row + r, at)
-                                            : word_table(part->lut, part->lut_dtype, group_at(call, part, row + r, at), call->bits);
+        if (tiles == HALVES && (r == 0 || (row + r) % tile_rows == 0)) tables_of_row(call, part, row + r, from, end, tables);
         if (tiles == WHOLE) {
             int64_t group = tile_rows == 1 ? row + r : (row + r) / tile_rows;
             table = word_table(part->lut, part->lut_dtype, group, call->bits);
@@ -201,19 +217,46 @@ INLINE void add_two_rows(
     }
 }
 
+/* 16 entries of a table as words, of which those in `inside` are there. */
+INLINE __m256i sixteen_words(const void *lut, int64_t dtype, int64_t at, __mmask16 inside) {
+    if (dtype == FLOAT32) return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(inside, (const float *)lut + at));
+    __m256i words = _mm256_maskz_loadu_epi16(inside, (const uint16_t *)lut + at);
+    return dtype == BFLOAT16 ? words : (__m256i)_mm512_cvtneps_pbh(_mm512_cvtph_ps(words));
+}
+
 /* The tables of `groups` groups as words, each a number of entries apart that is returned. */
 INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits, uint16_t *to) {
-    if (part->lut_dtype != FLOAT16 || bits < 3) {
-        for (int64_t i = 0; i < groups; i++)
-            _mm512_mask_storeu_epi16(to + 16 * i, 0xffff, word_table(part->lut, part->lut_dtype, group + i, bits));
-        return 16;
-    }
-    const uint16_t *from = (const uint16_t *)part->lut + (group << bits);
-    for (int64_t i = 0; i < groups << bits; i += LANES) { /* two tables of eight at once */
-        __m256i half = _mm256_maskz_loadu_epi16((__mmask16)first_words(smaller(LANES, (groups << bits) - i)), from + i);
-        _mm256_store_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_cvtph_ps(half)));
-    }
+    int64_t first = group << bits, last = (group + groups) << bits;
+    for (int64_t i = 0; part->lut_dtype == FLOAT8_E4M3 && i < groups; i++)
+        _mm512_mask_storeu_epi16(to + 16 * i, 0xffff, word_table(part->lut, part->lut_dtype, group + i, bits));
+    if (part->lut_dtype == FLOAT8_E4M3) return 16;
+    for (int64_t at = first; at < last; at += LANES, to += LANES)
+        _mm256_store_si256((__m256i *)to, sixteen_words(part->lut, part->lut_dtype, at, (__mmask16)first_words(last - at)));
     return 1 << bits;
+}
+
+/* Tables of rows that follow one another, prepared together. */
+typedef struct {
+    uint16_t words[UNIT * 16] __attribute__((aligned(64)));
+    int64_t tile_rows, used; /* rows of the current tile that are behind */
+    const uint16_t *at;
+    int apart;
+} RowTables;
+
+INLINE void prepare_tables(RowTables *tables, const Part *part, int bits, int64_t row, int count) {
+    int64_t group = row / part->tile_rows;
+    tables->tile_rows = part->tile_rows, tables->used = row % part->tile_rows, tables->at = tables->words;
+    tables->apart = word_tables(part, group, (row + count - 1) / part->tile_rows - group + 1, bits, tables->words);
+}
+
+/* That of the next row; the last one may be asked for again. */
+INLINE __m512i next_table(RowTables *tables, int last) {
+    const uint16_t *at = tables->at;
+    if (!last && ++tables->used == tables->tile_rows) tables->at += tables->apart, tables->used = 0;
+    if (tables->apart == 8) return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)at));
+    if (tables->apart == 16) return _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)at));
+    if (tables->apart == 4) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)at));
+    return _mm512_broadcastd_epi32(_mm_loadu_si32(at));
 }
 
 /* The same as `few_pairs` for one token and short rows of one table each, where what is done once a row counts: two rows at a
@@ -221,13 +264,11 @@ INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits
 NOINLINE short_rows(
     const Call *call, const Part *part, const Words *u, int64_t row, int count, const uint16_t *x, vf sums[]
 ) {
-    uint16_t tables[UNIT * 16] __attribute__((aligned(64)));
-    int64_t step = RUN * u->bits / 8, in_row = row_bytes(call), tile_rows = part->tile_rows;
-    int64_t group = row / tile_rows, used = row % tile_rows, last = (row + count - 1) / tile_rows;
+    RowTables tables;
+    int64_t step = RUN * u->bits / 8, in_row = row_bytes(call);
     int64_t ahead = (AHEAD + 2 * in_row - 1) / (2 * in_row) * (2 * in_row); /* the same place of a later pair of rows */
-    int apart = word_tables(part, group, last - group + 1, u->bits, tables);
-    const uint16_t *entries = tables;
     const Words words = *u;
+    prepare_tables(&tables, part, u->bits, row, count);
     for (int r = 0; r < count; r += 2) {
         const uint8_t *p[2];
         __m512i table[2];
@@ -236,9 +277,7 @@ NOINLINE short_rows(
         int64_t left = call->columns;
         for (int i = 0; i < 2; i++) { /* an odd last row twice */
             p[i] = part->indices + (row + r + (r + i < count ? i : 0)) * in_row;
-            if (apart == 8) table[i] = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)entries));
-            else table[i] = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)entries));
-            if (r + i + 1 < count && ++used == tile_rows) entries += apart, used = 0;
+            table[i] = next_table(&tables, r + i + 1 >= count);
             for (int v = 0; v < MOST_WAYS; v++) acc[i][v] = _mm512_setzero_ps();
         }
         for (; left >= RUN; left -= RUN, at += RUN) {
@@ -266,41 +305,39 @@ typedef void FewPairs(
         name(kind, tokens, call, part, u, row, count, from, end, x, sums);                                               \
     }
 #define ALL_TOKENS(name, kind) \
-    FEW_OF(name, kind, 1) FEW_OF(name, kind, 2) FEW_OF(name, kind, 4) FEW_OF(name, kind, 8) FEW_OF(name, kind, 16)
-#define NAMES_BY_TOKENS(name, kind) \
-    {name##_##kind##_1, name##_##kind##_2, name##_##kind##_4, name##_##kind##_8, name##_##kind##_16}
+    FEW_OF(name, kind, 1) FEW_OF(name, kind, 2) FEW_OF(name, kind, 4) FEW_OF(name, kind, 8)
+#define NAMES_BY_TOKENS(name, kind) {name##_##kind##_1, name##_##kind##_2, name##_##kind##_4, name##_##kind##_8}
 ALL_TOKENS(few_pairs, TILES) ALL_TOKENS(few_pairs, WHOLE) ALL_TOKENS(few_pairs, HALVES)
-static FewPairs *const FEW_PAIRS[3][5] = {
+static FewPairs *const FEW_PAIRS[3][4] = {
     NAMES_BY_TOKENS(few_pairs, TILES), NAMES_BY_TOKENS(few_pairs, WHOLE), NAMES_BY_TOKENS(few_pairs, HALVES)
 };
 
 #include "lut_wide.h"
 
-/* How many tokens the functions above take at once where `left` are left: 1, 2, 4, 8 or 16, as a power of two. */
-INLINE int size_of(int64_t left) {
+/* The power of two of tokens that the functions above take at once: at least as many as there are. */
+INLINE int size_of(int64_t tokens) {
     int size = 0;
-    while (1 << size < left && 1 << size < MOST_TOKENS) size++;
+    while (1 << size < tokens) size++;
     return size;
 }
 
-/* Rows [row, row + count) of W, at most UNIT, with all tokens: 16 of them at a time, the last ones 1, 2, 4, 8 or 16. */
+INLINE int tiles_of(const Call *call, const Part *part) {
+    return part->tile_columns == call->columns ? WHOLE : part->tile_columns % (RUN / 2) ? TILES : HALVES;
+}
+
+/* Rows [row, row + count) of W, at most UNIT, with all tokens, at most FEW_TOKENS. */
 static void pairs_of_unit(const Call *call, const Part *part, const Words *u, int64_t row, int count) {
-    vf sums[MOST_TOKENS][UNIT];
-    int whole = part->tile_columns == call->columns, wide = call->meaning - LARGE;
-    int tiles = whole ? WHOLE : part->tile_columns % (RUN / 2) ? TILES : HALVES;
-    for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS) {
-        int some = (int)smaller(call->tokens - token, MOST_TOKENS), size = size_of(some);
-        const uint16_t *x = (const uint16_t *)call->x + token * call->x_stride;
-        int64_t depth = size < 3 && whole ? call->columns : RUNS_DEPTH;
-        int two = some == 1 && whole && wide < 0 && row_bytes(call) <= SHORT_ROW;
-        if (two) short_rows(call, part, u, row, count, x, sums[0]);
-        for (int64_t from = 0; !two && from < call->columns; from += depth)
-            (wide < 0 ? FEW_PAIRS[tiles] : FEW_WIDE[wide])
-                [size](call, part, u, row, count, from, smaller(from + depth, call->columns), x, sums);
-        for (int n = 0; n < some; n++) {
-            for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
-            finish(call, part, row, count, token + n, sum_lanes(sums[n]));
-        }
+    vf sums[FEW_TOKENS][UNIT];
+    int tiles = tiles_of(call, part), small = call->meaning == SMALL, size = size_of(call->tokens);
+    int64_t depth = size < 3 && tiles == WHOLE ? call->columns : RUNS_DEPTH;
+    int two = call->tokens == 1 && tiles == WHOLE && small && row_bytes(call) <= SHORT_ROW;
+    if (two) short_rows(call, part, u, row, count, call->x, sums[0]);
+    for (int64_t from = 0; !two && from < call->columns; from += depth)
+        (small ? FEW_PAIRS[tiles] : FEW_WIDE[kind_of_wide(call)])
+            [size](call, part, u, row, count, from, smaller(from + depth, call->columns), call->x, sums);
+    for (int n = 0; n < call->tokens; n++) {
+        for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
+        finish(call, part, row, count, n, sum_lanes(sums[n]));
     }
 }
 
@@ -336,7 +373,9 @@ INLINE void lay_out_row(const uint16_t *x, int64_t columns, const __m512i order[
     }
 }
 
-/* x as the loops read it: of each 16 tokens, or what is left of them rounded up, block by block. */
+#include "lut_panels.h"
+
+/* x as the loops read it: block by block that of each token, and zeros for those missing to a power of two. */
 static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, uint16_t *to) {
     uint16_t numbers[5][32] __attribute__((aligned(64)));
     __m512i order[5];
@@ -345,17 +384,17 @@ static void lay_out_pairs(const Call *call, const uint16_t *x, int64_t x_row, ui
         numbers[4][j] = (uint16_t)(2 * j);
     }
     for (int k = 0; k < 5; k++) order[k] = _mm512_load_si512(numbers[k]);
-    for (int64_t token = 0; token < call->tokens; token += MOST_TOKENS, to += MOST_TOKENS * call->x_stride) {
-        int64_t some = smaller(call->tokens - token, MOST_TOKENS), size = 1 << size_of(some);
-        int64_t run = call->meaning == SMALL ? RUN : RUN / 2;
-        for (int64_t n = 0; n < some; n++) {
-            const uint16_t *own = x + (token + n) * x_row;
-            if (call->meaning == SMALL) lay_out_row(own, call->columns, order, size * run, to + n * run);
-            else lay_out_wide(own, call->columns, size * run, to + n * run);
-        }
-        for (int64_t k = 0; some < size && k < call->x_stride; k += run)
-            memset(to + k * size + some * run, 0, (size_t)((size - some) * run) * sizeof *to);
+    if (call->tokens > FEW_TOKENS) {
+        lay_out_panels(call, x, x_row, order, to);
+        return;
     }
+    int64_t size = 1 << size_of(call->tokens), run = call->meaning == SMALL ? RUN : WIDE;
+    for (int64_t n = 0; n < call->tokens; n++) {
+        if (call->meaning == SMALL) lay_out_row(x + n * x_row, call->columns, order, size * run, to + n * run);
+        else lay_out_wide(x + n * x_row, call->columns, size * run, to + n * run);
+    }
+    for (int64_t k = 0; call->tokens < size && k < call->x_stride; k += run)
+        memset(to + k * size + call->tokens * run, 0, (size_t)((size - call->tokens) * run) * sizeof *to);
 }
 #else
 #define HAS_PAIRS 0

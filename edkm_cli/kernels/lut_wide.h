@@ -10,20 +10,27 @@
 
 /* The entries of a group as words, 32 in a vector. */
 INLINE void wide_table(const Part *part, int64_t group, int bits, __m512i table[8]) {
+    const void *lut = part->lut;
+    int64_t dtype = part->lut_dtype, first = group << bits;
     float entries[MAX_K] __attribute__((aligned(64)));
-    load_entries(part->lut, part->lut_dtype, group, bits, entries);
-    for (int v = 0; v < 1 << (bits - 5); v++)
-        table[v] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(entries + 32 * v + 16), _mm512_load_ps(entries + 32 * v));
+    if (dtype == FLOAT8_E4M3) {
+        load_entries(lut, dtype, group, bits, entries);
+        lut = entries, dtype = FLOAT32, first = 0;
+    }
+    for (int v = 0; v < 1 << (bits - 5); v++, first += 32) {
+        __m256i low = sixteen_words(lut, dtype, first, 0xffff), high = sixteen_words(lut, dtype, first + LANES, 0xffff);
+        table[v] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
 }
 
-/* Entries of 32 codes; what is above a code's bits is not looked at. */
-INLINE __m512i wide_entries(const __m512i table[8], __m512i codes, int bits) {
-    if (bits == 5) return _mm512_permutexvar_epi16(codes, table[0]);
+/* Entries of 32 codes from a table of 1, 2, 4 or 8 vectors; what is above a code's bits is not looked at. */
+INLINE __m512i wide_entries(const __m512i table[8], __m512i codes, int vectors) {
+    if (vectors == 1) return _mm512_permutexvar_epi16(codes, table[0]);
     __m512i found = _mm512_permutex2var_epi16(table[0], codes, table[1]);
-    if (bits == 6) return found;
+    if (vectors == 2) return found;
     __mmask32 upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
     found = _mm512_mask_blend_epi16(upper, found, _mm512_permutex2var_epi16(table[2], codes, table[3]));
-    if (bits == 7) return found;
+    if (vectors == 4) return found;
     __m512i high = _mm512_permutex2var_epi16(table[4], codes, table[5]);
     high = _mm512_mask_blend_epi16(upper, high, _mm512_permutex2var_epi16(table[6], codes, table[7]));
     return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(128)), found, high);
@@ -32,19 +39,17 @@ INLINE __m512i wide_entries(const __m512i table[8], __m512i codes, int bits) {
 /* Levels 16 * i to 16 * i + 15 as float32. */
 INLINE __m512 sixteen(__m128i levels) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)); }
 
-/* Weights of a block, of which `left` columns are there. */
+/* Weights of a block, of which `left` columns are there, by a table of `vectors` or, with 0, levels of eight bits. */
 INLINE void decode_wide(
-    Meaning meaning, const Words *u, const uint8_t *p, int64_t left, const __m512i table[8], __m512i w[2]
+    int vectors, const Words *u, const uint8_t *p, int64_t left, const __m512i table[8], __m512i w[2]
 ) {
     __m512i codes = _mm512_maskz_loadu_epi8(left < WIDE ? first_bytes((left * u->bits + 7) / 8) : u->bytes_two, p);
-    if (meaning != BYTE)
-        codes = _mm512_multishift_epi64_epi8(u->shift_one, _mm512_permutexvar_epi8(u->spread_one, codes));
-    if (meaning == LARGE) {
-        w[0] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(codes)), u->bits);
-        w[1] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(codes, 1)), u->bits);
+    if (u->bits != 8) codes = _mm512_multishift_epi64_epi8(u->shift_one, _mm512_permutexvar_epi8(u->spread_one, codes));
+    if (vectors) {
+        w[0] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(codes)), vectors);
+        w[1] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(codes, 1)), vectors);
     } else {
-        if (meaning == LEVEL) codes = _mm512_and_si512(codes, _mm512_set1_epi8((char)((1 << u->bits) - 1)));
-        codes = _mm512_sub_epi8(codes, _mm512_set1_epi8((char)(1 << (u->bits - 1))));
+        codes = _mm512_sub_epi8(codes, _mm512_set1_epi8(-128));
         __m512 first = sixteen(_mm512_castsi512_si128(codes)), second = sixteen(_mm512_extracti32x4_epi32(codes, 1));
         w[0] = (__m512i)_mm512_cvtne2ps_pbh(second, first);
         first = sixteen(_mm512_extracti32x4_epi32(codes, 2)), second = sixteen(_mm512_extracti32x4_epi32(codes, 3));
@@ -55,39 +60,46 @@ INLINE void decode_wide(
 
 /* As `few_pairs`. */
 INLINE void few_wide(
-    Meaning meaning, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
+    int vectors, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
     int64_t end, const uint16_t *x, vf sums[][UNIT]
 ) {
-    int64_t in_row = row_bytes(call), ahead = end - from == call->columns ? AHEAD : in_row, group = -1;
-    const int ways = tokens >= 16 ? 1 : 2;
+    int64_t in_row = row_bytes(call), ahead = end - from == call->columns ? AHEAD : in_row;
     __m512i table[8];
+    if (call->meaning == LEVEL) memcpy(table, u->levels, sizeof u->levels);
     for (int64_t r = 0; r < count; r++) {
         const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
         const uint16_t *at = x + from * tokens;
-        __m512 acc[MOST_TOKENS][2];
+        __m512 acc[FEW_TOKENS][2];
         __m512i w[2];
         for (int n = 0; n < tokens; n++)
-            for (int v = 0; v < ways; v++) acc[n][v] = _mm512_setzero_ps();
-        if (meaning == LARGE && group != (row + r) / part->tile_rows)
-            wide_table(part, group = (row + r) / part->tile_rows, call->bits, table);
+            for (int v = 0; v < 2; v++) acc[n][v] = _mm512_setzero_ps();
+        if (call->meaning == LARGE && (r == 0 || (row + r) % part->tile_rows == 0))
+            wide_table(part, (row + r) / part->tile_rows, call->bits, table);
         for (int64_t column = from; column < end; column += WIDE, p += 8 * call->bits, at += WIDE * tokens) {
             __builtin_prefetch(p + ahead);
-            decode_wide(meaning, u, p, end - column, table, w);
+            decode_wide(vectors, u, p, end - column, table, w);
             for (int k = 0; k < 2; k++)
                 for (int n = 0; n < tokens; n++)
-                    acc[n][k % ways] = add_pairs(acc[n][k % ways], w[k], _mm512_load_si512(at + n * WIDE + 32 * k));
+                    acc[n][k] = add_pairs(acc[n][k], w[k], _mm512_load_si512(at + n * WIDE + 32 * k));
         }
         for (int n = 0; n < tokens; n++) {
-            __m512 sum = ways == 2 ? _mm512_add_ps(acc[n][0], acc[n][1]) : acc[n][0];
+            __m512 sum = _mm512_add_ps(acc[n][0], acc[n][1]);
             sums[n][r] = from ? sums[n][r] + (vf)sum : (vf)sum;
         }
     }
 }
 
-ALL_TOKENS(few_wide, LARGE) ALL_TOKENS(few_wide, LEVEL) ALL_TOKENS(few_wide, BYTE)
-static FewPairs *const FEW_WIDE[3][5] = {
-    NAMES_BY_TOKENS(few_wide, LARGE), NAMES_BY_TOKENS(few_wide, LEVEL), NAMES_BY_TOKENS(few_wide, BYTE)
+/* By the vectors of the table, none, 1, 2, 4 or 8. */
+ALL_TOKENS(few_wide, 0) ALL_TOKENS(few_wide, 1) ALL_TOKENS(few_wide, 2) ALL_TOKENS(few_wide, 4) ALL_TOKENS(few_wide, 8)
+static FewPairs *const FEW_WIDE[5][4] = {
+    NAMES_BY_TOKENS(few_wide, 0), NAMES_BY_TOKENS(few_wide, 1), NAMES_BY_TOKENS(few_wide, 2), NAMES_BY_TOKENS(few_wide, 4),
+    NAMES_BY_TOKENS(few_wide, 8)
 };
+
+/* The place of the function for a call in lists as the one above. */
+INLINE int kind_of_wide(const Call *call) {
+    return call->meaning == BYTE ? 0 : call->bits <= 5 ? 1 : call->bits - 4;
+}
 
 /* One row of x in blocks, with zeros up to a whole one; blocks are `apart` words apart. */
 INLINE void lay_out_wide(const uint16_t *x, int64_t columns, int64_t apart, uint16_t *to) {

@@ -91,7 +91,8 @@ INLINE void write_lanes(void *data, int64_t dtype, int64_t at, vf y, int count) 
     } else {
         for (int i = 0; i < LANES; i++) rounded[i] = to_half(y[i]);
     }
-    memcpy((uint16_t *)data + at, &rounded, count * sizeof(uint16_t));
+    if (count == LANES) memcpy((uint16_t *)data + at, &rounded, sizeof rounded);
+    else memcpy((uint16_t *)data + at, &rounded, count * sizeof(uint16_t));
 }
 
 #endif
