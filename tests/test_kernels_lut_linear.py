@@ -26,6 +26,8 @@ SHAPES = [
     ("row:2", 18, 129),
     ("tensor", 33, 64),
     ("block:8x64", 32, 192),
+    ("block:3x64", 21, 192),
+    ("block:2x128", 22, 384),
     ("block:4x48", 20, 144),
     ("block:2x24", 6, 120),
     ("block:1x9", 17, 45),
@@ -152,10 +154,8 @@ def test_wide_sums_stay_as_exact(kind, path):
 
 @pytest.mark.parametrize("kind", ["row:2", "block:6x64", "block:2x52", "5 bits", "levels"])
 def test_more_tokens_than_share_a_decoding(kind, path):
-    if kind == "levels":
-        packed = random_scaled(22, 832, 6)
-    else:
-        packed = random_packed("row:2" if kind == "5 bits" else kind, 24, 832, 5 if kind == "5 bits" else 3)
+    granularity, bits = ("row:2", 5) if kind == "5 bits" else (kind, 3)
+    packed = random_scaled(22, 832, 6) if kind == "levels" else random_packed(granularity, 24, 832, bits)
     x = torch.randn(300, 832, generator=torch.Generator().manual_seed(2)).bfloat16()
     assert_as_exact_as_dense(x, packed, call(x, packed))
 

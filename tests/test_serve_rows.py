@@ -5,67 +5,96 @@ import gc
 import pytest
 import torch
 
+from edkm_cli.kernels import merged_c
 from edkm_cli.kernels.lut_linear import lut_linear
 from edkm_cli.packing import pack
-from edkm_cli.serve.rows import _PREPARED, PackedRows, products_side_by_side
+from edkm_cli.serve.rows import PackedRows, Rows
+
+COLUMNS = 40
+OF_ONE = (Rows(24, 3, (1, COLUMNS)),)
+OF_SEVERAL = (Rows(24, 3, (1, COLUMNS)), Rows(8, 4, (8, 8)), Rows(9, 5, (3, COLUMNS)), Rows(8, 2, (8, COLUMNS)))
 
 
-def matrix(rows=24, columns=40, bits=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    indices = pack(torch.randint(2**bits, (rows, columns), generator=generator).to(torch.uint8), bits)
-    return indices, torch.randn(rows, 2**bits, generator=generator).sort(1).values
+def matrices(members, lut_dtype=torch.float16):
+    """(indices, lut) of each member."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for rows, bits, (height, width) in members:
+        codes = torch.randint(2**bits, (rows, COLUMNS), generator=generator).to(torch.uint8)
+        table = torch.randn(rows // height * (COLUMNS // width), 2**bits, generator=generator).sort(1).values
+        made.append((pack(codes, bits), table.to(lut_dtype)))
+    return made
 
 
-def product(x, indices, lut, bias):
-    return lut_linear(x, indices, lut, bias, bits=3, tile=(1, 40))
+def together(made, members):
+    indices, luts = zip(*made, strict=True)
+    return PackedRows(
+        torch.cat([i.flatten() for i in indices]), torch.cat([t.flatten() for t in luts]), members, COLUMNS
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prepared_traced_and_plain_products_are_the_same(dtype):
-    indices, lut = matrix()
-    rows = PackedRows(indices, lut, 3, (1, 40))
+def products(x, made, members, bias):
+    biases = [None] * len(members) if bias is None else bias.split([member.rows for member in members])
+    outs = [
+        lut_linear(x, *matrix, own, bits=member.bits, tile=member.tile)
+        for matrix, member, own in zip(made, members, biases, strict=True)
+    ]
+    return torch.cat(outs, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("members", [OF_ONE, OF_SEVERAL], ids=["one", "several"])
+def test_traced_and_prepared_products_are_those_of_each_matrix(members, dtype):
+    made = matrices(members)
+    rows = together(made, members)
+    torch.compiler.reset()
     traced = torch.compile(rows, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for tokens in (1, 5, 300):  # one trace: the operator chooses the path
-            x = torch.randn(tokens, 40).to(dtype)
-            for bias in (None, torch.randn(24), torch.randn(24)):
-                wanted = product(x, indices, lut, bias)
+        for shape in ((2, 3), (5,), (1,), (300,), (0,)):
+            x = torch.randn(*shape, COLUMNS).to(dtype)
+            for bias in (None, torch.randn(rows.rows).to(dtype if shape == (0,) else torch.float32)):
+                wanted = products(x, made, members, bias)
                 assert torch.equal(rows(x, bias), wanted)
-                assert torch.equal(traced(x, bias), wanted)
+                if len(shape) == 1:  # one trace: the operator chooses the path
+                    assert torch.equal(traced(x, bias), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_different_bits_side_by_side_are_their_products(dtype):
-    parts = [PackedRows(*matrix(rows, bits=bits, seed=bits), bits, (1, 40)) for rows, bits in ((24, 3), (8, 4), (8, 2))]
-    traced = torch.compile(
-        lambda x, bias: products_side_by_side(parts, x, bias), backend="eager", fullgraph=True, dynamic=True
-    )
+@pytest.mark.parametrize("kind", ["strided", "float64", "half of a bias", "another table", "not prepared"])
+def test_what_is_not_as_it_was_prepared_is_computed_as_it_is(kind):
+    made = matrices(OF_SEVERAL)
+    rows = together(made, OF_SEVERAL)
+    x, bias = torch.randn(4, COLUMNS), torch.randn(2 * rows.rows)
+    x = torch.randn(4, 2 * COLUMNS)[:, ::2] if kind == "strided" else x.double() if kind == "float64" else x
+    bias = bias[::2] if kind == "half of a bias" else None
+    indices, luts = rows.indices.data, rows.luts.data
+    if kind == "another table":
+        luts = -luts
+        made = [(of, -table) for of, table in made]
+    if kind == "not prepared":
+        indices = indices.clone()
+    found = torch.ops.edkm.merged_linear(x, indices, luts, bias, rows.numbers)
+    assert torch.equal(found, products(x, made, OF_SEVERAL, bias))
+
+
+def test_a_wrong_size_is_refused():
+    rows = together(matrices(OF_ONE), OF_ONE)
+    with torch.no_grad(), pytest.raises(Exception, match="have 384 bytes of indices and 200 entries, got 360 and 192"):
+        rows(torch.randn(2, COLUMNS + 2), None)
+
+
+def test_without_c_the_products_are_the_same(monkeypatch):
+    made = matrices(OF_SEVERAL)
+    monkeypatch.setattr(merged_c, "keep", lambda *_: None)
+    rows, x = together(made, OF_SEVERAL), torch.randn(3, COLUMNS)
     with torch.no_grad():
-        for tokens in (1, 5, 300):
-            x = torch.randn(tokens, 40).to(dtype)
-            for bias in (None, torch.randn(40)):
-                biases = [None] * 3 if bias is None else bias.split([24, 8, 8])
-                wanted = torch.cat([part(x, its) for part, its in zip(parts, biases, strict=True)], -1)
-                assert torch.equal(products_side_by_side(parts, x, bias), wanted)
-                assert torch.equal(traced(x, bias), wanted)
-
-
-def test_other_tensors_at_the_address_of_a_matrix_are_computed_as_they_are():
-    indices, lut = matrix()
-    rows = PackedRows(indices, lut, 3, (1, 40))
-    x, other = torch.randn(2, 40), torch.randn(24, 8)
-    found = torch.ops.edkm.served_linear(x, rows.indices, other, None, 3, 1, 40)
-    assert torch.equal(found, product(x, indices, other, None))
+        assert torch.equal(rows(x, None), products(x, made, OF_SEVERAL, None))
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
-    before = len(_PREPARED)
-    rows = PackedRows(*matrix(), 3, (1, 40))
-    rows(torch.randn(2, 40), None)
-    assert len(_PREPARED) == before + 1
+    before = merged_c.kept()
+    rows = together(matrices(OF_ONE), OF_ONE)
+    with torch.no_grad():
+        rows(torch.randn(2, COLUMNS), None)
+    assert merged_c.kept() == before + 1
     del rows
     gc.collect()
-    assert len(_PREPARED) == before
-    indices, lut = matrix(seed=1)
-    x = torch.randn(2, 40)
-    assert torch.equal(torch.ops.edkm.served_linear(x, indices, lut, None, 3, 1, 40), product(x, indices, lut, None))
+    assert merged_c.kept() == before

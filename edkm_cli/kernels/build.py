@@ -34,8 +34,20 @@ _SOURCES = (
     "descent.c",
     "lut_linear.c",
     "decoder_step.c",
+    "merged.c",
 )
-_HEADERS = ("lanes.h", "codes.h", "vectors.h", "threads.h", "lut_pairs.h", "lut_wide.h", "lut_panels.h", "decoder_step.h")
+_HEADERS = (
+    "lanes.h",
+    "codes.h",
+    "vectors.h",
+    "threads.h",
+    "packed.h",
+    "lut_blocks.h",
+    "lut_pairs.h",
+    "lut_wide.h",
+    "lut_panels.h",
+    "decoder_step.h",
+)
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 300
 

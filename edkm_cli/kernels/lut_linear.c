@@ -7,6 +7,7 @@
  * Sums are float32 in an order that depends on shapes only, so that the number of threads changes no result.
  */
 #include "codes.h"
+#include "packed.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -18,24 +19,11 @@
 #define SHARED_WEIGHTS (1 << 15)  /* the same for decoding */
 #define AHEAD 2048 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
 
-/* One packed matrix and what is computed with it. `lut`: (groups, 2^bits) entries, or one float32 scale a row. */
-typedef struct {
-    const uint8_t *indices;
-    const void *lut, *bias;
-    int64_t rows, tile_rows, tile_columns, lut_dtype, bias_dtype;
-} Part;
-
-/* What callers prepare once: matrices with equal columns, bits and kind; `levels`: their luts are row scales. */
-typedef struct {
-    int64_t columns, bits, levels, count;
-    Part parts[];
-} Packed;
-
 typedef struct {
     const Part *parts;
     void *const *outs;
     const void *x;
-    int64_t count, tokens, columns, x_stride, out_dtype;
+    int64_t count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
     Meaning meaning;
     int bits, pairs; /* pairs: x is laid out for lut_pairs.h, as words */
 } Call;
@@ -155,7 +143,8 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
         load_run(&matrix, row, count, (float *)&bias);
         y += bias;
     }
-    write_lanes(call->outs[part - call->parts], call->out_dtype, token * part->rows + row, y, count);
+    int64_t stride = call->out_stride ? call->out_stride : part->rows;
+    write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
 }
 
 /* Fetch the part of the strip from `row` on that stands for columns [from, end), while another one is multiplied. */
@@ -329,12 +318,13 @@ INLINE Meaning meaning_of(const Packed *packed) {
 
 int64_t edkm_matrices_of(const void *packed) { return ((const Packed *)packed)->count; }
 
-/* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix. Returns 1 where
- * memory is short. */
-int edkm_lut_linear(
-    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs
+/* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix; rows of outs[p] are
+ * `out_row` apart. Returns 1 where memory is short. */
+int edkm_lut_linear_into(
+    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
 ) {
     Call call = {.parts = packed->parts, .count = packed->count, .outs = outs, .tokens = tokens, .out_dtype = dtype};
+    call.out_stride = out_row;
     call.columns = packed->columns, call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
     int64_t padded = (call.columns + 127) / 128 * 128, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
 #if HAS_PAIRS
@@ -353,6 +343,13 @@ int edkm_lut_linear(
     for (int64_t p = 0; p < call.count; p++) rows += call.parts[p].rows;
     share(multiply_units, &call, units(&call), rows * call.columns * tokens >= SHARED_PRODUCTS);
     return 0;
+}
+
+/* The same where the rows of outs[p] follow one another. */
+int edkm_lut_linear(
+    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs
+) {
+    return edkm_lut_linear_into(packed, x, dtype, x_row, tokens, outs, 0);
 }
 
 /* Dense rows of W: those that `ids` names, or `count` rows from `first` on; columns [from, end), `from` a multiple of 16. */

@@ -6,7 +6,7 @@
  * small integers, which bfloat16 holds exactly.
  */
 #define WIDE 64       /* columns of a block */
-#define WIDE_TOKENS 4 /* from so many on, levels are multiplied as pairs */
+#define BYTE_TOKENS 4 /* from so many on, levels of eight bits are multiplied as pairs */
 
 /* The entries of a group as words, 32 in a vector. */
 INLINE void wide_table(const Part *part, int64_t group, int bits, __m512i table[8]) {

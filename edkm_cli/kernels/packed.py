@@ -49,6 +49,13 @@ def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
     return _ALL_TOKENS if lut_linear_c.level() else 32
 
 
+def most_tokens(matrices: Sequence[Packed], dtype: torch.dtype) -> int:
+    """Up to how many tokens the C kernel is the way for matrices that have one input."""
+    if forced_path() == "kernel":
+        return _ALL_TOKENS
+    return min(_kernel_tokens(packed, dtype) for packed in matrices)
+
+
 def _path(x: Tensor, packed: Packed) -> str:
     forced = forced_path()
     if forced == "reference":
@@ -117,9 +124,7 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
         return None
     if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
         return None
-    most = {dtype: min(_kernel_tokens(m, dtype) for m in matrices) for dtype in DTYPES}
-    if forced_path() == "kernel":
-        most = dict.fromkeys(DTYPES, _ALL_TOKENS)
+    most = {dtype: most_tokens(matrices, dtype) for dtype in DTYPES}
     return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)
 
 

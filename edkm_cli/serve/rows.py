@@ -1,111 +1,91 @@
-"""Packed rows whose products cost little to ask for, as an operator that compiled graphs contain.
+"""Rows of a layer as packed matrices one below the other, whose products an operator in compiled graphs gives side by side.
 
-A small model asks for a hundred products for each token, so what is done in Python before the kernel starts shows. The
-operator edkm::served_linear takes the tensors and numbers of edkm::lut_linear and gives the same. But it has no gradient,
-and where the rows are those of a `PackedRows` it finds what was prepared for them, by the address of their indices.
-edkm::served_linears is several of these with one input, side by side: what a merged layer (q, k, v) is whose parts differ
-in bits.
+The operator edkm::merged_linear takes what q, k and v or gate and up have together: their indices in one tensor, their
+tables in another one, and numbers. On a CPU it is a function in C that finds what was prepared for the indices
+(kernels/merged.c); elsewhere, and where that is not possible, it calls edkm::lut_linear for each matrix. It has no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import WeakValueDictionary
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.kernels import merged_c
 from edkm_cli.kernels.lut_linear import lut_linear
 from edkm_cli.kernels.tiles import Packed, Tile
-from edkm_cli.nn.ready import Ready
+from edkm_cli.packing import packed_width
 
+_NUMBERS = 4  # of a matrix: its rows, bits, and the rows and columns of its tiles
 _LIBRARY = torch.library.Library("edkm", "FRAGMENT")
-_LIBRARY.define(
-    "served_linear(Tensor x, Tensor indices, Tensor lut, Tensor? bias, int bits, int tile_rows, int tile_columns) -> Tensor"
-)
+for _name in ("merged_linear", "merged_linear_plain"):
+    _LIBRARY.define(f"{_name}(Tensor x, Tensor indices, Tensor luts, Tensor? bias, int[] numbers) -> Tensor")
 
 
-class _Prepared:
-    """What the kernel needs of one packed matrix, kept for as long as its `PackedRows`."""
+class Rows(NamedTuple):
+    """A packed matrix among others: `rows` of it, codes of `bits`, and its tiles."""
 
-    def __init__(self, indices: Tensor, lut: Tensor, bits: int, tile: Tile):
-        self._packed, self._ready = Packed(indices, lut, None, bits, tile), Ready()
-
-    def product(self, x: Tensor, lut: Tensor, bias: Tensor | None) -> Tensor:
-        packed, kept = self._packed, self._packed.bias
-        if lut is not packed.table and lut.data_ptr() != packed.table.data_ptr():
-            return lut_linear(x, packed.indices, lut, bias, bits=packed.bits, tile=packed.tile or (1, 1))
-        if bias is not kept and (bias is None or kept is None or bias.data_ptr() != kept.data_ptr()):
-            packed = self._packed = packed._replace(bias=bias)
-        outs = self._ready.product(x, (packed,), x.shape[-1])
-        if outs is not None:
-            return outs[0]
-        assert packed.tile is not None
-        return lut_linear(x, packed.indices, packed.table, bias, bits=packed.bits, tile=packed.tile)
+    rows: int
+    bits: int
+    tile: Tile
 
 
-_PREPARED: WeakValueDictionary[int, _Prepared] = WeakValueDictionary()  # by the address of the indices
+def _matrices(indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: int) -> Iterator[Packed]:
+    """Views of each matrix in the flat tensors of all. Raises ValueError where these have another size."""
+    bytes_of = [member.rows * packed_width(columns, member.bits) for member in members]
+    groups = [member.rows * columns // (member.tile[0] * member.tile[1]) for member in members]
+    entries = [count << member.bits for count, member in zip(groups, members, strict=True)]
+    if indices.numel() != sum(bytes_of) or luts.numel() != sum(entries):
+        raise ValueError(
+            f"{[tuple(member) for member in members]} of {columns} columns have {sum(bytes_of)} bytes of indices and "
+            f"{sum(entries)} entries, got {indices.numel()} and {luts.numel()}"
+        )
+    parts, tables = indices.split(bytes_of), luts.split(entries)
+    for part, table, count, member in zip(parts, tables, groups, members, strict=True):
+        yield Packed(part.view(member.rows, -1), table.view(count, -1), None, member.bits, member.tile)
 
 
-@torch.library.impl(_LIBRARY, "served_linear", "CompositeExplicitAutograd")
-def _served_linear(
-    x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, bits: int, tile_rows: int, tile_columns: int
-) -> Tensor:
-    prepared = _PREPARED.get(indices.data_ptr())
-    if prepared is None:
-        return lut_linear(x, indices, lut, bias, bits=bits, tile=(tile_rows, tile_columns))
-    return prepared.product(x, lut, bias)
-
-
-@torch.library.register_fake("edkm::served_linear", lib=_LIBRARY)
-def _fake(x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *numbers: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], indices.shape[0])
-
-
-_LIBRARY.define("served_linears(Tensor x, Tensor[] indices, Tensor[] luts, Tensor? bias, int[] numbers) -> Tensor")
-
-
-@torch.library.impl(_LIBRARY, "served_linears", "CompositeExplicitAutograd")
-def _served_linears(
-    x: Tensor, indices: list[Tensor], luts: list[Tensor], bias: Tensor | None, numbers: list[int]
-) -> Tensor:
-    biases = [None] * len(indices) if bias is None else bias.split([part.shape[0] for part in indices])
+def _merged_linear(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None, numbers: list[int]) -> Tensor:
+    members = [Rows(n[0], n[1], (n[2], n[3])) for n in zip(*[iter(numbers)] * _NUMBERS, strict=True)]
+    biases = [None] * len(members) if bias is None else bias.split([member.rows for member in members])
     outs = [
-        _served_linear(x, part, lut, its, *numbers[3 * i : 3 * i + 3])
-        for i, (part, lut, its) in enumerate(zip(indices, luts, biases, strict=True))
+        lut_linear(x, matrix.indices, matrix.table, own, bits=matrix.bits, tile=member.tile)
+        for matrix, member, own in zip(_matrices(indices, luts, members, x.shape[-1]), members, biases, strict=True)
     ]
-    return torch.cat(outs, dim=-1)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
-@torch.library.register_fake("edkm::served_linears", lib=_LIBRARY)
-def _fake_linears(
-    x: Tensor, indices: list[Tensor], luts: list[Tensor], bias: Tensor | None, numbers: list[int]
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(part.shape[0] for part in indices))
+for _name in ("merged_linear", "merged_linear_plain"):
+    _LIBRARY.impl(_name, _merged_linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("edkm::merged_linear", lib=_LIBRARY)
+def _fake(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None, numbers: list[int]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(numbers[::_NUMBERS]))
+
+
+merged_c.register("merged_linear", "edkm::merged_linear_plain")
 
 
 class PackedRows(nn.Module):
-    """Rows of a layer as one packed matrix: `indices` (rows, bytes) uint8, `lut` (groups, 2**bits)."""
+    """Packed matrices of `columns` columns one below the other: `indices` flat uint8 and `luts` flat, one matrix's behind
+    the other's, in the order of `members`."""
 
-    def __init__(self, indices: Tensor, lut: Tensor, bits: int, tile: Tile):
+    def __init__(self, indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: int):
         super().__init__()
-        self.rows, self.bits, self.tile = indices.shape[0], bits, tile
+        self.rows, self.numbers = (
+            sum(member.rows for member in members),
+            [n for m in members for n in (*m[:2], *m.tile)],
+        )
         self.indices = nn.Parameter(indices, requires_grad=False)
-        self.lut = nn.Parameter(lut, requires_grad=False)
-        self._prepared = _PREPARED[self.indices.data_ptr()] = _Prepared(self.indices, self.lut, bits, tile)
+        self.luts = nn.Parameter(luts, requires_grad=False)
+        key = merged_c.keep(list(_matrices(self.indices, self.luts, members, columns)), columns)
+        if key is not None:
+            weakref.finalize(self, merged_c.forget, key)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ W.T + bias for x (..., in)."""
-        if torch.compiler.is_compiling():
-            return torch.ops.edkm.served_linear(x, self.indices, self.lut, bias, self.bits, *self.tile)
-        return _served_linear(x, self.indices, self.lut, bias, self.bits, *self.tile)
-
-
-def products_side_by_side(parts: Sequence[PackedRows], x: Tensor, bias: Tensor | None) -> Tensor:
-    """The parts' products one beside the other, (..., all rows), for x (..., in); `bias` (all rows) or None."""
-    indices: list[Tensor] = [part.indices for part in parts]
-    luts: list[Tensor] = [part.lut for part in parts]
-    numbers = [number for part in parts for number in (part.bits, *part.tile)]
-    if torch.compiler.is_compiling():
-        return torch.ops.edkm.served_linears(x, indices, luts, bias, numbers)
-    return _served_linears(x, indices, luts, bias, numbers)
+        """x @ W.T + bias for x (..., columns)."""
+        return torch.ops.edkm.merged_linear(x, self.indices, self.luts, bias, self.numbers)

@@ -11,7 +11,7 @@ Products are operators (rows.py) that look at the number of tokens themselves: v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.integrity import AGAIN
 from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
-from edkm_cli.serve.rows import PackedRows, products_side_by_side
+from edkm_cli.serve.rows import PackedRows, Rows
 
 _LOG = init_logger("vllm.edkm")
 _KNOWN = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
@@ -169,22 +169,17 @@ class PackedLinearMethod(LinearMethodBase):
                 weight = loaded["weight"]
                 parts += [DenseRows(weight[i].view(len(room.pieces[i].rows), -1)) for i in run]
                 continue
-            members = iter(run)
-            for stack in stacks(room.pieces[run.start : run.stop]):
-                parts.append(_packed_rows(stack, [next(members) for _ in stack], loaded))
+            parts.append(_packed_rows(room.pieces, run, loaded))
         for leaf in loaded:
             delattr(layer, leaf)
         del layer.edkm_room
         layer.parts = nn.ModuleList(parts)
-        layer.all_packed = all(isinstance(part, PackedRows) for part in parts)
         _stand_in(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W.T + bias for x (..., in)."""
         if len(layer.parts) == 1:
             return layer.parts[0](x, bias)
-        if layer.all_packed:
-            return products_side_by_side(list(layer.parts), x, bias)
         outs, first = [], 0
         for part in layer.parts:
             outs.append(part(x, None if bias is None else bias[first : first + part.rows]))
@@ -192,17 +187,19 @@ class PackedLinearMethod(LinearMethodBase):
         return torch.cat(outs, dim=-1)
 
 
-def _packed_rows(stack: list[Piece], members: list[int], loaded: dict[str, list[Tensor]]) -> PackedRows:
-    """One packed matrix of neighbouring pieces; their indices lie in memory as it needs them."""
-    first, rows = stack[0], sum(len(piece.rows) for piece in stack)
-    start = loaded["indices"][members[0]]
-    indices = start.as_strided((rows, first.bytes_a_row), (first.bytes_a_row, 1), start.storage_offset())
-    tables = [loaded["lut"][i].view(piece.groups, -1) for i, piece in zip(members, stack, strict=True)]
+def _packed_rows(pieces: Sequence[Piece], run: range, loaded: dict[str, list[Tensor]]) -> PackedRows:
+    """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
+    tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
-        tables = [table.float() * loaded["lut_scale"][i] for i, table in zip(members, tables, strict=True)]
-    parts = stacked_table(stack, tables)
-    lut = parts[0].clone() if len(parts) == 1 else torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
-    return PackedRows(indices, lut, first.bits, stacked_tile(stack))
+        tables = [table.float() * loaded["lut_scale"][i] for i, table in zip(run, tables, strict=True)]
+    members, joined, left = [], [], iter(tables)
+    for stack in stacks(pieces[run.start : run.stop]):
+        members.append(Rows(sum(len(piece.rows) for piece in stack), stack[0].bits, stacked_tile(stack)))
+        joined += [part.flatten() for part in stacked_table(stack, [next(left) for _ in stack])]
+    luts = torch.cat([part.view(torch.uint8) for part in joined]).view(joined[0].dtype)  # float8 cannot be joined
+    views = [loaded["indices"][i] for i in run]
+    indices = views[0].as_strided((sum(view.numel() for view in views),), (1,))
+    return PackedRows(indices, luts, members, len(pieces[run.start].columns))
 
 
 def _runs(flags: list[bool]) -> Iterable[range]:

@@ -1,0 +1,92 @@
+"""merged.c as Python functions: the operator edkm::merged_linear without Python between a graph and the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from edkm_cli.kernels import lut_linear_c, packed
+from edkm_cli.kernels.build import library
+from edkm_cli.kernels.tiles import Packed
+
+_MOST_PARTS = 8
+_MERGED = struct.Struct("2Q6q")  # struct Merged of merged.c, up to its parts
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OF_TORCH = (
+    "aoti_torch_library_init_impl",
+    "aoti_torch_library_impl",
+    "aoti_torch_call_dispatcher",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_device_type",
+    "aoti_torch_is_contiguous",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object",
+    "torch_delete_stable_ivalue",
+    "torch_delete_list",
+    "torch_exception_get_what_without_backtrace",
+    "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
+)
+
+
+@functools.cache
+def register(name: str, otherwise: str) -> bool:
+    """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
+    False where there is no compiler, or this PyTorch has not what it needs."""
+    compiled = library()
+    if compiled is None:
+        return False
+    try:
+        loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
+        found = [ctypes.cast(loaded[symbol], ctypes.c_void_p).value or 0 for symbol in _OF_TORCH]
+        numbers = [int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in _DTYPES]
+        numbers.append(int(loaded.aoti_torch_device_type_cpu()))
+    except (OSError, AttributeError):
+        return False
+    functions, known = (ctypes.c_uint64 * len(found))(*found), (ctypes.c_int32 * len(numbers))(*numbers)
+    _NAMES.extend([name.encode(), otherwise.encode()])
+    return not compiled.edkm_merged_register(functions, known, _NAMES[-2], _NAMES[-1])
+
+
+_NAMES: list[bytes] = []  # the operator keeps their addresses
+
+
+def keep(matrices: Sequence[Packed], columns: int) -> int | None:
+    """Prepare matrices one below the other, whose indices and tables lie one behind the other in memory, for the operator.
+
+    Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
+    """
+    compiled = library()
+    if compiled is None or packed.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
+        return None
+    if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+        return None
+    for matrix in matrices:
+        lut_linear_c.check(columns, matrix)
+    most = [packed.most_tokens(matrices, dtype) * columns for dtype in _DTYPES]
+    first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
+    head = _MERGED.pack(first.indices.data_ptr(), first.table.data_ptr(), columns, rows, len(matrices), *most)
+    blocks = b"".join(lut_linear_c.prepare((matrix,), columns).block for matrix in matrices)
+    room = blocks.ljust(len(blocks) // len(matrices) * _MOST_PARTS, b"\0")
+    compiled.edkm_merged_keep.argtypes = (ctypes.c_char_p,)
+    return None if compiled.edkm_merged_keep(head + room) else first.indices.data_ptr()
+
+
+def forget(key: int) -> None:
+    """Hold nothing more of what `keep` prepared."""
+    compiled = library()
+    assert compiled is not None, "`keep` gave a key"
+    compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
+    compiled.edkm_merged_forget(key)
+
+
+def kept() -> int:
+    """How many are prepared."""
+    compiled = library()
+    return 0 if compiled is None else int(compiled.edkm_merged_count())

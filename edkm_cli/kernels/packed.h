@@ -1,0 +1,20 @@
+/* Packed matrices as the kernels read them; Python lays these structs out (lut_linear_c.py). */
+#ifndef EDKM_PACKED
+#define EDKM_PACKED
+
+#include <stdint.h>
+
+/* One packed matrix and what is computed with it. `lut`: (groups, 2^bits) entries, or one float32 scale a row. */
+typedef struct {
+    const uint8_t *indices;
+    const void *lut, *bias;
+    int64_t rows, tile_rows, tile_columns, lut_dtype, bias_dtype;
+} Part;
+
+/* What callers prepare once: matrices with equal columns, bits and kind; `levels`: their luts are row scales. */
+typedef struct {
+    int64_t columns, bits, levels, count;
+    Part parts[];
+} Packed;
+
+#endif
