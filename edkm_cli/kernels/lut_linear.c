@@ -17,7 +17,7 @@
 #define PANELS 8   /* panels of x that share a decoded strip */
 #define SHARED_PRODUCTS (1 << 17) /* from so many on, other threads help: below, waking them costs more */
 #define SHARED_WEIGHTS (1 << 15)  /* the same for decoding */
-#define AHEAD 2048 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
+#define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
 
 typedef struct {
     const Part *parts;

@@ -163,6 +163,15 @@ INLINE int tiles_of(const Call *call, const Part *part) {
     return part->tile_columns == call->columns ? WHOLE : part->tile_columns % (RUN / 2) ? TILES : HALVES;
 }
 
+/* Fetch the tables of the rows after [row, row + count): a row has its own and would wait for it. */
+INLINE void prefetch_tables(const Call *call, const Part *part, int64_t row, int64_t count) {
+    int64_t size = part->lut_dtype == FLOAT32 ? 4 : part->lut_dtype == FLOAT8_E4M3 ? 1 : 2, first = row + count;
+    if (call->meaning >= LEVEL || first >= part->rows) return;
+    int64_t last = smaller(first + UNIT, part->rows) - 1, end = group_at(call, part, last, call->columns - 1) + 1;
+    for (int64_t at = (group_at(call, part, first, 0) << call->bits) * size; at < (end << call->bits) * size; at += 64)
+        __builtin_prefetch((const char *)part->lut + at);
+}
+
 /* Rows [row, row + count) of W, at most UNIT, with all tokens, at most FEW_TOKENS. */
 static void pairs_of_unit(const Call *call, const Part *part, const Words *u, int64_t row, int count) {
     vf sums[FEW_TOKENS][UNIT];
@@ -170,6 +179,7 @@ static void pairs_of_unit(const Call *call, const Part *part, const Words *u, in
     int64_t depth = size < 3 && tiles == WHOLE ? call->columns : RUNS_DEPTH;
     int short_row = tiles == WHOLE ? row_bytes(call) <= SHORT_ROW : call->columns <= SHORT_BLOCKS * RUN && part->tile_rows % 2 == 0;
     int two = call->tokens == 1 && small && tiles != TILES && short_row;
+    prefetch_tables(call, part, row, count);
     if (two) (tiles == WHOLE ? short_rows_WHOLE : short_rows_HALVES)(call, part, u, row, count, call->x, sums[0]);
     for (int64_t from = 0; !two && from < call->columns; from += depth)
         (small ? FEW_PAIRS[tiles] : FEW_WIDE[kind_of_wide(call)])

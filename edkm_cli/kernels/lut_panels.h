@@ -113,6 +113,7 @@ static void panels_of_unit(const Call *call, const Part *part, const Words *u, i
     const uint8_t *next = part->indices + (row + count) * row_bytes(call);
     depth = (depth + RUN - 1) / RUN * RUN;
     if (count < UNIT) memset(w, 0, sizeof w);
+    prefetch_tables(call, part, row, count);
     for (int64_t token = 0; token < call->tokens; token += SHARED_PANELS * LANES) {
         int64_t panels = smaller(SHARED_PANELS, (call->tokens - token + LANES - 1) / LANES);
         memset(sums, 0, panels * sizeof sums[0]);
