@@ -58,7 +58,7 @@ def test_traced_and_prepared_products_are_those_of_each_matrix(members, dtype):
                     assert torch.equal(traced(x, bias), wanted)
 
 
-@pytest.mark.parametrize("kind", ["strided", "float64", "half of a bias", "another table", "not prepared"])
+@pytest.mark.parametrize("kind", ["strided", "float64", "half of a bias", "another table", "fewer", "not prepared"])
 def test_what_is_not_as_it_was_prepared_is_computed_as_it_is(kind):
     made = matrices(OF_SEVERAL)
     rows = together(made, OF_SEVERAL)
@@ -71,6 +71,11 @@ def test_what_is_not_as_it_was_prepared_is_computed_as_it_is(kind):
         made = [(of, -table) for of, table in made]
     if kind == "not prepared":
         indices = indices.clone()
+    if kind == "fewer":  # at the same addresses
+        members = OF_SEVERAL[:1]
+        found = torch.ops.edkm.merged_linear(x, indices[: 24 * 15], luts[: 24 * 8], None, rows.numbers[:4])
+        assert torch.equal(found, products(x, made[:1], members, None))
+        return
     found = torch.ops.edkm.merged_linear(x, indices, luts, bias, rows.numbers)
     assert torch.equal(found, products(x, made, OF_SEVERAL, bias))
 

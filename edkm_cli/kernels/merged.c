@@ -9,6 +9,7 @@
 #include "packed.h"
 
 #include <pthread.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,11 +23,11 @@ typedef struct {
     Part part;
 } One; /* struct Packed with one matrix */
 
-/* Matrices one below the other; Python lays this struct out (merged_c.py). `rows`: of all. `most`: elements of x, by dtype,
- * up to which the kernel is the way. */
+/* Matrices one below the other; Python lays this struct out (merged_c.py). The tensors' addresses and numbers of elements;
+ * `rows` of all matrices; `most`: elements of x, by dtype, up to which the kernel is the way. */
 typedef struct {
-    uint64_t indices, lut;
-    int64_t columns, rows, count, most[DTYPES];
+    uint64_t indices, luts;
+    int64_t index_bytes, entries, columns, rows, count, most[DTYPES];
     One parts[MOST_PARTS];
 } Merged;
 
@@ -46,6 +47,7 @@ static struct {
     int32_t (*implement)(void *library, const char *name, void (*function)(uint64_t *, uint64_t, uint64_t));
     int32_t (*call)(const char *name, const char *overload, uint64_t *stack);
     int32_t (*dimensions)(void *tensor, int64_t *);
+    int32_t (*elements)(void *tensor, int64_t *);
     int32_t (*sizes)(void *tensor, int64_t **);
     int32_t (*dtype)(void *tensor, int32_t *);
     int32_t (*device)(void *tensor, int32_t *);
@@ -100,17 +102,23 @@ int64_t edkm_merged_count(void) {
     return count;
 }
 
-static int recall(uint64_t indices, Merged *merged) {
+static int is_at(void *tensor, uint64_t address, int64_t elements) {
+    void *at;
+    int64_t count;
+    return !torch.address(tensor, &at) && (uint64_t)(uintptr_t)at == address && !torch.elements(tensor, &count) && count == elements;
+}
+
+/* What was prepared for these tensors, if they are still the same. */
+static int recall(void *indices, void *luts, Merged *merged) {
+    void *at;
+    if (torch.address(indices, &at)) return 0;
     pthread_mutex_lock(&lock);
-    const Node *node = *find(indices);
+    const Node *node = *find((uint64_t)(uintptr_t)at);
     if (node) {
-        merged->lut = node->merged.lut, merged->columns = node->merged.columns, merged->rows = node->merged.rows;
-        merged->count = node->merged.count;
-        memcpy(merged->most, node->merged.most, sizeof merged->most);
-        memcpy(merged->parts, node->merged.parts, (size_t)node->merged.count * sizeof *merged->parts);
+        memcpy(merged, &node->merged, offsetof(Merged, parts) + (size_t)node->merged.count * sizeof *merged->parts);
     }
     pthread_mutex_unlock(&lock);
-    return node != NULL;
+    return node && is_at(indices, merged->indices, merged->index_bytes) && is_at(luts, merged->luts, merged->entries);
 }
 
 static void *address_of(void *tensor) {
@@ -152,8 +160,8 @@ static void *product(void *x, void *indices, void *luts, void *bias) {
     int64_t dimensions, *shape, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS], elements = 1, stride = 1;
     int dtype = dtype_of(x), failed = 0;
     if (!from || dtype < 0 || torch.dimensions(x, &dimensions) || torch.sizes(x, &shape)) return NULL;
-    if (dimensions < 1 || dimensions > MOST_DIMENSIONS || !recall((uint64_t)(uintptr_t)address_of(indices), &merged)) return NULL;
-    if ((uint64_t)(uintptr_t)address_of(luts) != merged.lut || shape[dimensions - 1] != merged.columns) return NULL;
+    if (dimensions < 1 || dimensions > MOST_DIMENSIONS || !recall(indices, luts, &merged)) return NULL;
+    if (shape[dimensions - 1] != merged.columns) return NULL;
     if (bias && !add_bias(&merged, bias)) return NULL;
     for (int64_t i = dimensions - 1; i >= 0; i--) {
         elements *= shape[i];

@@ -14,13 +14,14 @@ from edkm_cli.kernels.build import library
 from edkm_cli.kernels.tiles import Packed
 
 _MOST_PARTS = 8
-_MERGED = struct.Struct("2Q6q")  # struct Merged of merged.c, up to its parts
+_MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_TORCH = (
     "aoti_torch_library_init_impl",
     "aoti_torch_library_impl",
     "aoti_torch_call_dispatcher",
     "aoti_torch_get_dim",
+    "aoti_torch_get_numel",
     "aoti_torch_get_sizes",
     "aoti_torch_get_dtype",
     "aoti_torch_get_device_type",
@@ -35,11 +36,24 @@ _OF_TORCH = (
 )
 
 
+_NAMES: list[bytes] = []  # the operator keeps their addresses
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL | None:
+    compiled = library()
+    if compiled is not None:
+        compiled.edkm_merged_keep.argtypes = (ctypes.c_char_p,)
+        compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
+        compiled.edkm_merged_count.restype = ctypes.c_int64
+    return compiled
+
+
 @functools.cache
 def register(name: str, otherwise: str) -> bool:
     """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
     False where there is no compiler, or this PyTorch has not what it needs."""
-    compiled = library()
+    compiled = _functions()
     if compiled is None:
         return False
     try:
@@ -54,15 +68,12 @@ def register(name: str, otherwise: str) -> bool:
     return not compiled.edkm_merged_register(functions, known, _NAMES[-2], _NAMES[-1])
 
 
-_NAMES: list[bytes] = []  # the operator keeps their addresses
-
-
 def keep(matrices: Sequence[Packed], columns: int) -> int | None:
     """Prepare matrices one below the other, whose indices and tables lie one behind the other in memory, for the operator.
 
     Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
     """
-    compiled = library()
+    compiled = _functions()
     if compiled is None or packed.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
         return None
     if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
@@ -71,22 +82,22 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
         lut_linear_c.check(columns, matrix)
     most = [packed.most_tokens(matrices, dtype) * columns for dtype in _DTYPES]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
-    head = _MERGED.pack(first.indices.data_ptr(), first.table.data_ptr(), columns, rows, len(matrices), *most)
+    sizes = [sum(m[i].numel() for m in matrices) for i in (0, 1)]
+    addresses = first.indices.data_ptr(), first.table.data_ptr()
+    head = _MERGED.pack(*addresses, *sizes, columns, rows, len(matrices), *most)
     blocks = b"".join(lut_linear_c.prepare((matrix,), columns).block for matrix in matrices)
     room = blocks.ljust(len(blocks) // len(matrices) * _MOST_PARTS, b"\0")
-    compiled.edkm_merged_keep.argtypes = (ctypes.c_char_p,)
     return None if compiled.edkm_merged_keep(head + room) else first.indices.data_ptr()
 
 
 def forget(key: int) -> None:
     """Hold nothing more of what `keep` prepared."""
-    compiled = library()
+    compiled = _functions()
     assert compiled is not None, "`keep` gave a key"
-    compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
     compiled.edkm_merged_forget(key)
 
 
 def kept() -> int:
     """How many are prepared."""
-    compiled = library()
+    compiled = _functions()
     return 0 if compiled is None else int(compiled.edkm_merged_count())
