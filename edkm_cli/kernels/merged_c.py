@@ -82,7 +82,7 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
         lut_linear_c.check(columns, matrix)
     most = [packed.most_tokens(matrices, dtype) * columns for dtype in _DTYPES]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
-    sizes = [sum(m[i].numel() for m in matrices) for i in (0, 1)]
+    sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
     addresses = first.indices.data_ptr(), first.table.data_ptr()
     head = _MERGED.pack(*addresses, *sizes, columns, rows, len(matrices), *most)
     blocks = b"".join(lut_linear_c.prepare((matrix,), columns).block for matrix in matrices)
