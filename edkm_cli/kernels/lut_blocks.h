@@ -143,7 +143,8 @@ INLINE __m512i repeated(const uint16_t *at, int apart) {
 INLINE void tables_of_row(const Call *call, const Part *part, int64_t row, int64_t from, int64_t end, __m512i tables[]) {
     uint16_t words[SHORT_BLOCKS * 2 * 16] __attribute__((aligned(64)));
     int64_t tile = part->tile_columns, left = tile - from % tile;
-    int apart = word_tables(part, group_at(call, part, row, from), (end - from + tile - left + tile - 1) / tile, call->bits, words);
+    int64_t groups = (end - from + tile - left + tile - 1) / tile;
+    int apart = word_tables(part, group_at(call, part, row, from), groups, call->bits, words);
     const uint16_t *at = words;
     for (; from < end; from += RUN, tables++) {
         *tables = repeated(at, apart);

@@ -3,8 +3,8 @@
  * words. Included by lut_linear.c.
  *
  * Blocks of 128 columns are decoded in an order of their own (lut_blocks.h), in which the activations are laid out once a
- * call: vector k of a block holds columns 4j + k. Here: up to eight tokens and codes of up to four bits; wider codes and levels:
- * lut_wide.h; more tokens: lut_panels.h.
+ * call: vector k of a block holds columns 4j + k. Here: up to eight tokens and codes of up to four bits; wider codes and
+ * levels: lut_wide.h; more tokens: lut_panels.h.
  */
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
 #define HAS_PAIRS 1
@@ -177,7 +177,8 @@ static void pairs_of_unit(const Call *call, const Part *part, const Words *u, in
     vf sums[FEW_TOKENS][UNIT];
     int tiles = tiles_of(call, part), small = call->meaning == SMALL, size = size_of(call->tokens);
     int64_t depth = size < 3 && tiles == WHOLE ? call->columns : RUNS_DEPTH;
-    int short_row = tiles == WHOLE ? row_bytes(call) <= SHORT_ROW : call->columns <= SHORT_BLOCKS * RUN && part->tile_rows % 2 == 0;
+    int even = part->tile_rows % 2 == 0 && call->columns <= SHORT_BLOCKS * RUN;
+    int short_row = tiles == WHOLE ? row_bytes(call) <= SHORT_ROW : even;
     int two = call->tokens == 1 && small && tiles != TILES && short_row;
     prefetch_tables(call, part, row, count);
     if (two) (tiles == WHOLE ? short_rows_WHOLE : short_rows_HALVES)(call, part, u, row, count, call->x, sums[0]);

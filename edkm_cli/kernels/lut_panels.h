@@ -29,7 +29,8 @@ INLINE void decode_small(
     if (tiles == WHOLE) prepare_tables(&of_rows, part, call->bits, row, count);
     for (int64_t r = 0; r < count; r++) {
         const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
-        if (tiles == HALVES && (r == 0 || (row + r) % part->tile_rows == 0)) tables_of_row(call, part, row + r, from, end, tables);
+        if (tiles == HALVES && (r == 0 || (row + r) % part->tile_rows == 0))
+            tables_of_row(call, part, row + r, from, end, tables);
         if (tiles == WHOLE) table = next_table(&of_rows, r + 1 == count);
         uint16_t *to = w[r];
         __m512i out[4], *block = tables;

@@ -105,7 +105,8 @@ int64_t edkm_merged_count(void) {
 static int is_at(void *tensor, uint64_t address, int64_t elements) {
     void *at;
     int64_t count;
-    return !torch.address(tensor, &at) && (uint64_t)(uintptr_t)at == address && !torch.elements(tensor, &count) && count == elements;
+    if (torch.address(tensor, &at) || torch.elements(tensor, &count)) return 0;
+    return (uint64_t)(uintptr_t)at == address && count == elements;
 }
 
 /* What was prepared for these tensors, if they are still the same. */

@@ -43,9 +43,10 @@ def _triton() -> bool:
 
 def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel is the faster one, by measurement on a CPU with AVX-512 (docs/runtime.md)."""
-    small = packed.bits <= 4 and packed.tile is not None
+    rows_of_tiles = packed.table.shape[0] * (1 if packed.tile is None else packed.tile[0])
+    paired = packed.bits <= 4 or rows_of_tiles == packed.indices.shape[0]  # one table or scale for whole rows
     if dtype != torch.float32 and dtype != torch.float16:
-        return 256 if small and lut_linear_c.level() == 2 else 128 if lut_linear_c.level() else 8
+        return 256 if paired and lut_linear_c.level() == 2 else 128 if lut_linear_c.level() else 8
     return _ALL_TOKENS if lut_linear_c.level() else 32
 
 
