@@ -24,7 +24,8 @@ INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count >
 INLINE void prepare_levels(Words *words) {
     __m512 values[8];
     for (int v = 0; v < 8; v++) {
-        __m512i code = _mm512_add_epi32(_mm512_set1_epi32(LANES * v), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        __m512i code = _mm512_add_epi32(_mm512_set1_epi32(LANES * v), lane);
         code = _mm512_and_si512(code, _mm512_set1_epi32((1 << words->bits) - 1));
         values[v] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(1 << (words->bits - 1))));
     }
