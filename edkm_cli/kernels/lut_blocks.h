@@ -131,12 +131,19 @@ INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits
     return 1 << bits;
 }
 
+/* Two words in all places. */
+INLINE __m512i pair_at(const uint16_t *at) {
+    int32_t pair;
+    memcpy(&pair, at, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
 /* A table of `apart` words, repeated until it fills 32 lanes. */
 INLINE __m512i repeated(const uint16_t *at, int apart) {
     if (apart == 8) return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)at));
     if (apart == 16) return _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)at));
     if (apart == 4) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)at));
-    return _mm512_broadcastd_epi32(_mm_loadu_si32(at));
+    return pair_at(at);
 }
 
 /* The tables of a row of tiles, whose widths are multiples of half a block, from column `from` to `end`, at most SHORT_BLOCKS

@@ -133,7 +133,7 @@ def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
 
 
 Products = Callable[[Tensor], list[Tensor] | None]
-_ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DTYPES
+ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DTYPES
 
 
 # PyTorch's stable C functions, and the one that makes a Python object of a tensor: extensions link it by this name.
@@ -145,16 +145,16 @@ _OF_TORCH = (
 )
 
 
-def _of_torch() -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """What calls.c makes tensors with: addresses of `_OF_TORCH`, numbers of the dtypes `_ORDER` and of host memory. Zeros
-    where this PyTorch has not all of them."""
+def of_torch(names: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """What C makes tensors with: addresses of PyTorch's functions `names`, its numbers of the dtypes `ORDER` and of host
+    memory. None where this PyTorch has not all of them."""
     try:
         loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
-        found = tuple(ctypes.cast(loaded[name], ctypes.c_void_p).value or 0 for name in _OF_TORCH)
-        numbers = tuple(int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in _ORDER)
+        found = tuple(ctypes.cast(loaded[name], ctypes.c_void_p).value or 0 for name in names)
+        numbers = tuple(int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in ORDER)
         return found, numbers, int(loaded.aoti_torch_device_type_cpu())
     except (OSError, AttributeError):
-        return (0, 0, 0, 0), (0, 0, 0), 0
+        return None
 
 
 @functools.cache
@@ -162,7 +162,8 @@ def _calls() -> ModuleType | None:
     module = build.calls()
     if module is not None:
         depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-        module.setup(Tensor, _ORDER, torch.is_grad_enabled, depth, *_of_torch())
+        found = of_torch(_OF_TORCH) or ((0, 0, 0, 0), (0, 0, 0), 0)  # zeros: tensors are made from Python
+        module.setup(Tensor, ORDER, torch.is_grad_enabled, depth, *found)
     return module
 
 
@@ -184,7 +185,7 @@ def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Product
     watches (`unwatched`), and where a matrix has moved since.
     """
     tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
-    module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in _ORDER)
+    module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)
     if module is None or len(prepared.rows) > 8:
         return functools.partial(_products, prepared, tensors, [t.data_ptr() for t in tensors], most)
     functions = _functions()

@@ -96,11 +96,7 @@ NOINLINE add_panel(Decoded w, const uint16_t *x, int64_t pairs, const uint8_t *n
     for (int64_t i = 0; i < pairs; i++, x += 32, next += step) {
         __builtin_prefetch(next, 0, 2);
         __m512i tokens = _mm512_load_si512(x);
-        for (int r = 0; r < UNIT; r++) {
-            int32_t pair;
-            memcpy(&pair, w[r] + 2 * i, sizeof pair);
-            acc[r] = add_pairs(acc[r], _mm512_set1_epi32(pair), tokens);
-        }
+        for (int r = 0; r < UNIT; r++) acc[r] = add_pairs(acc[r], pair_at(w[r] + 2 * i), tokens);
     }
     for (int r = 0; r < UNIT; r++) sums[r] += (vf)acc[r];
 }

@@ -102,29 +102,24 @@ int64_t edkm_merged_count(void) {
     return count;
 }
 
-static int is_at(void *tensor, uint64_t address, int64_t elements) {
-    void *at;
+static void *address_of(void *tensor) {
+    void *address;
+    return torch.address(tensor, &address) ? NULL : address;
+}
+
+static int has(void *tensor, int64_t elements) {
     int64_t count;
-    if (torch.address(tensor, &at) || torch.elements(tensor, &count)) return 0;
-    return (uint64_t)(uintptr_t)at == address && count == elements;
+    return !torch.elements(tensor, &count) && count == elements;
 }
 
 /* What was prepared for these tensors, if they are still the same. */
 static int recall(void *indices, void *luts, Merged *merged) {
-    void *at;
-    if (torch.address(indices, &at)) return 0;
     pthread_mutex_lock(&lock);
-    const Node *node = *find((uint64_t)(uintptr_t)at);
-    if (node) {
-        memcpy(merged, &node->merged, offsetof(Merged, parts) + (size_t)node->merged.count * sizeof *merged->parts);
-    }
+    const Node *node = *find((uint64_t)(uintptr_t)address_of(indices));
+    if (node) memcpy(merged, &node->merged, offsetof(Merged, parts) + (size_t)node->merged.count * sizeof *merged->parts);
     pthread_mutex_unlock(&lock);
-    return node && is_at(indices, merged->indices, merged->index_bytes) && is_at(luts, merged->luts, merged->entries);
-}
-
-static void *address_of(void *tensor) {
-    void *address;
-    return torch.address(tensor, &address) ? NULL : address;
+    return node && has(indices, merged->index_bytes) && has(luts, merged->entries) &&
+           (uint64_t)(uintptr_t)address_of(luts) == merged->luts;
 }
 
 /* The kernels' number of a tensor's dtype where it lies contiguously in host memory, or -1. */
@@ -205,11 +200,11 @@ static void merged_linear(uint64_t *stack, uint64_t arguments, uint64_t outputs)
 }
 
 /* Makes this the operator for the CPU. `functions`: addresses in the order of `torch`; `numbers`: PyTorch's of the dtypes
- * and of host memory. Strings must stay. Not 0 where PyTorch refuses. */
+ * and of host memory. Not 0 where PyTorch refuses. */
 int edkm_merged_register(const uint64_t *functions, const int32_t *numbers, const char *name, const char *otherwise) {
     void *library;
     memcpy(&torch, functions, sizeof torch);
     memcpy(dtype_numbers, numbers, sizeof dtype_numbers);
-    cpu_number = numbers[DTYPES], plain = otherwise;
-    return torch.library("edkm", "CPU", __FILE__, __LINE__, &library) || torch.implement(library, name, merged_linear);
+    cpu_number = numbers[DTYPES], plain = strdup(otherwise);
+    return !plain || torch.library("edkm", "CPU", __FILE__, __LINE__, &library) || torch.implement(library, name, merged_linear);
 }

@@ -7,15 +7,12 @@ import functools
 import struct
 from collections.abc import Sequence
 
-import torch
-
 from edkm_cli.kernels import lut_linear_c, packed
 from edkm_cli.kernels.build import library
 from edkm_cli.kernels.tiles import Packed
 
 _MOST_PARTS = 8
 _MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_TORCH = (
     "aoti_torch_library_init_impl",
     "aoti_torch_library_impl",
@@ -36,9 +33,6 @@ _OF_TORCH = (
 )
 
 
-_NAMES: list[bytes] = []  # the operator keeps their addresses
-
-
 @functools.cache
 def _functions() -> ctypes.CDLL | None:
     compiled = library()
@@ -53,19 +47,12 @@ def _functions() -> ctypes.CDLL | None:
 def register(name: str, otherwise: str) -> bool:
     """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
     False where there is no compiler, or this PyTorch has not what it needs."""
-    compiled = _functions()
-    if compiled is None:
+    compiled, found = _functions(), lut_linear_c.of_torch(_OF_TORCH)
+    if compiled is None or found is None:
         return False
-    try:
-        loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
-        found = [ctypes.cast(loaded[symbol], ctypes.c_void_p).value or 0 for symbol in _OF_TORCH]
-        numbers = [int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in _DTYPES]
-        numbers.append(int(loaded.aoti_torch_device_type_cpu()))
-    except (OSError, AttributeError):
-        return False
-    functions, known = (ctypes.c_uint64 * len(found))(*found), (ctypes.c_int32 * len(numbers))(*numbers)
-    _NAMES.extend([name.encode(), otherwise.encode()])
-    return not compiled.edkm_merged_register(functions, known, _NAMES[-2], _NAMES[-1])
+    addresses, numbers = found[0], (*found[1], found[2])
+    functions, known = (ctypes.c_uint64 * len(addresses))(*addresses), (ctypes.c_int32 * len(numbers))(*numbers)
+    return not compiled.edkm_merged_register(functions, known, name.encode(), otherwise.encode())
 
 
 def keep(matrices: Sequence[Packed], columns: int) -> int | None:
@@ -80,7 +67,7 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
         return None
     for matrix in matrices:
         lut_linear_c.check(columns, matrix)
-    most = [packed.most_tokens(matrices, dtype) * columns for dtype in _DTYPES]
+    most = [packed.most_tokens(matrices, dtype) * columns for dtype in lut_linear_c.ORDER]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
     sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
     addresses = first.indices.data_ptr(), first.table.data_ptr()
