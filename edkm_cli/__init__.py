@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "UserError":
-        from edkm_cli.config import UserError
+        from edkm_cli.errors import UserError
 
         return UserError
     raise AttributeError(f"module 'edkm_cli' has no attribute {name!r}")

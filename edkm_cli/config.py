@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.contradictions import contradictions
-from edkm_cli.errors import UserError as UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import (
     COMPRESSION,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.settings import shown

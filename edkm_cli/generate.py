@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import models
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.hf import load_any
 from edkm_cli.kernels import packed as paths
 from edkm_cli.nn.palettized import PalettizedLinear

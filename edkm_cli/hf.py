@@ -24,7 +24,7 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.nn.one_token import shorten

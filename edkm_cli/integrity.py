@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
 from edkm_cli.model_files import check_numbers, header, no_larger_than
 from edkm_cli.nn.palettized import PALETTIZED

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import UserError, configs_directory
+from edkm_cli.config import configs_directory
 from edkm_cli.distributed import local
+from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
 from edkm_cli.model_files import FETCH_AGAIN, check_model_files, check_numbers, no_larger_than, settle_ties
 from edkm_cli.progress import no_warnings, quiet_bars

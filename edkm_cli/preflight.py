@@ -15,7 +15,8 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering, clustered_layers

@@ -44,12 +44,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import open_world
 from edkm_cli.dryrun.machine import parse_bytes
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.kernels import to_groups

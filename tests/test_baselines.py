@@ -8,7 +8,7 @@ import torch
 from edkm_cli.baselines import METHODS, load
 from edkm_cli.baselines.blocks import BlockStream
 from edkm_cli.baselines.outcome import Outcome, columns_in_group, count_uniform, decoder_linears
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from helpers import tiny_llama, tiny_qwen
 
 UNIFORM = ["rtn", "gptq", "awq"]

@@ -7,7 +7,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from edkm_cli.baselines import awq, rtn
 from edkm_cli.baselines.blocks import BlockStream
 from edkm_cli.baselines.grid import round_weight
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from helpers import tiny_llama, tiny_qwen
 
 WIDTH = 8

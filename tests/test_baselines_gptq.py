@@ -7,7 +7,7 @@ from edkm_cli.baselines import gptq
 from edkm_cli.baselines.gptq import quantize_weight
 from edkm_cli.baselines.grid import fit_grid, round_weight
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from helpers import tiny_llama
 
 

@@ -8,7 +8,8 @@ from edkm_cli import data, models
 from edkm_cli.baselines import dkm, kmeans
 from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.nn.swap import decoder_bits_per_weight, plan_swaps
 from edkm_cli.preflight import calibration_batches

@@ -8,8 +8,8 @@ import torch
 from edkm_cli.baselines import llm_qat
 from edkm_cli.baselines.fake_quant import FakeQuantize, absmax
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.config import UserError
 from edkm_cli.data import Blocks
+from edkm_cli.errors import UserError
 from helpers import tiny_llama
 
 

@@ -6,7 +6,7 @@ import torch
 from edkm_cli.baselines import rtn
 from edkm_cli.baselines.grid import RULES, fit_grid, round_weight
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from helpers import tiny_llama
 
 

@@ -7,7 +7,7 @@ import torch
 
 from edkm_cli.baselines import smoothquant
 from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from helpers import tiny_llama, tiny_qwen
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edkm_cli.bench import ablate
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edkm_cli.bench.clustering import bench_clustering, format_table
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 
 def test_a_small_run_has_every_row_and_key():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from edkm_cli.cli.options import check_json_target, finish
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import json_text
 
 

@@ -16,7 +16,7 @@ from edkm_cli.clustering import (
     kmeans_start,
     relative_importance,
 )
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import TorchPasses, layout_c
 from edkm_cli.kernels.attention_c import CPasses

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.kernels import kmeans_c, kmeans_torch, layout_c
 from edkm_cli.kernels.build import library
 

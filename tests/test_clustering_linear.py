@@ -22,7 +22,7 @@ from edkm_cli.clustering import (
     snap,
 )
 from edkm_cli.clustering.linear import LowRank, effective_weight
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.kernels import from_groups, layout_c, to_groups
 
 GRANULARITIES = ("tensor", "row:1", "block:4x16")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edkm_cli.clustering import SCHEDULES, kmeans_start, lookup, nearest_indices, round_lut, snap, temperature_at
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.kernels import palette_c, palette_torch
 from edkm_cli.kernels.build import library
 

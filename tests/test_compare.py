@@ -21,7 +21,8 @@ from edkm_cli.compare.command import command, compare, settings_of
 from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.compare.plot import plot
 from edkm_cli.compare.table import format_table
-from edkm_cli.config import UserError, configs_directory
+from edkm_cli.config import configs_directory
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from helpers import refused, run
 from processes import PATIENCE_SECONDS

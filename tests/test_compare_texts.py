@@ -11,7 +11,7 @@ from edkm_cli.compare.command import compare, settings_of
 from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.compare.llama_cpp import file_facts
 from edkm_cli.compare.table import format_table
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import logits_of
 from helpers import byte_tokenizer, tiny_llama

@@ -9,8 +9,9 @@ import torch
 
 import edkm_cli
 from edkm_cli.compress import Run, compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import Setting, needed_bytes, plan_run

@@ -8,8 +8,9 @@ import torch
 import edkm_cli
 from edkm_cli import compress as module
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, tokenize
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.models import load_tokenizer, resolve

@@ -11,8 +11,7 @@ import torch
 import edkm_cli
 import kill_worker
 from edkm_cli.compress import compress
-from edkm_cli.config import UserError
-from edkm_cli.errors import Preempted
+from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import MARKER, OutputDirectory, settle
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of

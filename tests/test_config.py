@@ -4,8 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from edkm_cli.config import CompressConfig, UserError, build_config, configs_directory
+from edkm_cli.config import CompressConfig, build_config, configs_directory
 from edkm_cli.data import parse_source
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import read_yaml, setting_of
 

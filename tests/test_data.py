@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from edkm_cli.config import UserError
 from edkm_cli.data import load_documents, open_training_data, tokenize, training_tokens, wikitext_rows
+from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from edkm_cli.config import UserError
 from edkm_cli.data import Blocks
 from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.data.store import in_memory
+from edkm_cli.errors import UserError
 
 
 def store(lengths, first=0, trained=None):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from edkm_cli.config import UserError
 from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, splits, store
 from edkm_cli.data.encode import Encoding
+from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 RECORDS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}" + " yes" * (i % 50)} for i in range(400)]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from edkm_cli.config import UserError
 from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, splits
 from edkm_cli.data.hub import _answers
+from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 datasets = pytest.importorskip("datasets")

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from edkm_cli.config import UserError
 from edkm_cli.data import load_documents, reading
 from edkm_cli.data.encode import Encoder, Encoding
 from edkm_cli.data.reading import Part, line_ranges, read_files
 from edkm_cli.data.sources import parse_source
+from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 RECORDS = [{"text": f"Document {i}, with \u2028 and ü. " + "word " * (i % 7)} for i in range(50)]

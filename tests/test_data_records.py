@@ -2,8 +2,8 @@
 
 import pytest
 
-from edkm_cli.config import UserError
 from edkm_cli.data.records import render
+from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 CHATML = (

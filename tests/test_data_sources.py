@@ -2,9 +2,9 @@
 
 import pytest
 
-from edkm_cli.config import UserError
 from edkm_cli.data import load_documents, measured_split, parse_source, parse_sources, require_apart
 from edkm_cli.data.sources import repeated
+from edkm_cli.errors import UserError
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.dequantize import load_source
+from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.models import load_config, resolve
 from edkm_cli.preflight import Setting, plan_run

@@ -13,13 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import forked
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.dryrun.machine import Machine, parse_bytes
 from edkm_cli.dryrun.need import Need, memory_of, with_heap
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
+from edkm_cli.errors import UserError
 from edkm_cli.preflight import Setting, plan_run
 from edkm_cli.summaries import plan_summary
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen

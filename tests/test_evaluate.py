@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint

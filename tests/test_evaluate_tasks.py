@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.tasks import load_tasks, run_tasks
 from edkm_cli.hf import load
 from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama

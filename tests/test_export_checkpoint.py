@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import edkm_cli
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load

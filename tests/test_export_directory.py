@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.lock import Lock
 

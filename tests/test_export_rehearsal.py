@@ -2,7 +2,7 @@
 
 import pytest
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity

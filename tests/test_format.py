@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, read_spec, verify_checksums, write_checksums
 
 GOOD = {

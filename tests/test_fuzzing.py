@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edkm_cli import integrity
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.report.verify import verify_checkpoint
 from fuzzing import Mutator, copied

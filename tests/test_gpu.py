@@ -8,8 +8,9 @@ import torch
 
 from edkm_cli.clustering import clustered_linear, kmeans_start
 from edkm_cli.clustering.linear import LowRank
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import Checkpoints

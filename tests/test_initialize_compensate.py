@@ -11,7 +11,8 @@ import torch
 from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start, lookup, nearest_indices, snap
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import compensate, compensated, inverse_factor, row_entries
 from edkm_cli.initialize.tables import fitted_tables
 from edkm_cli.kernels import columns_torch, descent_torch

@@ -6,7 +6,8 @@ from itertools import chain
 import pytest
 import torch
 
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.initialize import reconstruct as reconstructing
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.reconstruct import _picks, reconstruct, relative_error

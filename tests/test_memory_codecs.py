@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.mover import Mover

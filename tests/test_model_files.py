@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edkm_cli import models
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.model_files import check_model_files
 from helpers import byte_tokenizer, compress_arguments, refused, run, tiny_llama
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edkm_cli import models
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.swap import is_tied
 from helpers import cluster, export, tiny_llama

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.importance import collect_importance

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
-from edkm_cli.errors import Preempted
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.initialize.allocation import allocate, expected_rise

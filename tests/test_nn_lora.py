@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 
 from edkm_cli.clustering import round_lut
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
 from edkm_cli.nn.lora import ClusteredLora, add_lora, dense_weights, lora_layers, merge_lora, save_adapter

@@ -8,7 +8,8 @@ import torch
 import edkm_cli
 from edkm_cli import models
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_linears, bfloat16_products
 from edkm_cli.preflight import Setting, plan_run
 from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, sample, self_text, store_of, write_text

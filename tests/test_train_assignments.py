@@ -7,8 +7,9 @@ import torch
 
 from edkm_cli.clustering import nearest_indices
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import ALONE
+from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.train.loop import prepare
 from helpers import cluster, tiny_llama

@@ -9,9 +9,9 @@ import torch
 from edkm_cli import compress as module
 from edkm_cli import data, models
 from edkm_cli.compress import compress
-from edkm_cli.config import UserError
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.build import build_report
 from edkm_cli.summaries import summary

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor, require_optimizer
 from helpers import cluster, compress_arguments, refused, tiny_llama

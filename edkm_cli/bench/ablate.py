@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edkm_cli.clustering import clustered_linear
-from edkm_cli.config import UserError
 from edkm_cli.environment import hardware, versions
+from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli import clustering, kernels
-from edkm_cli.config import UserError
 from edkm_cli.environment import hardware, versions
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 
 Log = Callable[[str], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Tile
 

@@ -21,7 +21,7 @@ from edkm_cli.clustering.checks import checked_tile, non_finite, require_finite
 from edkm_cli.clustering.fused import open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
 from edkm_cli.clustering.weighting import checked_importance
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Tile
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import checked_tile, non_finite
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 
 _LUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)

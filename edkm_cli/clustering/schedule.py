@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 SCHEDULES = ("constant", "linear", "cosine", "exponential")
 

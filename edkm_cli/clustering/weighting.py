@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import kernels
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 
 

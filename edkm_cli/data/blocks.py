@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.layout import DROP, SPLIT, Chain, Layout, packed_layout, plain_layout
 from edkm_cli.data.store import TokenStore
+from edkm_cli.errors import UserError
 
 NO_LABEL = -1
 _CYCLE = 1000  # sequences in which sources have their shares exactly

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.allocator import return_small_blocks
-from edkm_cli.config import UserError
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
+from edkm_cli.errors import UserError
 from edkm_cli.format import sync
 
 Say = Callable[[str], None]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from edkm_cli.config import UserError
 from edkm_cli.data.marks import marks
 from edkm_cli.data.reading import PART_BYTES, Part
 from edkm_cli.data.records import Document, render
+from edkm_cli.errors import UserError
 
 COMPLETIONS, ALL = "completions", "all"
 # Words, blanks, accents, parts of a character: on it the tokenizer's own library must do as transformers does.

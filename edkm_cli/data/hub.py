@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edkm_cli.config import UserError
 from edkm_cli.data.sources import Source
+from edkm_cli.errors import UserError
 
 # What a set's own text for measuring is called, the best first.
 _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")

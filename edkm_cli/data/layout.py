@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edkm_cli.config import UserError
 from edkm_cli.data.store import TokenStore
+from edkm_cli.errors import UserError
 
 SPLIT, DROP = "split", "drop"
 _WINDOW = 1 << 16  # documents that are packed together: bounded work, and neighbours stay near

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from edkm_cli.config import UserError
 from edkm_cli.data.sources import Source, is_compressed, is_text, is_wikitext, suffix_of
+from edkm_cli.errors import UserError
 
 PART_BYTES = 1_000_000  # about 250,000 tokens, for which a tokenizer takes 75 MB
 _LONGEST_ITEM = 100_000_000

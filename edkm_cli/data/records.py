@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edkm_cli.config import UserError
 from edkm_cli.data.chat import TemplateError, render_chat, render_whole
+from edkm_cli.errors import UserError
 
 _ALPACA_PROMPT = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "

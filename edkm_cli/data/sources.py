@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edkm_cli.config import UserError, ready_file
+from edkm_cli.config import ready_file
+from edkm_cli.errors import UserError
 
 BUILTIN, PROSE, WIKITEXT2, ALPACA, SELF = "builtin", "builtin-prose", "wikitext2", "alpaca", "self"
 # Short names: (repository, configuration) on the hub.

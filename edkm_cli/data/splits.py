@@ -13,7 +13,6 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import UserError
 from edkm_cli.data import hub
 from edkm_cli.data.reading import (
     Part,
@@ -36,6 +35,7 @@ from edkm_cli.data.sources import (
     is_wikitext,
     suffix_of,
 )
+from edkm_cli.errors import UserError
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
 HELD_OUT_FRACTION = 0.1

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from edkm_cli.config import UserError
 from edkm_cli.data.encode import Counts, Encoded
+from edkm_cli.errors import UserError
 from edkm_cli.format import sync, write_json
 
 FORMAT = 2

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from edkm_cli.allocator import return_small_blocks
-from edkm_cli.config import UserError
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.records import render
 from edkm_cli.data.sources import PROSE, Source, parse_source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, Reading, read_split
+from edkm_cli.errors import UserError
 
 SEPARATOR = "\n\n"
 

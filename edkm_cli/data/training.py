@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
 from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
@@ -26,6 +25,7 @@ from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
 from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
+from edkm_cli.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _TOLD_SECONDS = 20.0  # between two words of how far tokenizing is

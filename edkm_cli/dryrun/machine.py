@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import launched
 from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.errors import UserError
 from edkm_cli.preflight import Setting, choose_device
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

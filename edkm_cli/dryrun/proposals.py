@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.machine import Machine
 from edkm_cli.dryrun.need import estimate, least, with_heap
+from edkm_cli.errors import UserError
 from edkm_cli.preflight import RunPlan, Setting, choose_dtype, plan_run
 
 _MOST_PROPOSALS, _MOST_REHEARSALS = 3, 6

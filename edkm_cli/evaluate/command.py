@@ -11,8 +11,8 @@ import torch
 
 from edkm_cli import data as texts
 from edkm_cli import models
-from edkm_cli.config import UserError
 from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import logits_of

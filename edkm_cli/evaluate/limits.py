@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 # How far the exported model's perplexity may be from that of the model it was made of: both multiply the same weights,
 # but kernels for packed weights may add in another order.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference
 from edkm_cli.progress import Track, no_progress
 

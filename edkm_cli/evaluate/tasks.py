@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
 _SEED = 1234  # the harness's own default for the choice of few-shot examples

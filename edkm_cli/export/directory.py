@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.lock import Lock
 from edkm_cli.format import json_text, sync, write_json
 from edkm_cli.train.state import CHECKPOINTS

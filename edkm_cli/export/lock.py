@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 
 class Lock:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.checkpoint import announced_tensors, copy_code, write_config
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import describe_tensors, expected_tensors

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data
-from edkm_cli.config import UserError
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.errors import UserError
 from edkm_cli.export.directory import OutputDirectory, settle
 from edkm_cli.finetune.adapters import (
     adapted_layers,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from edkm_cli import data, models
-from edkm_cli.config import UserError
 from edkm_cli.distributed import World, launched
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory

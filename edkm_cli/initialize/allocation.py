@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.clustering import kmeans_start, snap
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.nn.allotment import choose, widths
 from edkm_cli.nn.swap import Swap

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from edkm_cli.clustering import relative_importance
-from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.allocation import allocate
 from edkm_cli.initialize.compensate import compensate

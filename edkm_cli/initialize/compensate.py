@@ -24,8 +24,8 @@ from torch import Tensor
 
 from edkm_cli import kernels
 from edkm_cli.clustering import lookup, nearest_indices
-from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World, local
+from edkm_cli.errors import UserError
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_products, sum_of_products
 
 IMPORTANCES = ("gradient", "activation", "none")

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.config import UserError
 from edkm_cli.distributed import ALONE, World
+from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import Compensation
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.sharded import decoder_blocks

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from edkm_cli import model_files, models
-from edkm_cli.config import UserError
 from edkm_cli.distributed import World, shard
+from edkm_cli.errors import UserError
 from edkm_cli.quantized import require_unquantized
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.memory.mover import Store, Stored
 
 _CHUNK_BYTES = 1 << 24

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.memory.mover import Store, Stored
 
 _CHUNK_ROWS = 1 << 20

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from edkm_cli.clustering.linear import LowRank
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 
 _ADAPTER = "default"

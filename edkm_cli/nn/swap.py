@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.palettized import (

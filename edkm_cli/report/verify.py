@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.record import RECORD, tensor_record
 from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json

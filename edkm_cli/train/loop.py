@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from edkm_cli.clustering import temperature_at
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
-from edkm_cli.errors import Preempted
+from edkm_cli.errors import Preempted, UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.swap import freeze_dense_embeddings

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from edkm_cli.config import CompressConfig, UserError
+from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.train.masters import MasterOptimizer
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 FORMATS: dict[str, str] = {
     "dense": "dense",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.formats import coreml_graph
 from edkm_cli.export.formats.folder import copy_beside
 from edkm_cli.export.formats.options import Options, rounded

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 
 _LARGEST = 65504.0
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.formats.rows import require_fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from edkm_cli.config import UserError
+from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.targets import check_model, misfits
 
