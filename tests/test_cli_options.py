@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from edkm_cli import cli
 from edkm_cli.cli.options import configured
-from edkm_cli.compare.config import CompareConfig
 from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.research.compare.config import CompareConfig
 from edkm_cli.settings import PANELS, setting_of
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from edkm_cli.compare.config import CompareConfig
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
+from edkm_cli.research.compare.config import CompareConfig
 from edkm_cli.settings import COMPRESSION, PANELS, faults, from_mapping, refuse, setting, setting_of
 
 

@@ -32,9 +32,9 @@ def bench_clustering_command(
 ) -> None:
     """Time and memory of clustering, against its reference, a plain linear layer and, where installed, coremltools."""
     check_json_target(json_file)
-    from edkm_cli.bench.clustering import GRANULARITIES, bench_clustering, format_table
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
+    from edkm_cli.research.bench.clustering import GRANULARITIES, bench_clustering, format_table
 
     result = bench_clustering(
         width=width,
@@ -74,9 +74,9 @@ def bench_runtime_command(
 ) -> None:
     """Speed of linear layers on packed weights, against dense ones in bfloat16 and float32."""
     check_json_target(json_file)
-    from edkm_cli.bench.runtime import SHAPES, TOKENS, bench_runtime, format_table
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
+    from edkm_cli.research.bench.runtime import SHAPES, TOKENS, bench_runtime, format_table
 
     result = bench_runtime(
         shapes=tuple(shape or SHAPES),
@@ -103,9 +103,9 @@ def ablate_command(
 ) -> None:
     """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
     check_json_target(json_file)
-    from edkm_cli.bench.ablate import format_table, plot, run
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
+    from edkm_cli.research.bench.ablate import format_table, plot, run
 
     result = run(
         width=width,

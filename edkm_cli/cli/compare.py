@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, require_model
-from edkm_cli.compare.config import CompareConfig, build_compare_config
+from edkm_cli.research.compare.config import CompareConfig, build_compare_config
 from edkm_cli.settings import OUTPUT
 
 
@@ -22,9 +22,9 @@ def compare_command(
     """One model, many methods, one evaluator: a table, a JSON file and a figure."""
     require_model(settings.model)
     check_json_target(json_file)
-    from edkm_cli.compare.command import compare
-    from edkm_cli.compare.table import format_table
     from edkm_cli.progress import Progress
+    from edkm_cli.research.compare.command import compare
+    from edkm_cli.research.compare.table import format_table
 
     result = compare(settings, overwrite=overwrite, say=Progress().say)
     finish(format_table(result), result, json_file)

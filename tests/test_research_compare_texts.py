@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from edkm_cli import data, models
-from edkm_cli.baselines import rtn
-from edkm_cli.compare import command as compare_module
-from edkm_cli.compare import worker as compare_worker
-from edkm_cli.compare.command import compare, settings_of
-from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
-from edkm_cli.compare.llama_cpp import file_facts
-from edkm_cli.compare.table import format_table
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import logits_of
+from edkm_cli.research.baselines import rtn
+from edkm_cli.research.compare import command as compare_module
+from edkm_cli.research.compare import worker as compare_worker
+from edkm_cli.research.compare.command import compare, settings_of
+from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
+from edkm_cli.research.compare.llama_cpp import file_facts
+from edkm_cli.research.compare.table import format_table
 from helpers import byte_tokenizer, tiny_llama
 
 gguf = pytest.importorskip("gguf")

@@ -5,14 +5,14 @@ import torch
 
 import edkm_cli
 from edkm_cli import data, models
-from edkm_cli.baselines import dkm, kmeans
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.nn.swap import decoder_bits_per_weight, plan_swaps
 from edkm_cli.preflight import calibration_batches
+from edkm_cli.research.baselines import dkm, kmeans
+from edkm_cli.research.baselines.outcome import decoder_linears
 from edkm_cli.train.losses import next_token_loss
 from helpers import byte_tokenizer, tiny_llama
 

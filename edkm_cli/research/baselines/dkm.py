@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.baselines.kmeans import count_luts
-from edkm_cli.baselines.outcome import Outcome, check_bits, decoder_linears
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -28,6 +26,8 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.kmeans import count_luts
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears
 from edkm_cli.train.losses import next_token_loss
 
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.baselines.blocks import BlockStream, Gram
-from edkm_cli.baselines.grid import fit_grid, round_weight, scale_bits, zero_bits
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.blocks import BlockStream, Gram
+from edkm_cli.research.baselines.grid import fit_grid, round_weight, scale_bits, zero_bits
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 
 _SMALLEST = 1e-4
 _LARGEST_SHRINK, _SHRINK_STEPS = 0.5, 20

@@ -23,16 +23,16 @@ from typing import Any, get_type_hints
 from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
-from edkm_cli.baselines import autoround, load
-from edkm_cli.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
-from edkm_cli.compare.llama_cpp import file_facts
-from edkm_cli.compare.plot import plot
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
+from edkm_cli.research.baselines import autoround, load
+from edkm_cli.research.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.research.compare.llama_cpp import file_facts
+from edkm_cli.research.compare.plot import plot
 from edkm_cli.settings import coerce, from_mapping
 from edkm_cli.train.loop import preemption
 
@@ -266,7 +266,7 @@ def _result(
 
 
 def _worker(*arguments: str | Path) -> int:
-    return _run([sys.executable, "-m", "edkm_cli.compare.worker", *map(str, arguments)])
+    return _run([sys.executable, "-m", "edkm_cli.research.compare.worker", *map(str, arguments)])
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from types import ModuleType
 from edkm_cli.errors import UserError
 
 METHODS = {
-    name: f"edkm_cli.baselines.{name}" for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat")
+    name: f"edkm_cli.research.baselines.{name}"
+    for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat")
 }
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from edkm_cli.baselines import gptq
-from edkm_cli.baselines.gptq import quantize_weight
-from edkm_cli.baselines.grid import fit_grid, round_weight
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import gptq
+from edkm_cli.research.baselines.gptq import quantize_weight
+from edkm_cli.research.baselines.grid import fit_grid, round_weight
+from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from edkm_cli.bench.clustering import bench_clustering, format_table
 from edkm_cli.errors import UserError
+from edkm_cli.research.bench.clustering import bench_clustering, format_table
 
 
 def test_a_small_run_has_every_row_and_key():

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.baselines.blocks import BlockStream, Gram
-from edkm_cli.baselines.grid import Grid, fit_grid, zero_bits
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.blocks import BlockStream, Gram
+from edkm_cli.research.baselines.grid import Grid, fit_grid, zero_bits
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
-from edkm_cli.baselines import awq, rtn
-from edkm_cli.baselines.blocks import BlockStream
-from edkm_cli.baselines.grid import round_weight
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import awq, rtn
+from edkm_cli.research.baselines.blocks import BlockStream
+from edkm_cli.research.baselines.grid import round_weight
 from helpers import tiny_llama, tiny_qwen
 
 WIDTH = 8

@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from edkm_cli.baselines.outcome import Outcome, check_bits, decoder_linears
 from edkm_cli.clustering import kmeans_start, parse_lut_dtype, snap
 from edkm_cli.distributed import World
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.packing import packed_width
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears
 
 
 def quantize(

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from edkm_cli.baselines.fake_quant import NO_QUANTIZATION, FakeQuantize, quantize_inputs, quantize_outputs
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.data import Blocks
 from edkm_cli.errors import UserError
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.fake_quant import NO_QUANTIZATION, FakeQuantize, quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.train.losses import Objective
 
 _GREEDY_UP_TO = (3, 4, 5)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.compare.config import OURS, UNCOMPRESSED
 from edkm_cli.errors import UserError
+from edkm_cli.research.compare.config import OURS, UNCOMPRESSED
 
 _STYLES = {
     "ours": {"color": "#c8372d", "marker": "D", "label": "edkm"},

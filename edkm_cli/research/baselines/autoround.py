@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.models import load_tokenizer, resolve
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 
 
 def quantize(

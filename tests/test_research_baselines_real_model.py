@@ -10,8 +10,8 @@ import os
 import pytest
 
 from edkm_cli import data, models
-from edkm_cli.baselines import load
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.research.baselines import load
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 TOLERANCE = 1.05

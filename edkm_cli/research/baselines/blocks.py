@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.research.baselines.outcome import decoder_linears
 
 _CHUNK_TOKENS = 4096
 Visit = Callable[[tuple[Any, ...], dict[str, Any]], None]

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from edkm_cli.bench import ablate
 from edkm_cli.errors import UserError
+from edkm_cli.research.bench import ablate
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

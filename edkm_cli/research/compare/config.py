@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.baselines import METHODS as BASELINES
 from edkm_cli.config import ready_file
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import METHODS as BASELINES
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from edkm_cli.baselines import llm_qat
-from edkm_cli.baselines.fake_quant import FakeQuantize, absmax
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.data import Blocks
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import llm_qat
+from edkm_cli.research.baselines.fake_quant import FakeQuantize, absmax
+from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
 
 

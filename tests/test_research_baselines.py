@@ -5,10 +5,10 @@ import inspect
 import pytest
 import torch
 
-from edkm_cli.baselines import METHODS, load
-from edkm_cli.baselines.blocks import BlockStream
-from edkm_cli.baselines.outcome import Outcome, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import METHODS, load
+from edkm_cli.research.baselines.blocks import BlockStream
+from edkm_cli.research.baselines.outcome import Outcome, columns_in_group, count_uniform, decoder_linears
 from helpers import tiny_llama, tiny_qwen
 
 UNIFORM = ["rtn", "gptq", "awq"]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from edkm_cli.baselines import rtn
-from edkm_cli.baselines.grid import RULES, fit_grid, round_weight
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import rtn
+from edkm_cli.research.baselines.grid import RULES, fit_grid, round_weight
+from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
 
 

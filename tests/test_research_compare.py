@@ -13,17 +13,17 @@ import torch
 
 import edkm_cli
 from edkm_cli import data, models
-from edkm_cli.baselines import rtn
-from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.compare import command as compare_module
-from edkm_cli.compare import worker as compare_worker
-from edkm_cli.compare.command import command, compare, settings_of
-from edkm_cli.compare.config import CompareConfig, Entry, build_compare_config
-from edkm_cli.compare.plot import plot
-from edkm_cli.compare.table import format_table
 from edkm_cli.config import configs_directory
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.research.baselines import rtn
+from edkm_cli.research.baselines.outcome import decoder_linears
+from edkm_cli.research.compare import command as compare_module
+from edkm_cli.research.compare import worker as compare_worker
+from edkm_cli.research.compare.command import command, compare, settings_of
+from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
+from edkm_cli.research.compare.plot import plot
+from edkm_cli.research.compare.table import format_table
 from helpers import refused, run
 from processes import PATIENCE_SECONDS
 
@@ -366,7 +366,7 @@ def test_autoround_without_its_package_says_so(one_process, model_directory, tex
 
 
 def test_importing_the_settings_imports_no_torch():
-    code = "import sys, edkm_cli.compare.config; assert 'torch' not in sys.modules"
+    code = "import sys, edkm_cli.research.compare.config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=PATIENCE_SECONDS).returncode == 0
 
 

@@ -1,6 +1,6 @@
 """One method of `edkm compare`, in a process of its own, which keeps its peak memory, failures and random state apart.
 
-    python -m edkm_cli.compare.worker DIR/rtn.json TOKENS.safetensors PREDICTIONS [--resume] [--overwrite] [--remember]
+    python -m edkm_cli.research.compare.worker DIR/rtn.json TOKENS PREDICTIONS [--resume] [--overwrite] [--remember]
 
 The first file holds `settings` (all that the row depends on); the process adds `row`, or `error` with the reason. The
 second holds the tokens of the `training` text and of each that is measured (`evaluation.0`, ...). In the directory are the
@@ -21,10 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from edkm_cli import models
-from edkm_cli.baselines import load
-from edkm_cli.baselines.autoround import quantize as autoround
-from edkm_cli.baselines.outcome import decoder_linears
-from edkm_cli.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
@@ -36,6 +32,10 @@ from edkm_cli.format import read_spec, write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches, choose_start
 from edkm_cli.progress import Observer, Progress, Track
+from edkm_cli.research.baselines import load
+from edkm_cli.research.baselines.autoround import quantize as autoround
+from edkm_cli.research.baselines.outcome import decoder_linears
+from edkm_cli.research.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED
 from edkm_cli.settings import from_mapping
 
 # What a method trains.
@@ -144,7 +144,7 @@ def _dense(settings: dict[str, Any]) -> Any:
 
 
 def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[dict[str, Any], Any]:
-    """Quantize a dense model in place by a method of `edkm_cli.baselines`."""
+    """Quantize a dense model in place by a method of `edkm_cli.research.baselines`."""
     calibration, arguments = settings["calibration"], settings["arguments"]
     blocks = Blocks(tokens, calibration["sequence_length"], seed=arguments["seed"])
     count = min(calibration["samples"], len(blocks))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from edkm_cli.bench import runtime
 from edkm_cli.errors import UserError
+from edkm_cli.research.bench import runtime
 
 
 @pytest.fixture(autouse=True)

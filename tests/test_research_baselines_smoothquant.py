@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from edkm_cli.baselines import smoothquant
-from edkm_cli.baselines.outcome import decoder_linears
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines import smoothquant
+from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama, tiny_qwen
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.baselines.grid import round_weight, scale_bits, zero_bits
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.grid import round_weight, scale_bits, zero_bits
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 
 
 @torch.no_grad()

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.baselines.fake_quant import NO_QUANTIZATION, absmax, quantize_inputs, quantize_outputs
-from edkm_cli.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 from edkm_cli.errors import UserError
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.research.baselines.fake_quant import NO_QUANTIZATION, absmax, quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
 
 _CHECKED_TOKENS = 64
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
