@@ -1,0 +1,58 @@
+"""Forward hooks that are gone at the end of a block, and what the decoder layers of a model are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, after: bool = False, with_kwargs: bool = False
+) -> Iterator[None]:
+    """Call `hook` before each forward pass of the modules, or `after` it, as long as the block lasts.
+
+    `hook` gets (module, args), with `with_kwargs` (module, args, kwargs), and after the pass its output as well.
+    """
+    handles = [
+        module.register_forward_hook(hook, with_kwargs=with_kwargs)
+        if after
+        else module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        for module in modules
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class LayerCall(NamedTuple):
+    """One call of a decoder layer: `layer(hidden, *args, **kwargs)`; hidden states are (batch, sequence, hidden)."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Reached(Exception):
+    """Raised by a hook to leave a forward pass of which no more is wanted."""
+
+
+def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[LayerCall]:
+    """What `run`, a pass of a model, calls each of the decoder layers with; it is left when the last one is reached."""
+    calls: dict[nn.Module, LayerCall] = {}
+
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        named = "hidden_states" in kwargs
+        calls[layer] = LayerCall(kwargs["hidden_states"] if named else args[0], args if named else args[1:], rest)
+        if len(calls) == len(layers):
+            raise Reached
+
+    with hooked(layers, keep, with_kwargs=True), suppress(Reached):
+        run()
+    return [calls[layer] for layer in layers]

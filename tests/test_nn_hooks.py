@@ -1,0 +1,41 @@
+"""Hooks that are gone at the end of a block, and what decoder layers are called with."""
+
+import pytest
+import torch
+
+from edkm_cli.nn.hooks import hooked, layer_calls
+from helpers import tiny_llama, tiny_qwen
+
+
+def test_hooks_are_called_in_the_block_and_gone_after_it_even_after_an_error():
+    layer, seen = torch.nn.Linear(2, 2), []
+    with pytest.raises(ValueError), hooked([layer], lambda module, args: seen.append(args[0])):  # noqa: PT011
+        layer(torch.ones(1, 2))
+        raise ValueError
+    layer(torch.ones(1, 2))
+    assert len(seen) == 1
+    with hooked([layer], lambda module, args, output: output + 1, after=True):
+        above = layer(torch.ones(1, 2))
+    assert torch.equal(above, layer(torch.ones(1, 2)) + 1)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen])
+@torch.no_grad()
+def test_layers_called_with_what_was_noted_give_what_the_model_gives(make):
+    model, ids = make(), torch.arange(12)[None]
+    layers = list(model.model.layers)
+    calls = layer_calls(lambda: model(input_ids=ids, use_cache=False), layers)
+    hidden = calls[0].hidden
+    assert torch.equal(hidden, model.get_input_embeddings()(ids))
+    for layer, call in zip(layers, calls, strict=True):
+        assert torch.equal(hidden, call.hidden)
+        hidden = layer(hidden, *call.args, **call.kwargs)
+    assert torch.equal(model.model.norm(hidden), model.model(ids).last_hidden_state)
+
+
+def test_a_pass_is_left_at_the_last_layer_that_is_wanted():
+    model, reached = tiny_llama(), []
+    with hooked([model.model.layers[1]], lambda module, args: reached.append(module)):
+        (call,) = layer_calls(lambda: model(input_ids=torch.arange(5)[None]), [model.model.layers[0]])
+    assert call.hidden.shape[:2] == (1, 5)
+    assert not reached
