@@ -13,9 +13,9 @@ from torch import Tensor
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load_any
-from edkm_cli.kernels import packed as paths
-from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.nn.swap import dequantize_model
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 Emit = Callable[[str], None]
 
@@ -53,7 +53,7 @@ def load_writer(
     Raises UserError for a model that cannot be had, or that has no chat template though `chat` asks for one.
     """
     models.check_dtype(dtype)
-    paths.forced_path()
+    dispatch.forced_path()
     source = models.resolve(name)
     tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
     if chat and not tokenizer.chat_template:
@@ -63,7 +63,7 @@ def load_writer(
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     models.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
-    if linear is not None and (dequantize or (dequantize is None and not paths.computes_packed(linear.packed()))):
+    if linear is not None and (dequantize or (dequantize is None and not dispatch.computes_packed(linear.packed()))):
         dequantize_model(model, getattr(torch, dtype))
         linear = None
     torch.manual_seed(seed)

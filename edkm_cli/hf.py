@@ -27,10 +27,10 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.nn.one_token import shorten
-from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 from edkm_cli.progress import quiet_bars
+from edkm_cli.runtime.one_token import shorten
+from edkm_cli.runtime.palettized import PALETTIZED
 
 
 @register_quantization_config(QUANT_METHOD)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
 from edkm_cli.model_files import check_numbers, header, no_larger_than
-from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import palettize_skeleton
+from edkm_cli.runtime.palettized import PALETTIZED
 
 AGAIN = "copy or export the checkpoint again"
 _MAX_BUFFER_BYTES = 2**30

@@ -26,8 +26,8 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate.speed import decode_speed, resident_bytes
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.nn.swap import palettize_embeddings, plan_swaps, share_inputs
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 SHAPES = {
     "tiny": {

@@ -109,8 +109,8 @@ def test_a_result_beyond_the_ratio_is_no_success(model_directory, text_file, tmp
 def test_collapsed_and_unused_tables_are_reported_with_their_layer():
     from edkm_cli.evaluate.tables import layer_use, table_warnings
     from edkm_cli.format import QuantizationSpec
-    from edkm_cli.nn.palettized import PalettizedLinear
     from edkm_cli.packing import pack
+    from edkm_cli.runtime.palettized import PalettizedLinear
 
     layer = PalettizedLinear(16, 4, QuantizationSpec(3, "row:2", "float16", 8), bias=None, name="layer")
     indices = (torch.arange(64).view(4, 16) % 8).to(torch.uint8)

@@ -13,11 +13,11 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.integrity import check_checkpoint
-from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
 from edkm_cli.report.inspection import inspect_checkpoint
 from edkm_cli.report.verify import verify_checkpoint
+from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from helpers import cluster, export, tiny_llama, tiny_qwen
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import edkm_cli
 import edkm_cli.hf  # registers the format
 from edkm_cli.errors import UserError
-from edkm_cli.nn.palettized import PalettizedLinear
+from edkm_cli.runtime.palettized import PalettizedLinear
 from families import family
 from helpers import cluster, export, tiny_llama
 

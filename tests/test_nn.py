@@ -10,8 +10,8 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
-from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead
 from helpers import cluster, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]

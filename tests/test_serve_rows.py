@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from edkm_cli.kernels import merged_c
-from edkm_cli.kernels.lut_linear import lut_linear
 from edkm_cli.packing import pack
+from edkm_cli.runtime import merged_c
+from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.serve.rows import PackedRows, Rows
 
 COLUMNS = 40

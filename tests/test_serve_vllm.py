@@ -13,9 +13,9 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.generate import generate_text, load_writer
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
-from edkm_cli.kernels import lut_linear_torch
-from edkm_cli.kernels.tiles import Packed
 from edkm_cli.packing import pack
+from edkm_cli.runtime import lut_linear_torch
+from edkm_cli.runtime.packed import Packed
 from helpers import byte_tokenizer, cluster, export, tiny_llama
 
 pytestmark = [

@@ -45,10 +45,10 @@ from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
 from edkm_cli.nn.allotment import widths
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.nn.palettized import Rounded, to_nearest
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
+from edkm_cli.runtime.palettized import Rounded, to_nearest
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.masters import state_bytes

@@ -19,9 +19,9 @@ from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.hf import load_any
-from edkm_cli.nn.palettized import PALETTIZED
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.palettized import PALETTIZED
 
 _SMALL_BYTES = 2**30  # a dense 16-bit model of up to this size is measured in float32, too, which takes twice as much
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.packing import unpack
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 _UNUSED_WARNING = 0.25  # of a layer's entries
 

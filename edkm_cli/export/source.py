@@ -19,8 +19,8 @@ from torch import Tensor
 from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import check_checkpoint, read_config, skeleton, skeleton_tensors
-from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.packing import unpack
+from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 
 
 @dataclass(frozen=True)

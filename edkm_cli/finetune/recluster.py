@@ -19,7 +19,7 @@ from torch import nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
-from edkm_cli.nn.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
+from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
 
 
 def cluster_again(model: PeftModel, clustering: Clustering) -> Any:

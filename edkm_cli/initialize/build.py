@@ -26,10 +26,10 @@ from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.lora import add_lora
-from edkm_cli.nn.palettized import Rounded
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.palettized import Rounded
 
 # Makes the model that is to be clustered, given `prepare` and `finish` by name: calls `prepare(path, part)` on each part
 # while its weights are whole (path "" is the model itself), then `finish(model)`, and returns the model.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
-from edkm_cli.nn.palettized import Rounded
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
+from edkm_cli.runtime.palettized import Rounded
 
 _LAZY_COLUMNS = 64
 _DAMPING = 0.01

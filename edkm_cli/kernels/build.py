@@ -1,4 +1,4 @@
-"""Compile the C kernels beside this file at first use, once a machine and version, into the user's cache.
+"""Compile the C files of a wing (kernels, runtime) at first use, once a machine and version, into the user's cache.
 
 One call of the system compiler, a few seconds; the library's name is a hash of sources, compiler, flags and processor,
 so a stale one is never loaded. A missing or failing compiler is no error: plain PyTorch does the same, more slowly.
@@ -21,33 +21,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = (
-    "attention.c",
-    "palette.c",
-    "table.c",
-    "kmeans.c",
-    "columns.c",
-    "descent.c",
-    "lut_linear.c",
-    "decoder_step.c",
-    "merged.c",
-)
-_HEADERS = (
-    "lanes.h",
-    "codes.h",
-    "vectors.h",
-    "threads.h",
-    "packed.h",
-    "lut_blocks.h",
-    "lut_pairs.h",
-    "lut_wide.h",
-    "lut_panels.h",
-    "decoder_step.h",
-)
+_HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 300
 
@@ -83,24 +62,24 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _compile(name: str, sources: tuple[str, ...], headers: tuple[str, ...], *more: str) -> Path:
+def _compile(name: str, sources: Sequence[Path], *more: str) -> Path:
     """The shared library `name` made of `sources`, with `more` flags."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         raise _Unavailable("no C compiler (cc, gcc or clang) on PATH")
-    here = Path(__file__).parent
+    headers = sorted(file for folder in {_HERE, sources[0].parent} for file in folder.glob("*.h"))
     digest = hashlib.sha256()
     for part in (_run([compiler, "--version"]), *_FLAGS, *more, _processor()):
         digest.update(part.encode())
     for file in (*headers, *sources):
-        digest.update((here / file).read_bytes())
+        digest.update(file.read_bytes())
     directory = _cache_directory()
     library = directory / f"{name}-{digest.hexdigest()[:32]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         built = Path(scratch) / f"{name}.so"
-        files = [str(here / file) for file in sources]
+        files = [f"-I{_HERE}", *map(str, sources)]
         try:
             _run([compiler, "-march=native", *_FLAGS, *more, *files, "-o", str(built), "-lm"])
         except _Unavailable:  # a compiler that doesn't know this processor
@@ -110,26 +89,26 @@ def _compile(name: str, sources: tuple[str, ...], headers: tuple[str, ...], *mor
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they can't be had; says why, once."""
+def library(wing: Path = _HERE) -> ctypes.CDLL | None:
+    """The compiled kernels of a wing, a folder of C files, or None where they can't be had; says why, once."""
     if os.environ.get("EDKM_CPU_KERNELS", "1") == "0":
-        _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); clustering runs in plain PyTorch")
+        _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); what they do runs in plain PyTorch")
         return None
     try:
-        return ctypes.CDLL(str(_compile("kernels", _SOURCES, _HEADERS)))
+        return ctypes.CDLL(str(_compile(wing.name, sorted(set(wing.glob("*.c")) - {wing / "calls.c"}))))
     except (_Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _LOG.warning("CPU kernels are not available, clustering runs in plain PyTorch (slower): %s", error)
+        _LOG.warning("CPU kernels are not available, what they do runs in plain PyTorch (slower): %s", error)
         return None
 
 
 @functools.cache
-def calls() -> ModuleType | None:
+def calls(wing: Path) -> ModuleType | None:
     """calls.c as a Python module, or None where Python's headers or a compiler are missing: ctypes serves as well."""
     include = Path(sysconfig.get_paths()["include"])
-    if library() is None or not (include / "Python.h").is_file():
+    if library(wing) is None or not (include / "Python.h").is_file():
         return None
     try:
-        built = _compile("calls", ("calls.c",), (), f"-I{include}", f"-DFOR_PYTHON_{sys.hexversion:x}")
+        built = _compile("calls", [wing / "calls.c"], f"-I{include}", f"-DFOR_PYTHON_{sys.hexversion:x}")
         loader = importlib.machinery.ExtensionFileLoader("edkm_calls", str(built))
         spec = importlib.util.spec_from_loader("edkm_calls", loader)
         assert spec is not None

@@ -6,30 +6,10 @@ A tile is what `Granularity.tile` returns: (R, C). Groups are numbered tile row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 Tile = tuple[int, int]
-
-
-class Packed(NamedTuple):
-    """A packed matrix (out, in), as a checkpoint stores it (docs/format.md).
-
-    `indices`: (out, bytes) uint8. `table`: a LUT (groups, 2**bits), or, where `tile` is None, the float32 scale (out, n)
-    of the levels index - 2**(bits - 1): one for a row, or one for each of n equal groups of its columns.
-    """
-
-    indices: Tensor
-    table: Tensor
-    bias: Tensor | None
-    bits: int
-    tile: Tile | None
-
-    @property
-    def grouped(self) -> bool:
-        """Whether rows have several scales, which only the plain path reads."""
-        return self.tile is None and self.table.shape[1] != 1
 
 
 def to_groups(weight: Tensor, tile: Tile) -> Tensor:

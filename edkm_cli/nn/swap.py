@@ -19,7 +19,7 @@ from torch import nn
 from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.palettized import (
+from edkm_cli.runtime.palettized import (
     PALETTIZED,
     PalettizedEmbedding,
     PalettizedHead,
@@ -30,7 +30,7 @@ from edkm_cli.nn.palettized import (
     to_dense,
     to_nearest,
 )
-from edkm_cli.nn.ready import SharedInput
+from edkm_cli.runtime.ready import SharedInput
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
 

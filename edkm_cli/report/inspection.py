@@ -8,8 +8,8 @@ from typing import Any
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.integrity import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
-from edkm_cli.nn.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.nn.swap import is_tied
+from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 from edkm_cli.summaries import megabytes, table
 
 

@@ -20,8 +20,8 @@ from edkm_cli.export.record import RECORD, tensor_record
 from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json
 from edkm_cli.integrity import check_checkpoint, read_config, skeleton
 from edkm_cli.models import weight_files_bytes
-from edkm_cli.nn.palettized import PalettizedLinear
 from edkm_cli.packing import unpack
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 _REMEDY = "copy or export the checkpoint again"
 

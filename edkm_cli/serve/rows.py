@@ -2,7 +2,7 @@
 
 The operator edkm::merged_linear takes what q, k and v or gate and up have together: their indices in one tensor, their
 tables in another one, and numbers. On a CPU it is a function in C that finds what was prepared for the indices
-(kernels/merged.c); elsewhere, and where that is not possible, it calls edkm::lut_linear for each matrix. It has no gradient.
+(runtime/merged.c); elsewhere, and where that is not possible, it calls edkm::lut_linear for each matrix. It has no gradient.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.kernels import merged_c
-from edkm_cli.kernels.lut_linear import lut_linear
-from edkm_cli.kernels.tiles import Packed, Tile
+from edkm_cli.kernels.tiles import Tile
 from edkm_cli.packing import packed_width
+from edkm_cli.runtime import merged_c
+from edkm_cli.runtime.lut_linear import lut_linear
+from edkm_cli.runtime.packed import Packed
 
 _NUMBERS = 4  # of a matrix: its rows, bits, and the rows and columns of its tiles
 _LIBRARY = torch.library.Library("edkm", "FRAGMENT")

@@ -33,7 +33,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.integrity import AGAIN
-from edkm_cli.kernels.lut_linear import row_scaled_embedding, row_scaled_linear
+from edkm_cli.runtime.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
 from edkm_cli.serve.rows import PackedRows, Rows
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels import lut_linear_torch
-from edkm_cli.kernels.tiles import Packed
-from edkm_cli.nn.ready import Ready
 from edkm_cli.packing import pack
+from edkm_cli.runtime import lut_linear_torch
+from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.ready import Ready
 
 SHAPES = ("576x576", "1536x576", "4096x4096", "11008x4096")
 TOKENS = (1, 16, 512)
@@ -205,7 +205,7 @@ def _another(packed: Packed) -> Packed:
 
 def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Callable[[], Tensor]]:
     """Products as a module calls them: prepared once, by the operator where the kernel is not the way."""
-    from edkm_cli.kernels.lut_linear import lut_linear
+    from edkm_cli.runtime.lut_linear import lut_linear
 
     columns = x.shape[-1]
 

@@ -10,11 +10,11 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels import build, lut_linear_c, lut_linear_torch
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.kernels import build
 from edkm_cli.packing import pack
+from edkm_cli.runtime import dispatch, lut_linear_c, lut_linear_torch
+from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
+from edkm_cli.runtime.packed import Packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 7, 16, 64, 512]
@@ -37,7 +37,7 @@ SHAPES = [
 @pytest.fixture(params=["kernel", "dense", "reference"])
 def path(request, monkeypatch):
     """Each path in turn."""
-    monkeypatch.setattr(paths, "forced_path", lambda: request.param)
+    monkeypatch.setattr(dispatch, "forced_path", lambda: request.param)
     return request.param
 
 
@@ -126,7 +126,7 @@ def test_scales_of_groups_of_columns(path):
         weight[row, column] = scale[row, column // 4] * (int(codes[row, column]) - 8)
     packed = Packed(pack(codes, 4), scale, None, 4, None)
     x = torch.randn(2, 12, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(paths.dense(packed, 12, torch.float32), weight)
+    assert torch.equal(dispatch.dense(packed, 12, torch.float32), weight)
     torch.testing.assert_close(row_scaled_linear(x, packed.indices, scale, None, bits=4), x @ weight.t())
     ids = torch.tensor([[4, 0], [2, 2]])
     for chosen in (ids, ids[:0]):
@@ -232,8 +232,8 @@ def test_parts_of_the_weight_are_bit_for_bit_the_reference(bits, path):
         packed = random_packed(granularity, rows, columns, bits)
         for dtype in DTYPES:
             reference = lut_linear_torch.dense(packed, columns, dtype)
-            assert torch.equal(paths.dense(packed, columns, dtype), reference)
-            part = paths.dense(packed, columns, dtype, rows=range(rows // 2, rows), span=range(columns // 2))
+            assert torch.equal(dispatch.dense(packed, columns, dtype), reference)
+            part = dispatch.dense(packed, columns, dtype, rows=range(rows // 2, rows), span=range(columns // 2))
             assert torch.equal(part, reference[rows // 2 :, : columns // 2])
 
 
@@ -241,7 +241,7 @@ def test_several_matrices_share_a_call():
     if build.library() is None:
         pytest.skip("no C compiler here")
     matrices = [random_packed("row:1", rows, 72, 3, seed=rows) for rows in (33, 16, 7)]
-    products = paths.products(matrices, 72)
+    products = dispatch.products(matrices, 72)
     for tokens in (1, 20):
         x = torch.randn(tokens, 72, generator=torch.Generator().manual_seed(6))
         for packed, found in zip(matrices, products(x), strict=True):
@@ -252,7 +252,7 @@ def test_several_matrices_share_a_call():
 def test_results_are_tensors_as_new_empty_makes_them_with_and_without_torchs_c_functions(shape, monkeypatch):
     if lut_linear_c._calls() is None:
         pytest.skip("no extension module here")
-    products = paths.products([random_packed("row:2", 18, 72, 3)], 72)
+    products = dispatch.products([random_packed("row:2", 18, 72, 3)], 72)
     for dtype in DTYPES:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(6)).to(dtype)
         (found,) = products(x)
@@ -324,7 +324,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
 def test_a_path_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("EDKM_LUT_LINEAR", "fast")
     with pytest.raises(UserError, match="must be one of auto, kernel, dense, reference"):
-        paths.forced_path.__wrapped__()
+        dispatch.forced_path.__wrapped__()
 
 
 def test_operators_pass_torchs_own_checks():
@@ -367,23 +367,21 @@ def test_compile_and_export_take_the_operator():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", ["-mavx2 -mfma -mf16c", "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c", ""]
-)
+@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-mavx512bw -mavx512vl -mavx512dq -mfma -mf16c", ""])
 def test_builds_for_other_processors_give_the_same(flags, tmp_path, monkeypatch):
     """The same C for AVX2, for AVX-512 without its later parts, and plain: run here, as far as this machine has them."""
     lines = build.Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     if build.library() is None or not all(flag[2:] in lines for flag in flags.split()):
         pytest.skip("this machine cannot build or run it")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = build.Path(build.__file__).parent / "lut_linear.c"
-    built = tmp_path / "kernels.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-Wno-psabi", *flags.split(), source, "-o", built], check=True)
+    source, built = build.Path(lut_linear_c.__file__).parent / "lut_linear.c", tmp_path / "kernels.so"
+    options = ["-O2", "-shared", "-fPIC", "-Wno-psabi", f"-I{build._HERE}", *flags.split()]
+    subprocess.run(["cc", *options, source, "-o", built], check=True)
     compiled = build.ctypes.CDLL(str(built))
     for cached in (lut_linear_c._functions, lut_linear_c.level):
         cached.cache_clear()
     monkeypatch.setattr(lut_linear_c, "library", lambda: compiled)
-    monkeypatch.setattr(paths, "forced_path", lambda: "kernel")
+    monkeypatch.setattr(dispatch, "forced_path", lambda: "kernel")
     try:
         for bits in range(1, 9):
             for granularity, rows, columns in SHAPES:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime.packed import Packed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS, _COLUMNS = 4, 512

@@ -9,7 +9,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 import edkm_cli
 from edkm_cli.kernels import build
-from edkm_cli.nn import one_token
+from edkm_cli.runtime import one_token
 from helpers import cluster, export, tiny_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler here")

@@ -7,9 +7,9 @@ import functools
 import struct
 from collections.abc import Sequence
 
-from edkm_cli.kernels import lut_linear_c, packed
-from edkm_cli.kernels.build import library
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime import dispatch, lut_linear_c
+from edkm_cli.runtime.lut_linear_c import library
+from edkm_cli.runtime.packed import Packed, check
 
 _MOST_PARTS = 8
 _MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
@@ -61,13 +61,13 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
     Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
     """
     compiled = _functions()
-    if compiled is None or packed.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
+    if compiled is None or dispatch.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
         return None
     if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
         return None
     for matrix in matrices:
-        lut_linear_c.check(columns, matrix)
-    most = [packed.most_tokens(matrices, dtype) * columns for dtype in lut_linear_c.ORDER]
+        check(columns, matrix)
+    most = [dispatch.most_tokens(matrices, dtype) * columns for dtype in lut_linear_c.ORDER]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
     sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
     addresses = first.indices.data_ptr(), first.table.data_ptr()

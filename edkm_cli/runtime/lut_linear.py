@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear_c import check, unwatched
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.lut_linear_c import unwatched
+from edkm_cli.runtime.packed import Packed, check
 
 _LIBRARY = torch.library.Library("edkm", "DEF")
 _LIBRARY.define(
@@ -35,12 +35,12 @@ _LIBRARY.define(
 
 def _linear(x: Tensor, packed: Packed) -> Tensor:
     check(x.shape[-1], packed)
-    return paths.linear(x, packed)
+    return dispatch.linear(x, packed)
 
 
 def _gradient(grad: Tensor, packed: Packed, columns: int) -> Tensor:
     check(columns, packed)
-    return paths.input_gradient(grad, packed, columns)
+    return dispatch.input_gradient(grad, packed, columns)
 
 
 def _lut(indices: Tensor, lut: Tensor, bias: Tensor | None, bits: int, tile_rows: int, tile_columns: int) -> Packed:
@@ -77,7 +77,7 @@ def _row_scaled_embedding(
 ) -> Tensor:
     packed = _scaled(indices, scale, None, bits)
     check(columns, packed)
-    return paths.lookup_rows(packed, columns, ids, dtype)
+    return dispatch.lookup_rows(packed, columns, ids, dtype)
 
 
 @torch.library.register_fake("edkm::lut_linear", lib=_LIBRARY)

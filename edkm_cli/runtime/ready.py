@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear_c import Products, check
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.lut_linear_c import Products
+from edkm_cli.runtime.packed import Packed, check
 
 _SHARED_TOKENS = 16  # with more, a call for each matrix costs nothing beside the products
 
@@ -42,7 +42,7 @@ class Ready:
         for packed in matrices:
             check(columns, packed)
         self._matrices, self._addresses = matrices, _addresses(matrices)
-        self._products = paths.products(matrices, columns)
+        self._products = dispatch.products(matrices, columns)
         return None if self._products is None else self._products(x)
 
 

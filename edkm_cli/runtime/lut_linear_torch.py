@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import palette_torch
-from edkm_cli.kernels.tiles import Packed
 from edkm_cli.packing import unpack
+from edkm_cli.runtime.packed import Packed
 
 
 def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (kernels/packed.py).
+"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (runtime/packed.py).
 
 `PalettizedLinear` decodes with a LUT, `PalettizedEmbedding` (and the output embedding, `PalettizedHead`) with one scale
 a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must not round a LUT, so dtype casts leave
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
-from edkm_cli.kernels.tiles import Packed
-from edkm_cli.nn.ready import Ready, SharedInput
 from edkm_cli.packing import pack
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
+from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.ready import Ready, SharedInput
 
 _FILL_ROWS = 4096
 _UNCHANGED = (
@@ -161,7 +161,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        return paths.dense(self.packed(), self.in_features, dtype)
+        return dispatch.dense(self.packed(), self.in_features, dtype)
 
     def table(self) -> Tensor:
         """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
@@ -214,7 +214,7 @@ class _RowScaled(_Packed):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight (rows, columns)."""
-        return paths.dense(self.packed(), self.columns, dtype)
+        return dispatch.dense(self.packed(), self.columns, dtype)
 
     def fill(self, weight: Tensor, rounded: Rounded = to_nearest) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,

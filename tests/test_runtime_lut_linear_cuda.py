@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from edkm_cli.kernels import lut_linear_cuda, lut_linear_torch
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.tiles import Packed
 from edkm_cli.packing import pack
+from edkm_cli.runtime import dispatch, lut_linear_cuda, lut_linear_torch
+from edkm_cli.runtime.packed import Packed
 
 DTYPES = [torch.bfloat16, torch.float16]
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -188,11 +187,11 @@ def test_a_failing_kernel_warns_once_and_is_left(stage, monkeypatch, caplog):
     monkeypatch.setattr(lut_linear_cuda, "_broken", [])
     monkeypatch.setattr(lut_linear_cuda, "_kernel", fails if stage == "compile" else lambda *given: fails)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(paths, "_path", lambda x, packed: "reference" if lut_linear_cuda._broken else "cuda")
+    monkeypatch.setattr(dispatch, "_path", lambda x, packed: "reference" if lut_linear_cuda._broken else "cuda")
     packed, x = random_packed(16, 64, 3), activations(2, 64, torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert torch.equal(paths.linear(x, packed), lut_linear_torch.linear(x, packed))
+            assert torch.equal(dispatch.linear(x, packed), lut_linear_torch.linear(x, packed))
             assert not lut_linear_cuda.supports(x, packed)
     assert sum("CUDA kernel" in record.message for record in caplog.records) == 1
 

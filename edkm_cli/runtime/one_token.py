@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.kernels import packed as paths
-from edkm_cli.kernels.decoder_step_c import DecoderStep, LayerWeights, Sizes, supports
-from edkm_cli.nn.palettized import PalettizedLinear
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.decoder_step_c import DecoderStep, LayerWeights, Sizes, supports
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 # Decoder layers that compute exactly what decoder_step.c does; others may look alike and scale or clip something.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -210,7 +210,7 @@ def _weights(layer: Any) -> LayerWeights | None:
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not all(type(m) is PalettizedLinear and paths.computes_packed(m.packed()) for m in linears):
+    if not all(type(m) is PalettizedLinear and dispatch.computes_packed(m.packed()) for m in linears):
         return None
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
         return None

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import lut_linear_c
-from edkm_cli.kernels.build import library
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime import lut_linear_c
+from edkm_cli.runtime.lut_linear_c import library
+from edkm_cli.runtime.packed import Packed, check
 
 _LANES, _MOST_HEAD_SIZE = 16, 256
 _LAYER = 14  # numbers in struct Layer
@@ -126,7 +126,7 @@ def _takes(layer: LayerWeights, sizes: Sizes, dtype: torch.dtype) -> bool:
         if not all(lut_linear_c.supports(m) for m in matrices):
             return False
         for packed in matrices:
-            lut_linear_c.check(columns, packed)
+            check(columns, packed)
     norms = ((layer.input_norm, sizes.width), (layer.post_norm, sizes.width))
     heads = ((norm, sizes.head_size) for norm in (layer.q_norm, layer.k_norm) if norm is not None)
     return all(

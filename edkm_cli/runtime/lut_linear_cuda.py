@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime.packed import Packed
 
 _LOG = logging.getLogger(__name__)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,13 +20,16 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import build
-from edkm_cli.kernels.build import library
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Packed
-from edkm_cli.packing import packed_width
+from edkm_cli.runtime.packed import Packed
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels of this folder."""
+    return build.library(Path(__file__).parent)
 
 
 @functools.cache
@@ -45,31 +49,6 @@ def level() -> int:
     """What the compiled kernels can do: 0 plain, AVX2 or NEON; 1 AVX-512; 2 AVX-512 BF16."""
     compiled = library()
     return 0 if compiled is None else int(compiled.edkm_lut_linear_level())
-
-
-def check(x_columns: int, packed: Packed) -> None:
-    """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
-    indices, table, bias, bits, tile = packed
-    rows = indices.shape[0]
-    if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
-        raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
-    if indices.shape[1] != packed_width(x_columns, bits):
-        raise ValueError(
-            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
-        )
-    if tile is None:
-        groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1
-        if x_columns % groups:
-            raise ValueError(f"{groups} scales a row must divide its {x_columns} columns")
-        wanted: tuple[int, ...] = (rows, groups)
-    elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
-        raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
-    else:
-        wanted = (rows // tile[0] * (x_columns // tile[1]), 2**bits)
-    if tuple(table.shape) != wanted or (tile is None and table.dtype != torch.float32):
-        raise ValueError(f"the table must be {wanted}, got {tuple(table.shape)} {table.dtype}")
-    if bias is not None and tuple(bias.shape) != (rows,):
-        raise ValueError(f"bias must be ({rows},), got {tuple(bias.shape)}")
 
 
 def supports(packed: Packed) -> bool:
@@ -159,7 +138,7 @@ def of_torch(names: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...], in
 
 @functools.cache
 def _calls() -> ModuleType | None:
-    module = build.calls()
+    module = build.calls(Path(__file__).parent)
     if module is not None:
         depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
         found = of_torch(_OF_TORCH) or ((0, 0, 0, 0), (0, 0, 0), 0)  # zeros: tensors are made from Python

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.kernels import lut_linear_c, lut_linear_torch
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Packed
+from edkm_cli.runtime import lut_linear_c, lut_linear_torch
+from edkm_cli.runtime.packed import Packed
 
 _PATHS = ("auto", "kernel", "dense", "reference")
 _PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB
@@ -81,7 +81,7 @@ def computes_packed(packed: Packed) -> bool:
 
 
 def _cuda_takes(x: Tensor, packed: Packed) -> bool:
-    from edkm_cli.kernels import lut_linear_cuda
+    from edkm_cli.runtime import lut_linear_cuda
 
     return lut_linear_cuda.supports(x, packed)
 
@@ -89,7 +89,7 @@ def _cuda_takes(x: Tensor, packed: Packed) -> bool:
 def _triton_takes(x: Tensor, packed: Packed) -> bool:
     if not _triton():
         return False
-    from edkm_cli.kernels import lut_linear_triton
+    from edkm_cli.runtime import lut_linear_triton
 
     return lut_linear_triton.supports(x, packed)
 
@@ -100,7 +100,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
         return lut_linear_torch.linear(x, packed)
     path = _path(x, packed)
     if path == "cuda":
-        from edkm_cli.kernels import lut_linear_cuda
+        from edkm_cli.runtime import lut_linear_cuda
 
         if (found := lut_linear_cuda.linear(x, packed)) is not None:
             return found
@@ -110,7 +110,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
     if path == "reference":
         return lut_linear_torch.linear(x, packed)
     if path == "triton":
-        from edkm_cli.kernels import lut_linear_triton
+        from edkm_cli.runtime import lut_linear_triton
 
         return lut_linear_triton.linear(x, packed)
     return _linear_by_parts(x, packed)
@@ -163,7 +163,7 @@ def dense(
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
     if packed.indices.is_cuda and _triton() and not packed.grouped:
-        from edkm_cli.kernels import lut_linear_triton
+        from edkm_cli.runtime import lut_linear_triton
 
         return lut_linear_triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
     if forced_path() != "reference" and lut_linear_c.supports(packed):
