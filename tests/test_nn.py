@@ -144,7 +144,7 @@ def test_activation_importance_is_the_mean_squared_input(ids):
     torch.testing.assert_close(importance, torch.cat(seen).flatten(0, 1).square().mean(0))
 
 
-def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids):
+def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids, exact_products):
     model = tiny_llama()
     name = "model.layers.0.self_attn.v_proj"
     importance = collect_importance(model, [name], [ids[:1]], kind="gradient")[name]

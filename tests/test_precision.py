@@ -1,17 +1,34 @@
+import pytest
 import torch
 from torch import nn
 
-from edkm_cli.precision import bfloat16_linears, sum_of_products
+from edkm_cli.precision import bfloat16_linears, bfloat16_products, sum_of_products
 
 
-def test_sums_of_products_are_those_of_float32_up_to_a_thousandth():
+@pytest.mark.parametrize("size", [8, 64, 300])
+def test_rounding_costs_no_more_than_is_said(size):
     draw = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(5000, width, generator=draw) for width in (48, 32))
+    left, right = (torch.randn(5000, width, generator=draw) for width in (size, 32))
+    rounding, summing = 2.0**-8, 5000 * 2.0**-24
     for ours, theirs in ((left, right), (left, left)):
         exact = ours.double().t() @ theirs.double()
-        found = sum_of_products(ours, theirs)
-        assert found.dtype == torch.float32
-        assert float((found - exact).norm() / exact.norm()) < (2e-3 if theirs is left else 1e-2)
+        magnitude = ours.abs().double().t() @ theirs.abs().double()
+        summed = sum_of_products(ours, theirs)
+        with bfloat16_products():
+            product = ours.t() @ theirs
+        assert summed.dtype == product.dtype == torch.float32
+        assert float(((product - exact).abs() / magnitude).max()) <= (2 * rounding + summing) * (1 + rounding)
+        assert float(((summed - exact).abs() / magnitude).max()) <= (3 * rounding + summing) * (1 + rounding)
+        # Errors of single numbers average out: far below the bound.
+        assert float((summed - exact).norm() / exact.norm()) < (2e-3 if theirs is left else 1e-2)
+
+
+def test_without_instructions_products_are_exact(exact_products):
+    left = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    expected = left.t() @ left
+    with bfloat16_products():
+        assert torch.equal(left.t() @ left, expected)
+    assert torch.equal(sum_of_products(left, left), expected)
 
 
 def test_sums_of_products_in_float64_are_exact():
