@@ -25,6 +25,7 @@ from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.kept import KeptStart, restore
 from edkm_cli.initialize.sharded import build_sharded
 from edkm_cli.preflight import (
     Setting,
@@ -45,7 +46,7 @@ from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
-from edkm_cli.train.state import fingerprint, require_same
+from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none, require_same
 
 
 def compress(
@@ -108,14 +109,15 @@ class Run:
         if why_not:
             self.watch.say(f"KL and agreement are not measured: {why_not}")
         unfinished = resume and self._finds_unfinished(output, identity)
-        model, objective = self._start(dense)
+        staging = self._begin(output, identity, keep=unfinished)
+        model, objective = self._start(dense, staging, resumed=unfinished)
         del dense
         if self.exports_start:
             with self.clock.phase("evaluate"):
                 self.first_windows = self.measured.first_windows(model, self.world)
-        elif not unfinished:
+        elif "start" not in self.measured.state():
             self._measure("start", model)
-        staging = self._begin(output, identity, keep=unfinished)
+            self._mark(output, identity)
         offloaded = self._train(model, objective, staging)
         del objective
         self._export(model, tokenizer, staging)
@@ -216,28 +218,35 @@ class Run:
             return False
         require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
         self.measured.restore(found["measured"])
-        self.plan = self.plan.with_bits(found.get("module_bits", {}))
         return True
 
     def _measure(self, stage: str, model: Any) -> None:
         with self.clock.phase("evaluate"):
             self.measured.measure(stage, model, self.world)
 
-    def _start(self, dense: Any) -> tuple[Any, Objective]:
-        """(the clustered model, what it is trained on): see `initialize`."""
+    def _start(self, dense: Any, staging: Path, *, resumed: bool) -> tuple[Any, Objective]:
+        """(the clustered model, what it is trained on): see `initialize`; from the disk where a resumed run finds it."""
         config, plan, world = self.config, self.plan, self.world
+        build = self._rebuild() if world.sharded else None
+        options: dict[str, Any] = {"keep_dense": plan.copies_teacher, "build": build, "world": world}
+        kept = KeptStart(staging / CHECKPOINTS / "start", world)
         with self.clock.phase("start"):
-            model, teacher = initialize(
-                dense,
-                Recipe.of(plan),
-                calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
-                fitting=start_batches(self.data, plan),
-                keep_dense=plan.copies_teacher,
-                build=self._rebuild() if world.sharded else None,
-                world=world,
-                track=self.watch.track,
-            )
-        self.plan = plan.after_start(model)
+            state = kept.state() if resumed else None
+            if state is not None:
+                self.plan = plan.with_bits(state["module_bits"])
+                model, teacher = restore(dense, Recipe.of(self.plan), kept, **options)
+            else:
+                require_none(staging, world)
+                model, teacher = initialize(
+                    dense,
+                    Recipe.of(plan),
+                    calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
+                    fitting=start_batches(self.data, plan),
+                    track=self.watch.track,
+                    **options,
+                )
+                self.plan = plan.after_start(model)
+                kept.write(model, self.plan.spec.module_bits)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
 
     def _rebuild(self) -> Any:
@@ -255,14 +264,14 @@ class Run:
     def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
         """The directory that the result is written to until it is whole, on all processes."""
 
-        def begin() -> str:
-            assert output is not None
-            staging = output.begin(keep=keep)
-            found = {"measured": self.measured.state(), "module_bits": self.plan.spec.module_bits}
-            output.mark({"fingerprint": identity, "perplexity": self.measured.perplexity, **found})
-            return str(staging)
+        staging = Path(self.world.on_main(lambda: str(output.begin(keep=keep)) if output else ""))
+        self._mark(output, identity)
+        return staging
 
-        return Path(self.world.on_main(begin))
+    def _mark(self, output: OutputDirectory | None, identity: dict[str, Any]) -> None:
+        """Record what this run is and what it has measured so far."""
+        facts = {"fingerprint": identity, "perplexity": self.measured.perplexity, "measured": self.measured.state()}
+        self.world.on_main(lambda: output.mark(facts) if output else None)
 
     def _train(self, model: Any, objective: Objective, staging: Path) -> dict[str, Any]:
         config = self.config

@@ -95,6 +95,19 @@ class World:
             dist.broadcast(tensor, 0)
         return tensor
 
+    def broadcast_whole(self, tensor: Tensor | None) -> Tensor:
+        """The first process's tensor on all, in host memory, whatever the others know of its shape (they give None)."""
+        if self.size == 1:
+            assert tensor is not None
+            return tensor
+        facts = self.on_main(lambda: tensor is not None and [str(tensor.dtype), list(tensor.shape)])
+        whole = tensor
+        if whole is None:
+            whole = torch.empty(facts[1], dtype=getattr(torch, facts[0].removeprefix("torch.")))
+        if whole.numel():
+            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: gloo does not know all types
+        return whole
+
     def turns(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's share of the items. All get equally many, since a sharded model is called by all at once:
         where the items run out, the last one is repeated and marked False (not to be counted)."""

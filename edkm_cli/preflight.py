@@ -353,7 +353,8 @@ def choose_start(config: CompressConfig, *, sharded: bool) -> str:
 
 
 def needed_bytes(plan: RunPlan) -> int:
-    """Disk for the result (at most a byte a weight) and for checkpoints (what trains, and two moments, in float32)."""
+    """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
+    trains, and two moments, in float32)."""
     config = plan.config
     kept = (config.keep + 1) if config.steps and config.save_every else 0
     kept += 2 if config.steps and config.keep_best else 0
@@ -365,4 +366,5 @@ def needed_bytes(plan: RunPlan) -> int:
             plan.spec.granularity.groups(*swap.shape) * 2 ** plan.spec.bits_of(swap.name) for swap in plan.clustered
         )
         trained = updates + luts
-    return int(plan.parameters * 1.1) + 50_000_000 + kept * 12 * trained
+    start = getattr(torch, plan.dtype).itemsize * plan.parameters
+    return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

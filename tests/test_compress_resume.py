@@ -7,12 +7,14 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import edkm_cli
 import kill_worker
 from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import MARKER, OutputDirectory, settle
+from edkm_cli.format import sha256_of
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
@@ -61,12 +63,14 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("sharding", ["none", "full"])
-def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(
-    start, model_directory, text_file, tmp_path, sharding
-):
+@pytest.mark.parametrize(
+    "always",
+    [{"sharding": "none"}, {"sharding": "full"}, {"label_weight": 0.0, "start_tokens": None}],
+    ids=["data parallel", "sharded", "held"],
+)
+def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(start, model_directory, text_file, tmp_path, always):
     def configured(name, **changes):
-        return settings(model_directory, text_file, tmp_path / name, steps=40, sharding=sharding, **changes)
+        return settings(model_directory, text_file, tmp_path / name, steps=40, **always, **changes)
 
     children = together(start, [configured("parts")], tmp_path / "log")
     wait_for_steps(tmp_path / "parts.partial", 3, lambda: all(child.is_alive() for child in children))
@@ -83,6 +87,28 @@ def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(
     assert_same_to_rounding(tmp_path / "parts", tmp_path / "whole")
     assert metrics_of(tmp_path / "parts")[: len(before)] == before
     assert metrics_of(tmp_path / "parts") == pytest.approx(metrics_of(tmp_path / "whole"), rel=1e-3)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_training_began_from_is_taken_from_disk_or_the_run_is_refused(model_directory, text_file, tmp_path, held):
+    changes = {"assignments": "held" if held else "free"}
+    config = settings(model_directory, text_file, tmp_path / "out", **changes)
+    with pytest.raises(Preempted, match="after step 2 of 4"):
+        compress(config, observer=stop_after(2))
+    start = tmp_path / "out.partial" / CHECKPOINTS / "start"
+    state = json.loads((start / "state.json").read_text())
+    assert {"rest.safetensors", "model.layers.0.safetensors"} < set(state["files"])
+    # Another processor's start: its embeddings, which never train, differ. The kept ones are what the result has.
+    kept = load_file(start / "rest.safetensors")
+    kept["model.embed_tokens.indices"] ^= 1
+    save_file(kept, start / "rest.safetensors")
+    with pytest.raises(UserError, match=r"what training began from.*step-000002 is kept.*--overwrite"):
+        compress(config, resume=True)
+    state["files"]["rest.safetensors"] = sha256_of(start / "rest.safetensors")
+    (start / "state.json").write_text(json.dumps(state))
+    compress(config, resume=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["model.embed_tokens.indices"], kept["model.embed_tokens.indices"])
 
 
 def test_other_sequences_in_a_step_are_refused(model_directory, text_file, tmp_path):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import ALONE, World, assign, full, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import SAFETENSORS_DTYPES, SafetensorsWriter, json_text, sha256_of, sync, write_json
+from edkm_cli.format import SafetensorsWriter, json_text, sha256_of, sync, write_json
 
 # Where they are, in the unfinished result.
 CHECKPOINTS = "checkpoints"
@@ -138,16 +138,25 @@ class Checkpoints:
                     opened = stack.enter_context(safe_open(found["path"], framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise UserError(f"{found['path']} cannot be read; start again without --resume") from error
-            layout = self._world.on_main(lambda: _layout(opened))
+            names = self._world.on_main(lambda: sorted(opened.keys()))
 
             def read(name: str) -> Tensor:
                 """By the first process, handed to all, in host memory."""
-                dtype, shape = layout[name]
-                whole = opened.get_tensor(name) if opened else torch.empty(shape, dtype=getattr(torch, dtype))
-                return self._world.broadcast(whole)
+                return self._world.broadcast_whole(opened.get_tensor(name) if opened else None)
 
-            _restore(model, optimizer, found.get("numbers", {}), list(layout), read)
+            _restore(model, optimizer, found.get("numbers", {}), names, read)
         return found["step"]
+
+
+def require_none(staging: Path, world: World) -> None:
+    """Raises UserError for checkpoints of training: what they began from is gone, and tables mean nothing without it."""
+    kept = world.on_main(Checkpoints(staging, keep=1).kept)
+    if kept:
+        raise UserError(
+            f"--resume needs what training began from, but {staging / CHECKPOINTS / 'start'} is damaged or missing{kept}; "
+            "start again with --overwrite",
+            everywhere=True,
+        )
 
 
 class BestStep:
@@ -183,15 +192,6 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
             f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is not "
             "known: start again without --resume, or leave --keep-best out"
         ) from error
-
-
-def _layout(opened: Any) -> dict[str, tuple[str, list[int]]]:
-    """Tensor name -> (dtype, shape) of an open safetensors file."""
-    names = {name: torch_name for torch_name, name in SAFETENSORS_DTYPES.items()}
-    parts = {name: opened.get_slice(name) for name in sorted(opened.keys())}
-    return {
-        name: (str(names[part.get_dtype()]).removeprefix("torch."), part.get_shape()) for name, part in parts.items()
-    }
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
