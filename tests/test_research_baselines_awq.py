@@ -218,5 +218,5 @@ def test_decoders_that_scales_cannot_be_folded_into_are_refused():
         awq.quantize(gemma, texts(), bits=3, group_size=WIDTH)
     with pytest.raises(UserError, match="grid must be at least 1"):
         awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=0)
-    with pytest.raises(UserError, match="duo_scaling needs a grid of at least 3 candidates, got 2"):
+    with pytest.raises(UserError, match="grid must be at least 3, got 2"):
         awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=2, duo_scaling=True)

@@ -29,7 +29,7 @@ def test_rounding_is_to_the_nearest_of_the_symmetric_levels(bits, group_size):
 def test_the_gradient_is_straight_through():
     values = torch.randn(4, 6, requires_grad=True)
     upstream = torch.randn(4, 6)
-    quantized = FakeQuantize.apply(values, 3, 0, torch.float16)
+    quantized = FakeQuantize.apply(values, 3, 0, "float16")
     assert not torch.equal(quantized, values)
     quantized.backward(upstream)
     assert torch.equal(values.grad, upstream)
@@ -39,7 +39,7 @@ def test_a_layer_gets_the_gradient_that_its_quantized_weight_would_get():
     torch.manual_seed(0)
     layer = torch.nn.Linear(12, 5, bias=False)
     x = torch.randn(7, 12)
-    plain = absmax(layer.weight.detach(), bits=3, scale_dtype=torch.float16).requires_grad_()
+    plain = absmax(layer.weight.detach(), bits=3, scale_dtype="float16").requires_grad_()
     (x @ plain.t()).square().sum().backward()
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(3, 0), unsafe=True)
     layer(x).square().sum().backward()
@@ -78,7 +78,7 @@ def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():
     text = llm_qat.write_text(teacher, sequences=8, length=48)
     for layer in decoder_linears(model).values():
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(2, 0), unsafe=True)
-    losses = llm_qat.train(
+    losses = llm_qat.distil(
         model, teacher, Blocks(text.flatten(), 48, seed=0), steps=60, learning_rate=3e-3, batch_size=2
     )
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_model_and_no_steps_round_only():
     model, original = tiny_llama(), tiny_llama().model.layers[0].mlp.up_proj.weight.detach()
     outcome = llm_qat.quantize(model, [], steps=0, **options)
     rounded = model.model.layers[0].mlp.up_proj.weight.detach()
-    assert torch.equal(rounded, absmax(original, bits=3, scale_dtype=torch.float16))
+    assert torch.equal(rounded, absmax(original, bits=3, scale_dtype="float16"))
     assert outcome.training_tokens == 0
 
 

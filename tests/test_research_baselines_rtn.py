@@ -25,6 +25,9 @@ def levels(group, bits, rule):
     if rule == "symmetric":
         scale = half(2 * largest / top)
         return [scale * i for i in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]
+    if rule == "absmax":  # zero in the middle, and as many steps on either side
+        most = 2 ** (bits - 1) - 1
+        return [half(largest / most) * i for i in range(-most, most + 1)]
     # AutoRound: the largest weight is a grid point, at the end that has one step more.
     scale = half(largest / 2 ** (bits - 1)) * (-1 if high >= -low else 1)
     return [scale * i for i in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]

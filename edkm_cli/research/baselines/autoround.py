@@ -1,10 +1,10 @@
 """AutoRound by its authors' own package: rounding and ranges tuned block by block (arXiv 2309.05516).
 
-Not a reimplementation: this runs the package `auto-round` as its users get it, where it is installed (`pip install
-'edkm-cli[autoround]'`; tested with 0.16.1). It learns by signed
-gradient descent how far each weight is rounded from the nearest level and how far each range is clipped, so that a
-block's output comes close to the original block's. Symmetric grids; bits are counted as its checkpoints store them, a
-float16 scale and a zero point of `bits` bits for each group.
+Not a reimplementation: this runs the package `auto-round` as its users get it, where it is installed
+(`pip install 'edkm-cli[autoround]'`; tested with 0.16.1). It learns by signed gradient descent how far each weight is
+rounded from the nearest level and how far each range is clipped, so that a block's output comes close to the original
+block's. Symmetric grids; bits are counted as its checkpoints store them, a float16 scale and a zero point of `bits` bits
+for each group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.models import load_tokenizer, resolve
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.outcome import Outcome, check_at_least, count_uniform, grouped_linears, shapes_of
 
 
 def quantize(
@@ -52,16 +52,9 @@ def quantize(
         raise UserError(
             "autoround needs the package auto-round, which is not installed; pip install 'edkm-cli[autoround]'"
         )
-    check_bits(bits)
-    if iterations < 0 or batch_size < 1 or learning_rate < 0 or not batches:
-        raise UserError(
-            f"autoround needs iterations and learning_rate of at least 0, a batch_size of at least 1 and calibration "
-            f"text, got {iterations}, {learning_rate}, {batch_size} and {len(batches)} samples"
-        )
-    linears = decoder_linears(model)
-    for name, layer in linears.items():
-        columns_in_group(group_size, layer.in_features, layer=name)
-    shapes = [(layer.out_features, layer.in_features) for layer in linears.values()]
+    check_at_least(0, iterations=iterations, learning_rate=learning_rate)
+    check_at_least(1, batch_size=batch_size, calibration_samples=len(batches))
+    linears = grouped_linears(model, bits=bits, group_size=group_size)
     from auto_round import AutoRound
 
     length = batches[0].shape[-1]
@@ -89,10 +82,8 @@ def quantize(
                 f"autoround must quantize all linears, but left {name} {tuple(weight.shape)} as it is; auto-round skips "
                 "widths that are not multiples of 32"
             )
-    bits_per_weight, stored_bytes = count_uniform(shapes, bits=bits, group_size=group_size, zero_bits=bits)
     return Outcome(
-        bits_per_weight,
-        stored_bytes,
+        *count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=bits),
         training_tokens=iterations * min(batch_size, len(batches)) * length,
         calibration_tokens=sum(batch.numel() for batch in batches),
         note=f"{iterations} iterations a block",

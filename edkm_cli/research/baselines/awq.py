@@ -22,17 +22,20 @@ clip, and keeps scales in the weights' dtype: `symmetric=True, clip=False, duo_s
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
 from edkm_cli.research.baselines.grid import fit_grid, round_weight, scale_bits, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.outcome import Outcome, check_at_least, count_uniform, grouped_linears, shapes_of
 
 _SMALLEST = 1e-4
 _LARGEST_SHRINK, _SHRINK_STEPS = 0.5, 20
@@ -83,7 +86,7 @@ def quantize(
 
     Args:
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
-        grid: values of alpha, 0, 1 / grid, ..., below 1.
+        grid: values of alpha, 0, 1 / grid, ..., below 1; the paper has 20.
         clip: search for a clipped range of each group.
         search_tokens: of the calibration text, for the errors of attention and MLP; at least one chunk is used.
         duo_scaling: weights have a say in the scales, too. `grid` candidates are then no scaling at all, and values of
@@ -93,15 +96,9 @@ def quantize(
     Raises UserError for bits, grid or scale_dtype out of range, no calibration text, a group size that does not divide a
     layer, or a decoder that is not built like LLaMA's.
     """
-    check_bits(bits)
-    if grid < 1:
-        raise UserError(f"grid must be at least 1 value of alpha, got {grid}; the paper's is 20")
-    if duo_scaling and grid < 3:
-        raise UserError(f"duo_scaling needs a grid of at least 3 candidates, got {grid}")
+    check_at_least(3 if duo_scaling else 1, grid=grid)
     rule = "symmetric" if symmetric else "minmax"
-    layers = decoder_linears(model)
-    for name, layer in layers.items():
-        columns_in_group(group_size, layer.in_features, layer=name)
+    layers = grouped_linears(model, bits=bits, group_size=group_size)
     side = {"zero_bits": zero_bits(rule, bits), "scale_bits": scale_bits(scale_dtype)}
     rounding = _Rounding(bits, group_size, rule, scale_dtype)
     stream = BlockStream(model, batches)
@@ -122,13 +119,8 @@ def quantize(
                     weight = _clip(weight, grams[layer].products, rounding)
                 layer.weight.copy_(rounding(weight))
         stream.hidden = outputs
-    bits_per_weight, stored_bytes = count_uniform(
-        [(layer.out_features, layer.in_features) for layer in layers.values()],
-        bits=bits,
-        group_size=group_size,
-        **side,
-    )
-    return Outcome(bits_per_weight, stored_bytes, calibration_tokens=stream.tokens)
+    size = count_uniform(shapes_of(layers), bits=bits, group_size=group_size, **side)
+    return Outcome(*size, calibration_tokens=stream.tokens)
 
 
 def _sites(block: Any, path: str) -> list[_Site]:
@@ -153,24 +145,20 @@ def _watch(
     """Run a block once: input statistics of each linear, first calls of judged modules, and the block's outputs."""
     block = list(stream.blocks.values())[index]
     grams: dict[nn.Module, Gram] = {}
-    visits: dict[nn.Module, Any] = {}
-    for stage in stream.stages(index):
-        gram = Gram()
-        members = [block.get_submodule(name) for name in stage]
-        visits[members[0]] = gram.visit
-        grams |= dict.fromkeys(members, gram)
-    ends = [sum(hidden[..., 0].numel() for hidden in stream.hidden[: end + 1]) for end in range(len(stream.hidden))]
-    limit = max(1, sum(end <= search_tokens for end in ends))
-    calls: dict[nn.Module, Calls] = {}
-    for site in sites:
-        if site.judged not in site.layers:
-            calls[site.judged] = []
-            visits[site.judged] = _keep(calls[site.judged], limit)
-    return grams, calls, stream.run(index, visits)
+    calls: dict[nn.Module, Calls] = {site.judged: [] for site in sites if site.judged not in site.layers}
+    limit = max(1, sum(end <= search_tokens for end in accumulate(hidden[..., 0].numel() for hidden in stream.hidden)))
 
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(calls[module]) < limit:
+            calls[module].append((args, kwargs))
 
-def _keep(calls: Calls, limit: int) -> Any:
-    return lambda args, kwargs: calls.append((args, kwargs)) if len(calls) < limit else None
+    with ExitStack() as hooks:
+        for stage in stream.stages(index):
+            members, gram = [block.get_submodule(name) for name in stage], Gram()
+            grams |= dict.fromkeys(members, gram)
+            hooks.enter_context(hooked(members[:1], gram))
+        hooks.enter_context(hooked(calls, keep, with_kwargs=True))
+        return grams, calls, stream.run(index)
 
 
 def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int, duo_scaling: bool = False) -> Tensor:
@@ -178,7 +166,10 @@ def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: in
     weights = [layer.weight.float().clone() for layer in site.layers]
     outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
     magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
-    candidates = _duo_candidates(magnitude, weights, rounding, grid) if duo_scaling else _candidates(magnitude, grid)
+    if duo_scaling:
+        candidates = _duo_candidates(magnitude, weights, rounding, grid)
+    else:
+        candidates = [magnitude.pow(step / grid) for step in range(grid)]
     for candidate in candidates:
         scales = candidate.clamp_min(_SMALLEST)
         scales = scales / (scales.max() * scales.min()).sqrt()
@@ -198,10 +189,6 @@ def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: in
     for layer, weight in zip(site.layers, weights, strict=True):
         layer.weight.copy_(weight)
     return best
-
-
-def _candidates(magnitude: Tensor, grid: int) -> list[Tensor]:
-    return [magnitude.pow(step / grid) for step in range(grid)]
 
 
 def _duo_candidates(magnitude: Tensor, weights: list[Tensor], rounding: _Rounding, grid: int) -> list[Tensor]:

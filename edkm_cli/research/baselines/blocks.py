@@ -7,7 +7,7 @@ width 576.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,14 +15,10 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.nn.hooks import Reached, hooked, layer_calls
 from edkm_cli.research.baselines.outcome import decoder_linears
 
 _CHUNK_TOKENS = 4096
-Visit = Callable[[tuple[Any, ...], dict[str, Any]], None]
-
-
-class _Reached(Exception):
-    """Raised by a hook to leave a forward pass."""
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:
@@ -41,115 +37,47 @@ class BlockStream:
     """The decoder's blocks and the hidden states that enter the current one.
 
     `hidden` holds chunks (batch, length, width) of samples of equal length. Between its first block and its last, a
-    decoder passes the same positions and masks for every text of a shape, so one full run a shape tells them.
+    decoder passes the same positions and masks for every text of a shape, so one pass a shape shows them.
     """
 
+    @torch.no_grad()
     def __init__(self, model: Any, batches: list[Tensor]):
         if not batches:
             raise UserError("this method needs calibration text, got none; give --data")
         self.blocks = _blocks(model)
         self._list = list(self.blocks.values())
         device = next(model.parameters()).device
-        chunks = [chunk.to(device) for chunk in _chunks(batches)]
-        self.tokens = sum(chunk.numel() for chunk in chunks)
+        self.hidden: list[Tensor] = []
         self._arguments: dict[torch.Size, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-        with torch.no_grad():
-            for chunk in chunks:
-                if chunk.shape not in self._arguments:
-                    self._arguments[chunk.shape] = self._arguments_of(model, chunk)
-            self.hidden = [self._first_input(model, chunk) for chunk in chunks]
+        for chunk in _chunks(batches):
+            ids = chunk.to(device)
+            wanted = self._list[:1] if ids.shape in self._arguments else self._list
+            calls = layer_calls(lambda ids=ids: model.base_model(input_ids=ids, use_cache=False), wanted)  # type: ignore[misc]
+            self._arguments.setdefault(ids.shape, [(call.args, call.kwargs) for call in calls])
+            self.hidden.append(calls[0].hidden)
+        self.tokens = sum(batch.numel() for batch in batches)
 
-    def _arguments_of(self, model: Any, chunk: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What each block is called with besides the hidden states."""
-        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-            seen.append((args[1:] if "hidden_states" not in kwargs else args, rest))
-
-        handles = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in self._list]
-        try:
-            model.base_model(input_ids=chunk, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return seen
-
-    def _first_input(self, model: Any, chunk: Tensor) -> Tensor:
-        seen: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-            raise _Reached
-
-        handle = self._list[0].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            model.base_model(input_ids=chunk, use_cache=False)
-        except _Reached:
-            pass
-        finally:
-            handle.remove()
-        return seen[0]
-
-    def run(
-        self, index: int, visits: Mapping[nn.Module, Visit] | None = None, *, until: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Run block `index` on all chunks and return its outputs.
-
-        Args:
-            visits: submodule -> called with (args, kwargs) before each of its calls.
-            until: leave each forward pass when this submodule is reached, after its visit; nothing is returned then.
-        """
-        handles = []
-        for module in {**(visits or {}), **({until: None} if until else {})}:
-            visit = (visits or {}).get(module)
-            handles.append(module.register_forward_pre_hook(_hook(visit, module is until), with_kwargs=True))
+    def run(self, index: int, *, chunks: int | None = None) -> list[Tensor]:
+        """The outputs of block `index` on all chunks, or the first `chunks`; none where a hook raised `Reached`."""
         outputs = []
-        try:
-            for hidden in self.hidden:
-                args, kwargs = self._arguments[hidden.shape[:2]][index]
-                try:
-                    output = self._list[index](hidden, *args, **kwargs)
-                except _Reached:
-                    continue
-                outputs.append(output[0] if isinstance(output, tuple) else output)
-        finally:
-            for handle in handles:
-                handle.remove()
+        for hidden in self.hidden[:chunks]:
+            args, kwargs = self._arguments[hidden.shape[:2]][index]
+            try:
+                output = self._list[index](hidden, *args, **kwargs)
+            except Reached:
+                continue
+            outputs.append(output[0] if isinstance(output, tuple) else output)
         return outputs
 
     def stages(self, index: int) -> list[list[str]]:
         """The block's linears (paths inside the block) in the order they are called, those with one input together."""
-        block, whole = self._list[index], self.hidden
-        layers = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
+        layers = {module: name for name, module in self._list[index].named_modules() if type(module) is nn.Linear}
         calls: list[tuple[str, Tensor]] = []
-        self.hidden = whole[:1]
-        try:
-            self.run(index, {layer: _note(calls, name) for name, layer in layers.items()})
-        finally:
-            self.hidden = whole
-        stages: list[list[str]] = []
-        for position, (name, x) in enumerate(calls):
-            if position and x is calls[position - 1][1]:
-                stages[-1].append(name)
-            else:
-                stages.append([name])
-        missed = [name for name in layers if name not in {called for called, _ in calls}]
-        return stages + [[name] for name in missed]
-
-
-def _hook(visit: Visit | None, last: bool) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if visit is not None:
-            visit(args, kwargs)
-        if last:
-            raise _Reached
-
-    return hook
-
-
-def _note(calls: list[tuple[str, Tensor]], name: str) -> Visit:
-    return lambda args, kwargs: calls.append((name, args[0]))
+        with hooked(layers, lambda layer, args: calls.append((layers[layer], args[0]))):
+            self.run(index, chunks=1)
+        stages = [[name for name, _ in stage] for _, stage in groupby(calls, key=lambda call: id(call[1]))]
+        called = {name for name, _ in calls}
+        return stages + [[name] for name in layers.values() if name not in called]
 
 
 def _chunks(batches: list[Tensor]) -> list[Tensor]:
@@ -165,14 +93,14 @@ def _chunks(batches: list[Tensor]) -> list[Tensor]:
 
 
 class Gram:
-    """The sum of x x^T over a layer's inputs, (in, in) float32, and the mean magnitude of each input channel."""
+    """The sum of x x^T over a layer's inputs, (in, in) float32, and the mean magnitude of each input channel: a hook."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.products = torch.zeros(())
         self._magnitudes = torch.zeros(())
 
-    def visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1]).float()  # (tokens, in)
         if not self.tokens:
             self.products, self._magnitudes = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(x.shape[1])

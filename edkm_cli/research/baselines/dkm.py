@@ -12,22 +12,28 @@ which changes no value. `closed_form=True` computes the same values and gradient
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec
+from edkm_cli.format import LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import plan_swaps
+from edkm_cli.nn.swap import check_geometry, plan_swaps
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.kmeans import count_luts
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears
+from edkm_cli.research.baselines.outcome import (
+    Outcome,
+    check_at_least,
+    check_bits,
+    check_positive,
+    decoder_linears,
+    shapes_of,
+    stored_size,
+)
+from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import next_token_loss
 
 
@@ -61,66 +67,54 @@ def quantize(
 
     Raises UserError for a value out of range, no text to train on, or a loss that is not finite.
     """
-    check_bits(bits)
-    if steps < 0 or iterations < 0 or not (learning_rate > 0 and temperature > 0):
-        raise UserError(
-            "dkm needs steps and iterations of at least 0 and a positive learning_rate and temperature, "
-            f"got {steps}, {iterations}, {learning_rate} and {temperature}"
-        )
+    check_bits(bits=bits)
+    check_at_least(0, steps=steps, iterations=iterations)
+    check_positive(learning_rate=learning_rate, temperature=temperature)
     if steps and not batches:
         raise UserError("dkm trains on the calibration text, got none; give --data or steps 0")
     layers = decoder_linears(model)
-    count = count_luts(layers, bits=bits, granularity=granularity, lut_dtype=lut_dtype)
     device = next(model.parameters()).device
     batches = [batch.to(device) for batch in batches]
     method = "edkm" if closed_form else "dkm"
-    geometry = Granularity.parse(granularity)
-    recipe = Recipe(
-        swaps=[swap for swap in plan_swaps(model, embedding_bits=None) if swap.clustered],
-        spec=QuantizationSpec(bits, geometry, lut_dtype, embedding_bits=None),
-        clustering=Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations),
-        temperature=temperature,
-        importance=importance,
-    )
+    spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype, embedding_bits=None)
+    geometry, table_bits = spec.granularity, 2**bits * 8 * LUT_DTYPES[lut_dtype].itemsize
+    swaps = [swap for swap in plan_swaps(model, embedding_bits=None) if swap.clustered]
+    check_geometry(swaps, geometry)
+    size = stored_size(shapes_of(layers), bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
+    clustering = Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations)
+    recipe = Recipe(swaps, spec, clustering, temperature, importance)
     used = batches if importance != "none" else []
     initialize(model, recipe, calibration=used, world=World(device=str(device)), track=track)
-    seen = _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=track)
+    if steps:
+        _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=track)
     for name, layer in layers.items():
         layer.weight.data.copy_(model.get_submodule(name).hard_weight())
         model.set_submodule(name, layer)
-    return Outcome(*count, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
+    seen = sum(batches[step % len(batches)].numel() for step in range(steps))
+    return Outcome(*size, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
 
 
 def _train(
     model: Any, batches: list[Tensor], names: list[str], *, steps: int, learning_rate: float, track: Track
-) -> int:
-    """Train the clustered weights, nothing else; returns the number of tokens seen."""
+) -> None:
+    """Train the clustered weights, nothing else."""
     layers: list[Any] = [model.get_submodule(name) for name in names]
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for parameter in required:
-        parameter.requires_grad_(False)
-    weights = [layer.weight.requires_grad_(True) for layer in layers]
-    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def loss_at(step: int) -> Tensor:
+        ids = batches[step % len(batches)]
+        return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+
+    def commit() -> None:  # before the step: the next warm start is what this forward pass ended at
+        for layer in layers:
+            layer.commit()
+
     was_training = model.training
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    seen = 0
     try:
-        for step in track(range(steps), "training", steps):
-            ids = batches[step % len(batches)]
-            loss = next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
-            if not math.isfinite(loss.item()):
-                raise UserError(f"the training loss must stay finite, but is {loss.item()} at step {step}")
-            loss.backward()
-            nn.utils.clip_grad_norm_(weights, 1.0)
-            for layer in layers:
-                layer.commit()  # before the step: the next warm start is what this forward pass ended at
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += ids.numel()
+        weights = [layer.weight for layer in layers]
+        options: dict[str, Any] = {"betas": (0.9, 0.95), "before_step": commit, "track": track}
+        train(model, weights, loss_at, steps=steps, learning_rate=learning_rate, **options)
     finally:
         model.gradient_checkpointing_disable()
         model.train(was_training)
-        for parameter, before in required.items():
-            parameter.requires_grad_(before)
-    return seen

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
+from edkm_cli.nn.hooks import Reached, hooked
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
 from edkm_cli.research.baselines.grid import Grid, fit_grid, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.outcome import Outcome, check_positive, count_uniform, grouped_linears, shapes_of
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128
@@ -63,14 +64,11 @@ def quantize(
     Raises UserError for bits, order or damping out of range, no calibration text, or a group size that does not divide
     a layer.
     """
-    check_bits(bits)
     if order not in ORDERS:
         raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    if not damping > 0:
-        raise UserError(f"damping must be positive, got {damping}; the paper's is 0.01")
+    check_positive(damping=damping)
     rule = "symmetric" if symmetric else "minmax"
-    layers = decoder_linears(model)
-    widths = {name: columns_in_group(group_size, layer.in_features, layer=name) for name, layer in layers.items()}
+    layers = grouped_linears(model, bits=bits, group_size=group_size)
     stream = BlockStream(model, batches)
     blocks = list(stream.blocks.items())
     for index, (path, block) in enumerate(track(blocks, "gptq", len(blocks))):
@@ -81,7 +79,7 @@ def quantize(
                     members,
                     _hessian(stream, index, members[0]),
                     bits=bits,
-                    width=widths[f"{path}.{stage[0]}"],
+                    width=group_size or members[0].in_features,
                     rule=rule,
                     order=order,
                     static_groups=static_groups,
@@ -89,22 +87,27 @@ def quantize(
                 )
         stream.hidden = stream.run(index)
     stores_order = order == "activation" and group_size > 0 and not static_groups
-    bits_per_weight, stored_bytes = count_uniform(
-        [(layer.out_features, layer.in_features) for layer in layers.values()],
+    size = count_uniform(
+        shapes_of(layers),
         bits=bits,
         group_size=group_size,
         zero_bits=zero_bits(rule, bits),
         order_bits=_ORDER_BITS if stores_order else 0,
     )
-    return Outcome(bits_per_weight, stored_bytes, calibration_tokens=stream.tokens)
+    return Outcome(*size, calibration_tokens=stream.tokens)
 
 
 def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:
     gram = Gram()
-    stream.run(index, {layer: gram.visit}, until=layer)
+    with hooked([layer], gram), hooked([layer], _leave):
+        stream.run(index)
     if not gram.tokens:  # never called on this text: nothing is known of its inputs
         return torch.eye(layer.in_features, device=layer.weight.device)
     return gram.products
+
+
+def _leave(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    raise Reached
 
 
 def _quantize_stage(members: list[Any], hessian: Tensor, **options: Any) -> None:

@@ -2,13 +2,15 @@
 
     q = clamp(round(w / scale) + zero, 0, 2**bits - 1)        w~ = scale * (q - zero)
 
-Three rules choose scale and zero from a group's values:
+Four rules choose scale and zero from a group's values:
 
 - `minmax`: the grid spans [min, max], widened to contain 0 (GPTQ and AWQ). The zero point is stored, `bits` bits.
 - `symmetric`: the grid spans [-a, a] with a the largest magnitude, and lacks its positive end: zero is 2**(bits - 1),
   the scale 2 a / (2**bits - 1) (GPTQ's symmetric option; llmcompressor).
 - `autoround`: the weight of largest magnitude is met exactly by the one end of the grid that has 2**(bits - 1) steps; the
   scale is a / 2**(bits - 1), negative where that weight is positive (AutoRound, arXiv 2309.05516, its symmetric type).
+- `absmax`: the grid spans [-a, a] with both ends and zero, so that one of the 2**bits integers is never used; the scale is
+  a / (2**(bits - 1) - 1) (SmoothQuant, LLM-QAT).
 
 Scales are stored in float16, and rounded to it before weights are rounded to their grid. `scale_dtype="float32"` does not
 round them. This matters for `symmetric`: -a lies halfway between its two lowest points and goes to the lower one (ties to
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from edkm_cli.errors import UserError
 
-RULES = ("minmax", "symmetric", "autoround")
+RULES = ("minmax", "symmetric", "autoround", "absmax")
 _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest number: a group of zeros must not divide by zero
 
@@ -56,6 +58,9 @@ def fit_grid(groups: Tensor, *, bits: int, rule: str, scale_dtype: str = "float1
         scale = _as_stored((high - low) / top, scale_dtype)
         return Grid(scale, torch.round(-low / scale).clamp_(0, top), top)
     largest = torch.maximum(-low, high)
+    if rule == "absmax":
+        scale = _as_stored(largest / (half - 1), scale_dtype)
+        return Grid(scale, torch.full_like(scale, half - 1), top - 1)
     if rule == "symmetric":
         scale = _as_stored(2 * largest / top, scale_dtype)
     else:

@@ -19,7 +19,6 @@ and head neither change nor train.
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -27,10 +26,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from edkm_cli.data import Blocks
-from edkm_cli.errors import UserError
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import NO_QUANTIZATION, FakeQuantize, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.fake_quant import FakeQuantize, quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.outcome import (
+    NO_QUANTIZATION,
+    Outcome,
+    check_at_least,
+    check_bits,
+    check_positive,
+    count_uniform,
+    grouped_linears,
+    shapes_of,
+)
+from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import Objective
 
 _GREEDY_UP_TO = (3, 4, 5)
@@ -72,13 +80,12 @@ def quantize(
 
     Raises UserError for a value out of range, or if the loss stops being finite.
     """
-    check_bits(bits)
-    _check(
-        steps, learning_rate, batch_size, sequence_length, sequences, generation_batch_size, activation_bits, kv_bits
-    )
-    linears = decoder_linears(model)
-    for name, layer in linears.items():
-        columns_in_group(group_size, layer.in_features, layer=name)
+    check_at_least(0, steps=steps, sequences=sequences)
+    check_at_least(1, batch_size=batch_size, generation_batch_size=generation_batch_size)
+    check_at_least(2, sequence_length=sequence_length)
+    check_positive(learning_rate=learning_rate)
+    check_bits(activation_bits=activation_bits, kv_bits=kv_bits)
+    linears = grouped_linears(model, bits=bits, group_size=group_size)
     count = (sequences or steps * batch_size) if steps else 0
     text = write_text(
         model, sequences=count, length=sequence_length, batch_size=generation_batch_size, seed=seed, track=track
@@ -93,14 +100,11 @@ def quantize(
         quantize_outputs(cached, kv_bits)
     if teacher is not None:
         blocks = Blocks(text.flatten(), sequence_length, seed=seed)
-        train(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
+        distil(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
     for layer in linears.values():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    shapes = [(layer.out_features, layer.in_features) for layer in linears.values()]
-    bits_per_weight, stored_bytes = count_uniform(shapes, bits=bits, group_size=group_size, zero_bits=0)
     return Outcome(
-        bits_per_weight,
-        stored_bytes,
+        *count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=0),
         training_tokens=steps * batch_size * sequence_length,
         note=_note(text.numel(), activation_bits, kv_bits),
     )
@@ -139,10 +143,10 @@ class _Quantized(nn.Module):
         self._bits, self._group_size = bits, group_size
 
     def forward(self, weight: Tensor) -> Tensor:
-        return FakeQuantize.apply(weight, self._bits, self._group_size, torch.float16)
+        return FakeQuantize.apply(weight, self._bits, self._group_size, "float16")
 
 
-def train(
+def distil(
     model: Any,
     teacher: Any,
     blocks: Blocks,
@@ -157,56 +161,13 @@ def train(
     Raises UserError if it stops being finite.
     """
     frozen = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
-    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained = [parameter for parameter in required if id(parameter) not in frozen]
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
-    device = trained[0].device
-    objective, losses = Objective(teacher), []
-    for step in track(range(steps), "training", steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-        loss = objective.loss(model, blocks.batch(step, batch_size).to(device))
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            raise UserError(
-                f"the training loss must stay finite, but is {losses[-1]} at step {step}; use a smaller learning_rate"
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for parameter in required:
-        parameter.requires_grad_(True)
-    return losses
+    trained = [one for one in model.parameters() if one.requires_grad and id(one) not in frozen]
+    objective = Objective(teacher)
 
+    def loss_at(step: int) -> Tensor:
+        return objective.loss(model, blocks.batch(step, batch_size).to(trained[0].device))
 
-def _check(
-    steps: int,
-    learning_rate: float,
-    batch_size: int,
-    sequence_length: int,
-    sequences: int,
-    generation_batch_size: int,
-    activation_bits: int,
-    kv_bits: int,
-) -> None:
-    for name, low, value in (
-        ("steps", 0, steps),
-        ("sequences", 0, sequences),
-        ("batch_size", 1, batch_size),
-        ("generation_batch_size", 1, generation_batch_size),
-        ("sequence_length", 2, sequence_length),
-    ):
-        if value < low:
-            raise UserError(f"{name} must be at least {low}, got {value}")
-    if not learning_rate > 0:
-        raise UserError(f"learning_rate must be positive, got {learning_rate}")
-    for name, value in (("activation_bits", activation_bits), ("kv_bits", kv_bits)):
-        if value != NO_QUANTIZATION and not 2 <= value <= 8:
-            raise UserError(f"{name} must be 2 to 8, or {NO_QUANTIZATION} for no quantization, got {value}")
+    return train(model, trained, loss_at, steps=steps, learning_rate=learning_rate, cosine=True, track=track)
 
 
 def _note(written_tokens: int, activation_bits: int, kv_bits: int) -> str:

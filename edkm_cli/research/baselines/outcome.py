@@ -1,8 +1,8 @@
-"""What a baseline reports, which layers it quantizes, and how stored sizes are counted."""
+"""What all baselines share: the layers they quantize, the checks of their options, and the count of what is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 
 SCALE_BITS = 16
+NO_QUANTIZATION = 16  # bits of activations that stay as they are
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 
+def grouped_linears(model: Any, *, bits: int, group_size: int) -> dict[str, nn.Linear]:
+    """`decoder_linears` for a uniform method: UserError unless the bits are known and the groups divide every layer."""
+    check_bits(bits=bits)
+    layers = decoder_linears(model)
+    for name, layer in layers.items():
+        columns_in_group(group_size, layer.in_features, layer=name)
+    return layers
+
+
 def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
     """The width of a group in a row of `columns` weights; `group_size` 0 means the whole row.
 
@@ -54,10 +64,40 @@ def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
     return group_size or columns
 
 
-def check_bits(bits: int) -> None:
-    """Raises UserError unless 2 <= bits <= 8."""
-    if not 2 <= bits <= 8:
-        raise UserError(f"bits must be 2 to 8, got {bits}")
+def check_bits(**bits: int) -> None:
+    """Raises UserError unless 2 <= bits <= 8; those of activations may be `NO_QUANTIZATION` instead."""
+    for name, value in bits.items():
+        optional = name != "bits"
+        if not 2 <= value <= 8 and not (optional and value == NO_QUANTIZATION):
+            rule = f"2 to 8, or {NO_QUANTIZATION} for no quantization" if optional else "2 to 8"
+            raise UserError(f"{name} must be {rule}, got {value}")
+
+
+def check_at_least(least: int, **values: float) -> None:
+    """Raises UserError for the first value that is smaller."""
+    for name, value in values.items():
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+
+
+def check_positive(**values: float) -> None:
+    """Raises UserError for the first value that is not above zero."""
+    for name, value in values.items():
+        if not value > 0:
+            raise UserError(f"{name} must be positive, got {value}")
+
+
+def stored_size(
+    shapes: Iterable[tuple[int, int]], *, bits: int, side_bits: Callable[[int, int], int]
+) -> tuple[float, int]:
+    """(bits per weight, stored bytes) of matrices (out, in) at `bits` a weight, and `side_bits(out, in)` beside each."""
+    total_bits = weights = stored_bytes = 0
+    for rows, columns in shapes:
+        beside = side_bits(rows, columns)
+        total_bits += rows * columns * bits + beside
+        stored_bytes += rows * packed_width(columns, bits) + (beside + 7) // 8
+        weights += rows * columns
+    return total_bits / weights, stored_bytes
 
 
 def count_uniform(
@@ -77,11 +117,14 @@ def count_uniform(
     >>> count_uniform([(64, 128)], bits=3, group_size=64, zero_bits=3)  # 3 + (16 + 3) / 64
     (3.296875, 3376)
     """
-    total_bits = weights = stored_bytes = 0
-    for rows, columns in shapes:
+
+    def side_bits(rows: int, columns: int) -> int:
         groups = rows * (columns // (group_size or columns))
-        side_bits = groups * (scale_bits + zero_bits) + columns * order_bits
-        total_bits += rows * columns * bits + side_bits
-        stored_bytes += rows * packed_width(columns, bits) + (side_bits + 7) // 8
-        weights += rows * columns
-    return total_bits / weights, stored_bytes
+        return groups * (scale_bits + zero_bits) + columns * order_bits
+
+    return stored_size(shapes, bits=bits, side_bits=side_bits)
+
+
+def shapes_of(layers: dict[str, nn.Linear]) -> list[tuple[int, int]]:
+    """(out, in) of each layer."""
+    return [(layer.out_features, layer.in_features) for layer in layers.values()]

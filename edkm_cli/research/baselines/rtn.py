@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import round_weight, scale_bits, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.outcome import Outcome, count_uniform, grouped_linears, shapes_of
 
 
 @torch.no_grad()
@@ -31,18 +31,16 @@ def quantize(
     """Round a model's decoder linears in place; `batches` and `seed` are not used.
 
     Args:
-        rule: `minmax`, `symmetric` or `autoround`, see `grid`.
+        rule: `minmax`, `symmetric`, `autoround` or `absmax`, see `grid`.
         scale_dtype: of the stored scales, `float16` or `float32`.
 
     Raises UserError for bits out of range, an unknown rule or scale_dtype, or a group size that does not divide a layer.
     """
-    check_bits(bits)
     side = {"zero_bits": zero_bits(rule, bits), "scale_bits": scale_bits(scale_dtype)}
-    layers = decoder_linears(model)
-    widths = {name: columns_in_group(group_size, layer.in_features, layer=name) for name, layer in layers.items()}
-    for name, layer in track(layers.items(), "rounding", len(layers)):
-        weight = layer.weight.float()
-        layer.weight.copy_(round_weight(weight, bits=bits, width=widths[name], rule=rule, scale_dtype=scale_dtype))
-    shapes = [(layer.out_features, layer.in_features) for layer in layers.values()]
-    bits_per_weight, stored_bytes = count_uniform(shapes, bits=bits, group_size=group_size, **side)
-    return Outcome(bits_per_weight, stored_bytes, note="" if rule == "minmax" else f"{rule} grid")
+    layers = grouped_linears(model, bits=bits, group_size=group_size)
+    for layer in track(layers.values(), "rounding", len(layers)):
+        width = group_size or layer.in_features
+        rounded = round_weight(layer.weight.float(), bits=bits, width=width, rule=rule, scale_dtype=scale_dtype)
+        layer.weight.copy_(rounded)
+    size = count_uniform(shapes_of(layers), bits=bits, group_size=group_size, **side)
+    return Outcome(*size, note="" if rule == "minmax" else f"{rule} grid")

@@ -24,9 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import NO_QUANTIZATION, absmax, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.fake_quant import absmax, quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.outcome import (
+    NO_QUANTIZATION,
+    Outcome,
+    check_bits,
+    count_uniform,
+    grouped_linears,
+    shapes_of,
+)
 
 _CHECKED_TOKENS = 64
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
@@ -57,31 +65,24 @@ def quantize(
     Raises UserError for a value out of range, without calibration text, or for a model whose norms cannot take the
     scales.
     """
-    check_bits(bits)
-    if activation_bits != NO_QUANTIZATION and not 2 <= activation_bits <= 8:
-        raise UserError(
-            f"activation_bits must be 2 to 8, or {NO_QUANTIZATION} for no quantization, got {activation_bits}"
-        )
+    check_bits(activation_bits=activation_bits)
     if not 0 <= alpha <= 1:
         raise UserError(f"alpha must be from 0 to 1, got {alpha}")
     if not batches:
         raise UserError("smoothquant needs calibration text, got none; give more --data or --calibration-samples")
-    linears = decoder_linears(model)
-    for name, layer in linears.items():
-        columns_in_group(group_size, layer.in_features, layer=name)
+    linears = grouped_linears(model, bits=bits, group_size=group_size)
     smooth(model, linears, batches, alpha=alpha, track=track)
     with torch.no_grad():
         for layer in linears.values():
-            layer.weight.copy_(absmax(layer.weight, bits=bits, group_size=group_size, scale_dtype=torch.float16))
+            layer.weight.copy_(absmax(layer.weight, bits=bits, group_size=group_size, scale_dtype="float16"))
     note = "weight-only"
     if activation_bits != NO_QUANTIZATION:
         quantize_inputs(linears.values(), activation_bits)
         attention = (layer for name, layer in linears.items() if name.endswith(_ATTENTION_INPUTS))
         quantize_outputs(attention, activation_bits)
         note = f"activations at {activation_bits} bits per token"
-    shapes = [(layer.out_features, layer.in_features) for layer in linears.values()]
-    bits_per_weight, stored_bytes = count_uniform(shapes, bits=bits, group_size=group_size, zero_bits=0)
-    return Outcome(bits_per_weight, stored_bytes, calibration_tokens=sum(batch.numel() for batch in batches), note=note)
+    size = count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=0)
+    return Outcome(*size, calibration_tokens=sum(batch.numel() for batch in batches), note=note)
 
 
 @torch.no_grad()
@@ -95,17 +96,12 @@ def smooth(
     """
     probe = batches[0][:, :_CHECKED_TOKENS]
     before = model(input_ids=probe, use_cache=False).logits
-    calibration = _Calibration(model, linears)
-    try:
-        for batch in track(batches, "activation ranges", len(batches)):
-            model.base_model(input_ids=batch, use_cache=False)
-    finally:
-        calibration.close()
-    if not calibration.readers:
+    readers, largest = _calibrate(model, linears, batches, track)
+    if not readers:
         raise UserError("smoothquant needs linears that read a norm's output, but this model has none; use rtn or gptq")
-    for norm, names in calibration.readers.items():
+    for norm, names in readers.items():
         layers = [linears[name] for name in names]
-        activations = calibration.largest[names[0]]
+        activations = largest[names[0]]
         weights = torch.stack([layer.weight.abs().amax(0) for layer in layers]).amax(0).clamp(min=1e-5)
         scales = (activations**alpha / weights ** (1 - alpha)).clamp(min=1e-5)  # (in,)
         norm.weight.div_(scales)
@@ -122,33 +118,29 @@ def smooth(
         )
 
 
-class _Calibration:
-    """Hooks that find which linears read which norm, and the largest magnitude of every input channel, (in,)."""
+def _calibrate(
+    model: Any, linears: dict[str, nn.Linear], batches: list[Tensor], track: Track
+) -> tuple[dict[Any, list[str]], dict[str, Tensor]]:
+    """Which linears read which norm, and the largest magnitude of every input channel of each linear, (in,)."""
+    readers: dict[Any, list[str]] = {}
+    largest: dict[str, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
+    names = {layer: name for name, layer in linears.items()}
 
-    def __init__(self, model: nn.Module, linears: dict[str, nn.Linear]):
-        self.readers: dict[Any, list[str]] = {}
-        self.largest: dict[str, Tensor] = {}
-        self._outputs: dict[Any, Tensor] = {}
-        self._handles = [module.register_forward_hook(self._keep) for module in model.modules() if _is_norm(module)]
-        self._handles += [layer.register_forward_pre_hook(self._reader(name)) for name, layer in linears.items()]
+    def given(norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs[norm] = output
 
-    def _keep(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self._outputs[norm] = output
+    def read(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        name, magnitudes = names[layer], inputs[0].reshape(-1, layer.in_features).abs().amax(0)
+        largest[name] = torch.maximum(largest.get(name, magnitudes), magnitudes)
+        norm = next((norm for norm, output in outputs.items() if output is inputs[0]), None)
+        if norm is not None and name not in readers.setdefault(norm, []):
+            readers[norm].append(name)
 
-    def _reader(self, name: str) -> Any:
-        def hook(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
-            largest = inputs[0].reshape(-1, layer.in_features).abs().amax(0)
-            self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
-            norm = next((norm for norm, output in self._outputs.items() if output is inputs[0]), None)
-            if norm is not None and name not in self.readers.setdefault(norm, []):
-                self.readers[norm].append(name)
-
-        return hook
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._outputs.clear()
+    with hooked(filter(_is_norm, model.modules()), given, after=True), hooked(names, read):
+        for batch in track(batches, "activation ranges", len(batches)):
+            model.base_model(input_ids=batch, use_cache=False)
+    return readers, largest
 
 
 def _is_norm(module: nn.Module) -> bool:
