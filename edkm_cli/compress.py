@@ -33,6 +33,7 @@ from edkm_cli.preflight import (
     choose_device,
     data_options,
     evaluation_documents,
+    named_sources,
     needed_bytes,
     needed_tokens,
     plan_run,
@@ -148,7 +149,7 @@ class Run:
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
-        with self.clock.phase("load"), data.unchanged([*config.data, *config.eval_data]):
+        with self.clock.phase("load"), data.unchanged(named_sources(config)):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
             models.check_tokenizer(config.model, tokenizer, plan.architecture)
             documents = evaluation_documents(config, tokenizer)
@@ -160,7 +161,7 @@ class Run:
             )
             dense = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
-                config.data,
+                data.parse_sources(config.data),
                 tokenizer,
                 options=data_options(config),
                 token_limit=needed_tokens(plan),

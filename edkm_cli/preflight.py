@@ -273,6 +273,11 @@ def needed_tokens(plan: RunPlan) -> int:
     )
 
 
+def named_sources(config: CompressConfig) -> list[data.Source]:
+    """All that is trained on or measured."""
+    return [*data.parse_sources(config.data), *data.parse_sources(config.eval_data, "--eval-data")]
+
+
 def evaluation_names(config: CompressConfig) -> dict[str, str]:
     """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
     a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place."""
@@ -291,9 +296,9 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, da
         source = data.parse_source(text, "--data" if held_out else "--eval-data")
         if not held_out:
             data.require_apart(trained, source)
-        found[name] = data.documents_of(
+        found[name] = data.load_documents(
             source,
-            "test" if held_out else data.measured_split(source),
+            "test" if held_out else None,
             tokenizer=tokenizer,
             reading=data_options(config).reading,
             characters=needed,
@@ -319,14 +324,13 @@ def calibration_batches(
     """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
     one block; of `length` tokens each where there are so many."""
     limit = config.calibration_tokens if limit is None else limit
-    count = tokens.tokens if isinstance(tokens, data.TrainingData) else tokens.numel()
-    length = min(length, count, max(limit, 2))
-    if isinstance(tokens, Tensor) and tokens.is_meta:  # a rehearsal, which knows shapes only
-        return [tokens[:length][None]] * max(1, min(count // length, limit // length))
     if isinstance(tokens, data.TrainingData):
-        blocks = tokens.calibration_blocks(length, seed=config.seed)
-    else:
-        blocks = data.Blocks(tokens, length, seed=config.seed)
+        return tokens.calibration_batches(length, limit=limit, seed=config.seed)
+    count = tokens.numel()
+    length = min(length, count, max(limit, 2))
+    if tokens.is_meta:  # a rehearsal, which knows shapes only
+        return [tokens[:length][None]] * max(1, min(count // length, limit // length))
+    blocks = data.Blocks(tokens, length, seed=config.seed)
     count = max(1, min(len(blocks), limit // length))
     return [blocks.batch(index, 1) for index in range(count)]
 

@@ -85,6 +85,17 @@ def test_weighted_sources_are_mixed_and_a_resumed_run_is_the_same(model_director
     assert [row["weight"] for row in report["data"]["sources"]] == [0.7, 0.3]
 
 
+def test_shares_of_sources_decide_the_start_too(model_directory, text_file, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("Something else, line by line.\n" * 50)
+    starts = []
+    for number, (first, second) in enumerate(((0.99, 0.01), (0.01, 0.99))):
+        data = (f"{text_file}={first}", f"{other}={second}")
+        compress(settings(model_directory, text_file, tmp_path / str(number), data=data, steps=0, start="compensated"))
+        starts.append(weights_of(tmp_path / str(number)))
+    assert starts[0] != starts[1]
+
+
 def test_measured_on_the_way_the_best_step_is_kept(model_directory, text_file, tmp_path):
     options = {"eval_every": 1, "steps": 4, "learning_rate": 3.0, "lut_learning_rate": 3.0, "warmup": 1.0}
     last = compress(settings(model_directory, text_file, tmp_path / "last", **options))

@@ -9,7 +9,7 @@ import edkm_cli
 from edkm_cli import compress as module
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
-from edkm_cli.data import load_documents, tokenize
+from edkm_cli.data import load_documents, parse_source, tokenize
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
@@ -94,7 +94,9 @@ def test_bfloat16_learns_like_float32(model_directory, text_file, tmp_path, dist
     for dtype in ("float32", "bfloat16"):
         compress(config_of(model_directory, text_file, tmp_path / dtype, dtype=dtype, **more))
         exported = edkm_cli.load(tmp_path / dtype, dtype=torch.float32)
-        tokens = tokenize(load_documents(str(text_file), "train"), load_tokenizer(resolve(str(tmp_path / dtype))))
+        tokens = tokenize(
+            load_documents(parse_source(str(text_file)), "train"), load_tokenizer(resolve(str(tmp_path / dtype)))
+        )
         found[dtype] = perplexity(exported, tokens, context=32, max_windows=60).perplexity
     assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.02)
 

@@ -1,17 +1,27 @@
 """From a `--data` name to tokens: held-out parts, records of every kind, and bad files in one clear line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from edkm_cli.data import load_documents, open_training_data, tokenize, training_tokens, wikitext_rows
+from edkm_cli.data import (
+    Blocks,
+    load_documents,
+    open_training_data,
+    parse_source,
+    parse_sources,
+    tokenize,
+    training_tokens,
+    wikitext_rows,
+)
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
 
 def text_of(path, split="all"):
-    return load_documents(str(path), split).text()
+    return load_documents(parse_source(str(path)), split).text()
 
 
 def test_rows_are_those_of_the_hub_data_set():
@@ -42,7 +52,10 @@ def test_a_text_file_is_text_as_the_file_holds_it(tmp_path, text):
     tokenizer = byte_tokenizer()
     lines = len(text.splitlines())
     if lines > 1:
-        parts = training_tokens([str(path)], tokenizer), tokenize(load_documents(str(path), "test"), tokenizer)
+        parts = (
+            training_tokens(parse_sources([str(path)]), tokenizer),
+            tokenize(load_documents(parse_source(str(path)), "test"), tokenizer),
+        )
         assert tokenizer.decode(torch.cat(parts)) == text
 
 
@@ -58,13 +71,13 @@ def test_only_a_newline_ends_a_record(tmp_path):
     path = tmp_path / "r.jsonl"
     texts = ["one \u2028 line", "two \x85 lines", "three \u2029 \x0c lines"]
     path.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
-    assert load_documents(str(path), "all").documents == texts
+    assert load_documents(parse_source(str(path)), "all").documents == texts
 
 
 def test_a_json_file_may_hold_lines(tmp_path):
     path = tmp_path / "r.json"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert load_documents(str(path), "all").documents == ["one", "two"]
+    assert load_documents(parse_source(str(path)), "all").documents == ["one", "two"]
 
 
 def test_a_null_answer_is_no_answer(tmp_path):
@@ -72,7 +85,7 @@ def test_a_null_answer_is_no_answer(tmp_path):
     records = [{"instruction": "Say", "output": answer} for answer in ("Yes.", None, "No.", "", "So.")]
     path.write_text(json.dumps(records))
     assert "None" not in text_of(path)
-    data = open_training_data([str(path)], byte_tokenizer())
+    data = open_training_data(parse_sources([str(path)]), byte_tokenizer())
     assert data.stores[0].counts.empty == 2
     assert "None" not in byte_tokenizer().decode(data.all_tokens())
 
@@ -121,21 +134,51 @@ def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
-        load_documents(str(path), "all", tokenizer=byte_tokenizer())
+        load_documents(parse_source(str(path)), "all", tokenizer=byte_tokenizer())
     assert "\n" not in str(caught.value)
     assert "\x00" not in str(caught.value)
+
+
+def test_a_text_that_is_measured_takes_no_weight(text_file):
+    with pytest.raises(UserError, match=r"--eval-data .*text.txt is measured, which takes no weight; leave out =0.5"):
+        load_documents(parse_source(f"{text_file}=0.5", "--eval-data"))
+
+
+def test_calibration_has_the_shares_of_the_sources(tmp_path):
+    """Of 100 sequences a source of weight 0.9 has 90, wherever it is named and whatever its size."""
+    (tmp_path / "a.txt").write_text("aaaa\n" * 200)
+    (tmp_path / "b.txt").write_text("bbbb\n" * 4000)
+    tokenizer = byte_tokenizer()
+    for first, second in ((0.9, 0.1), (0.1, 0.9)):
+        sources = parse_sources([f"{tmp_path / 'a.txt'}={first}", f"{tmp_path / 'b.txt'}={second}"])
+        batches = open_training_data(sources, tokenizer).calibration_batches(20, limit=2000, seed=0)
+        texts = [tokenizer.decode(batch[0]) for batch in batches]
+        assert [tuple(batch.shape) for batch in batches] == [(1, 20)] * 100
+        assert sum("a" in text for text in texts) == round(100 * first)
+        (one,) = open_training_data(sources, tokenizer).calibration_batches(20, limit=20, seed=0)
+        assert ("a" in tokenizer.decode(one[0])) == (first > second)
+    whole = open_training_data([replace(source, weight=None) for source in sources], tokenizer)
+    together = Blocks(whole.all_tokens(), 20, seed=0)
+    batches = whole.calibration_batches(20, limit=2000, seed=0)
+    assert all(torch.equal(batch, together.batch(index, 1)) for index, batch in enumerate(batches))
+    assert len(batches) == 100
+
+
+def test_a_comparison_reads_data_without_weights(tmp_path, text_file):
+    with pytest.raises(UserError, match="takes no weights"):
+        training_tokens(parse_sources([f"{text_file}=0.5"]), byte_tokenizer())
 
 
 def test_one_document_cannot_be_divided(tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text('{"text": "alone"}\n')
     with pytest.raises(UserError, match="at least two documents"):
-        training_tokens([str(path)], byte_tokenizer())
+        training_tokens(parse_sources([str(path)]), byte_tokenizer())
 
 
 def test_records_end_with_end_of_sequence(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps([{"text": "aa"}, {"text": "bb"}, {"text": "c"}]))
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(training_tokens([str(path)], tokenizer)) == "aa<eos>bb<eos>"
-    assert tokenize(load_documents(str(path), "all"), tokenizer).numel() == len("aa\n\nbb\n\nc")
+    assert tokenizer.decode(training_tokens(parse_sources([str(path)]), tokenizer)) == "aa<eos>bb<eos>"
+    assert tokenize(load_documents(parse_source(str(path)), "all"), tokenizer).numel() == len("aa\n\nbb\n\nc")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, splits, store
+from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, parse_sources, splits, store
 from edkm_cli.data.encode import Encoding
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -32,7 +32,7 @@ def large(tmp_path, monkeypatch):
 
 def opened(path, say=lambda text: None, tokenizer=None, **options):
     options = DataOptions(**{"workers": 1, **options})
-    data = open_training_data([str(path)], tokenizer or byte_tokenizer(), options=options, say=say)
+    data = open_training_data(parse_sources([str(path)]), tokenizer or byte_tokenizer(), options=options, say=say)
     return data.stores[0]
 
 

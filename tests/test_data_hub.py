@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, splits
+from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, parse_source, parse_sources, splits
 from edkm_cli.data.hub import _answers
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -46,17 +46,18 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("streaming", [None, True, False])
 def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(hub, name, streaming):
     options = DataOptions(column="body", streaming=streaming)
-    data = open_training_data([name], byte_tokenizer(), options=options)
+    data = open_training_data(parse_sources([name]), byte_tokenizer(), options=options)
     text = byte_tokenizer().decode(data.all_tokens())
     assert text == "".join(f"train {i}<eos>" for i in range(200))
-    measured = load_documents(name, "test", reading=Reading("body", streaming)).documents
+    measured = load_documents(parse_source(name), "test", reading=Reading("body", streaming)).documents
     assert measured == [f"test {i}" for i in range(20)]
-    assert load_documents(f"{name}@test", "all", reading=Reading("body", streaming)).documents == measured
+    assert load_documents(parse_source(f"{name}@test"), "all", reading=Reading("body", streaming)).documents == measured
 
 
 def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
     train, test = (
-        load_documents("owner/name:de", split, reading=Reading("body")).documents for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, reading=Reading("body")).documents
+        for split in ("train", "test")
     )
     assert train + test == [f"test {i}" for i in range(20)]
     assert len(test) == 2
@@ -66,7 +67,8 @@ def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
     monkeypatch.setattr(splits, "WHOLE_BYTES", 50)
     monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 30)
     train, test = (
-        load_documents("owner/name:de", split, reading=Reading("body")).documents for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, reading=Reading("body")).documents
+        for split in ("train", "test")
     )
     assert test + train == [f"test {i}" for i in range(20)]
     assert len(test) == 5
@@ -75,7 +77,10 @@ def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
 def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
     monkeypatch.setattr("edkm_cli.data.reading.PART_BYTES", 100)
     data = open_training_data(
-        ["owner/name:en"], byte_tokenizer(), options=DataOptions(column="body", workers=1), token_limit=300
+        parse_sources(["owner/name:en"]),
+        byte_tokenizer(),
+        options=DataOptions(column="body", workers=1),
+        token_limit=300,
     )
     assert 300 <= data.tokens < 500
 
@@ -93,7 +98,9 @@ def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_what_is_missing_gets_one_line_that_says_what_there_is(hub, name, column, message, streaming):
     with pytest.raises(UserError, match=message) as caught:
-        open_training_data([name], byte_tokenizer(), options=DataOptions(column=column, streaming=streaming))
+        open_training_data(
+            parse_sources([name]), byte_tokenizer(), options=DataOptions(column=column, streaming=streaming)
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -104,7 +111,7 @@ def test_a_hub_out_of_reach_gets_one_line(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     monkeypatch.setattr(datasets, "get_dataset_split_names", unreachable)
     with pytest.raises(UserError, match=r"could not be loaded from the Hugging Face hub .*check the network") as caught:
-        open_training_data(["nobody/none"], byte_tokenizer())
+        open_training_data(parse_sources(["nobody/none"]), byte_tokenizer())
     assert "\n" not in str(caught.value)
 
 
@@ -116,7 +123,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     monkeypatch.setattr("edkm_cli.data.hub._answers", lambda: asked.append(1) and False)
     before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     with pytest.raises(UserError, match=r"does not answer, and the cache of `datasets` has no copy") as caught:
-        open_training_data(["nobody/none"], byte_tokenizer())
+        open_training_data(parse_sources(["nobody/none"]), byte_tokenizer())
     assert "\n" not in str(caught.value)
     assert len(asked) == 1
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
@@ -131,10 +138,14 @@ def test_whether_a_hub_answers_is_told_at_once(monkeypatch):
 
 def test_a_part_of_a_split_is_not_streamed(hub):
     with pytest.raises(UserError, match=r"must be of train, test and cannot be streamed; add --no-streaming"):
-        open_training_data(["owner/name:en@train[:10%]"], byte_tokenizer(), options=DataOptions(column="body"))
+        open_training_data(
+            parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=DataOptions(column="body")
+        )
     options = DataOptions(column="body", streaming=False)
     assert (
-        open_training_data(["owner/name:en@train[:10%]"], byte_tokenizer(), options=options).stores[0].counts.documents
+        open_training_data(parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=options)
+        .stores[0]
+        .counts.documents
         == 18
     )
 
@@ -144,4 +155,4 @@ def test_without_the_package_there_is_one_line(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="needs the package datasets"):
-        open_training_data(["nobody/none"], byte_tokenizer())
+        open_training_data(parse_sources(["nobody/none"]), byte_tokenizer())

@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from edkm_cli.data import load_documents, reading
+from edkm_cli.data import load_documents, parse_source, reading
 from edkm_cli.data.encode import Encoder, Encoding
 from edkm_cli.data.reading import Part, line_ranges, read_files
-from edkm_cli.data.sources import parse_source
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
@@ -64,8 +63,8 @@ def test_a_directory_and_a_glob_are_read_in_the_order_of_names(tmp_path):
         write(tmp_path / name)
     (tmp_path / "c.txt").write_text("text\n")
     documents = [record["text"] for record in RECORDS]
-    assert load_documents(str(tmp_path), "all").documents == [*documents, *documents, "text\n"]
-    assert load_documents(str(tmp_path / "*.json*"), "all").documents == [*documents, *documents]
+    assert load_documents(parse_source(str(tmp_path)), "all").documents == [*documents, *documents, "text\n"]
+    assert load_documents(parse_source(str(tmp_path / "*.json*")), "all").documents == [*documents, *documents]
 
 
 def test_ranges_of_lines_cover_a_file_once_whatever_the_lines(tmp_path, monkeypatch):
@@ -99,7 +98,7 @@ def test_a_compressed_text_is_the_text_whatever_its_pieces(tmp_path, monkeypatch
     (tmp_path / name).write_text(text)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
     monkeypatch.setattr(reading, "PART_BYTES", 300)
-    whole, pieces = (load_documents(str(tmp_path / file), split).text() for file in (name, f"{name}.gz"))
+    whole, pieces = (load_documents(parse_source(str(tmp_path / file)), split).text() for file in (name, f"{name}.gz"))
     assert pieces == whole
 
 
@@ -135,4 +134,4 @@ def test_a_truncated_archive_is_refused(tmp_path):
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 10_000)[:-20])
     with pytest.raises(UserError, match="damaged or incomplete"):
-        load_documents(str(path), "all")
+        load_documents(parse_source(str(path)), "all")

@@ -109,7 +109,7 @@ def test_an_empty_directory_is_refused(tmp_path):
 def test_the_prose_that_comes_with_the_package_is_measured_whole_and_never_when_trained_on():
     prose, documentation = parse_source("builtin-prose"), parse_source("builtin")
     assert measured_split(prose) == "all"
-    texts = load_documents("builtin-prose", "all")
+    texts = load_documents(parse_source("builtin-prose"), "all")
     assert texts.text().count("\n\n") == 13
     assert len(texts.text()) > 8000  # four windows of 512 tokens
     require_apart([documentation], prose)

@@ -14,7 +14,7 @@ import forked
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
-from edkm_cli.data import load_documents
+from edkm_cli.data import load_documents, parse_source
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.dryrun.machine import Machine, parse_bytes
 from edkm_cli.dryrun.need import Need, memory_of, with_heap
@@ -94,7 +94,7 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03):
     with Ledger() as ledger:
         compress(config)
     # The text that is measured, a byte a token, is not part of the estimate; what is trained on is no tensor.
-    token_ids = 8 * len(load_documents(str(text_file), "test").text())
+    token_ids = 8 * len(load_documents(parse_source(str(text_file)), "test").text())
     held = ledger.accounts[DEVICE].totals["start"] - token_ids
     assert rehearse(config)[DEVICE].total == pytest.approx(held, rel=within)
 

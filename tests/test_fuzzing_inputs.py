@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edkm_cli.config import build_config, configs_directory
-from edkm_cli.data import load_documents, open_training_data
+from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources
 from edkm_cli.errors import UserError
 from edkm_cli.report.build import build_report
 from edkm_cli.research.compare.config import build_compare_config
@@ -68,10 +68,12 @@ def test_mutated_data_files_are_read_or_refused(attempts, tmp_path):
         path = tmp_path / name
         path.write_bytes(mutated(draw, files[name]))
         attempts(
-            f"{number} {name} measured", lambda path=path: load_documents(str(path), "all", tokenizer=tokenizer).text()
+            f"{number} {name} measured",
+            lambda path=path: load_documents(parse_source(str(path)), "all", tokenizer=tokenizer).text(),
         )
         attempts(
-            f"{number} {name} trained", lambda path=path: open_training_data([str(path)], tokenizer).blocks(8, seed=0)
+            f"{number} {name} trained",
+            lambda path=path: open_training_data(parse_sources([str(path)]), tokenizer).blocks(8, seed=0),
         )
 
 

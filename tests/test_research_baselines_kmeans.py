@@ -49,7 +49,7 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
     exported = edkm_cli.load(tmp_path / "out")
     exported.dequantize()
     model = models.load_dense(models.resolve(str(model_directory)), dtype="float32")
-    tokens = data.training_tokens(list(config.data), byte_tokenizer())
+    tokens = data.training_tokens(data.parse_sources(list(config.data)), byte_tokenizer())
     outcome = kmeans.quantize(
         model, calibration_batches(tokens, config), bits=3, granularity=granularity, importance=importance
     )

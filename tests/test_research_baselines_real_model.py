@@ -21,7 +21,7 @@ def text(variable):
     path = os.environ.get(variable)
     if not path:
         pytest.skip(f"{variable} does not name a split of WikiText-2")
-    return data.load_documents(path, "all")
+    return data.load_documents(data.parse_source(path), "all")
 
 
 def measured(method, *, samples=0, shuffled=True, **options):

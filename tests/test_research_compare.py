@@ -94,7 +94,7 @@ def test_a_baselines_row_is_what_the_method_and_the_evaluator_give(finished, mod
     rows = {row["label"]: row for row in finished[1]["rows"]}
     model = models.load_dense(models.resolve(str(model_directory)), dtype="float32")
     tokenizer = models.load_tokenizer(models.resolve(str(model_directory)))
-    text = data.tokenize(data.load_documents(str(text_file), "test"), tokenizer)
+    text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     uncompressed = perplexity(model, text, context=64, max_windows=2).perplexity
     parameters = sum(parameter.numel() for parameter in model.parameters())
     quantized = sum(layer.weight.numel() for layer in decoder_linears(model).values())
@@ -113,7 +113,7 @@ def test_our_row_is_the_exported_models(finished, model_directory, text_file):
     row = finished[1]["rows"][-1]
     model = edkm_cli.load(row["directory"])
     tokenizer = models.load_tokenizer(models.resolve(str(model_directory)))
-    text = data.tokenize(data.load_documents(str(text_file), "test"), tokenizer)
+    text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     assert row["perplexity"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity)
     assert row["weights_bytes"] == models.weight_files_bytes(row["directory"])
     assert (row["bits"], row["granularity"], row["training_tokens"]) == (3, "tensor", 2 * 48)

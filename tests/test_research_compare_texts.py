@@ -85,7 +85,7 @@ def test_every_row_has_its_figures_on_every_text(compared):
     changed = models.load_dense(models.resolve(str(folder / "model")), dtype="float32")
     rtn.quantize(changed, [], bits=3, group_size=8)
     for text, found, plain in zip(texts, rows["rtn"]["texts"], rows["fp16"]["texts"], strict=True):
-        ids = data.tokenize(data.load_documents(str(text), "all"), tokenizer)
+        ids = data.tokenize(data.load_documents(data.parse_source(str(text)), "all"), tokenizer)
         direct = perplexity(changed, ids, context=64, max_windows=2, reference=logits_of(original))
         assert found["data"] == str(text)
         assert found["perplexity"] == pytest.approx(direct.perplexity)

@@ -78,9 +78,9 @@ def test_both_perplexities_and_their_ratio_are_told_everywhere(compared, model_d
     source = models.resolve(str(model_directory))
     model, teacher = (models.load_dense(source, dtype="float32") for _ in range(2))
     tokenizer = models.load_tokenizer(source)
-    blocks = data.open_training_data(list(config.data), tokenizer).blocks(config.sequence_length, seed=0)
+    blocks = data.open_training_data(data.parse_sources(config.data), tokenizer).blocks(config.sequence_length, seed=0)
     train_dense(model, teacher.requires_grad_(False), blocks, config, world=World(), staging=tmp_path)
-    text = data.tokenize(data.load_documents(str(text_file), "test"), tokenizer)
+    text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     assert row["dense"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity, rel=1e-5)
     build_report(out, output=tmp_path / "page.html", weights=False)
     for page in (summary(report), (out / "README.md").read_text(), (tmp_path / "page.html").read_text()):

@@ -11,7 +11,7 @@ from edkm_cli.data.reading import wikitext_rows
 from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
 from edkm_cli.data.splits import Reading
 from edkm_cli.data.store import TokenStore
-from edkm_cli.data.text import Documents, documents_of, load_documents, measured_split, require_apart, tokenize
+from edkm_cli.data.text import Documents, load_documents, measured_split, require_apart, tokenize
 from edkm_cli.data.training import (
     DataOptions,
     TrainingData,
@@ -34,7 +34,6 @@ __all__ = [
     "Source",
     "TokenStore",
     "TrainingData",
-    "documents_of",
     "load_documents",
     "measured_split",
     "open_training_data",

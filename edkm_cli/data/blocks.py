@@ -16,7 +16,6 @@ from edkm_cli.data.store import TokenStore
 from edkm_cli.errors import UserError
 
 NO_LABEL = -1
-_CYCLE = 1000  # sequences in which sources have their shares exactly
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Blocks:
         *,
         seed: int,
         weights: Sequence[float] | None = None,
+        cycle: int = 1000,
         packing: bool = False,
         long_records: str = SPLIT,
         padding: int = 0,
@@ -60,6 +60,7 @@ class Blocks:
         Args:
             tokens: ids (tokens,), or the stores of one or more sources.
             weights: the sources' shares of the sequences; None: each source once a pass.
+            cycle: sequences in which sources with weights have their shares exactly.
             packing: whole documents in a sequence, by best fit; else the text is cut every `sequence_length` tokens.
             long_records: `split` or `drop` documents of more tokens than a sequence.
             padding: the id that fills a packed sequence up; nothing attends to it or learns it.
@@ -74,7 +75,8 @@ class Blocks:
         for text, layout in zip(self._texts, self._layouts, strict=True):
             if not len(layout):
                 raise _too_little(text, sequence_length, long_records)
-        self._shares = _shares(weights) if weights is not None else None
+        self._cycle = cycle
+        self._shares = _shares(weights, cycle) if weights is not None else None
         self._orders: dict[int, tuple[int, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -131,11 +133,11 @@ class Blocks:
         return ids, labels, positions
 
     def _source(self, position: int) -> tuple[int, int]:
-        """(source, the how-manieth of its sequences) at a place: in each cycle every source has its exact share, in an
-        order of the seed."""
+        """(source, how many of its sequences come before) at a place: in each cycle every source has its exact share, in
+        an order of the seed."""
         if self._shares is None:
             return 0, position
-        cycle, offset = divmod(position, _CYCLE)
+        cycle, offset = divmod(position, self._cycle)
         order = self._shuffled(np.repeat(np.arange(len(self._shares)), self._shares), cycle)
         source = int(order[offset])
         return source, cycle * int(self._shares[source]) + int((order[:offset] == source).sum())
@@ -172,13 +174,13 @@ def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenSto
     return [tokens] if isinstance(tokens, TokenStore) else list(tokens)
 
 
-def _shares(weights: Sequence[float]) -> np.ndarray:
-    """Sequences of each source in a cycle, by largest remainders; at least one each."""
-    exact = np.array(weights, np.float64) / sum(weights) * _CYCLE
-    shares = np.maximum(np.floor(exact).astype(np.int64), 1)
+def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
+    """Sequences of each source in a cycle, by largest remainders; at least one each, where a cycle has so many."""
+    exact = np.array(weights, np.float64) / sum(weights) * cycle
+    shares = np.maximum(np.floor(exact).astype(np.int64), int(cycle >= len(weights)))
     by_rest = np.argsort(-(exact - np.floor(exact)), kind="stable")
-    for step in range(int(_CYCLE - shares.sum())):
+    for step in range(int(cycle - shares.sum())):
         shares[by_rest[step % len(shares)]] += 1
-    while shares.sum() > _CYCLE:
+    while shares.sum() > cycle:
         shares[np.argmax(shares)] -= 1
     return shares

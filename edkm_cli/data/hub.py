@@ -16,13 +16,13 @@ _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 _PATIENCE_SECONDS = 5.0
 
 
-def import_datasets(name: str) -> Any:
+def import_datasets(source: Source) -> Any:
     """The package `datasets`. Raises UserError where it is not installed."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"--data {name} needs the package datasets, which is not installed; pip install datasets, or give a local "
+            f"{source} needs the package datasets, which is not installed; pip install datasets, or give a local "
             ".jsonl or .txt file"
         ) from error
     return datasets
@@ -35,7 +35,7 @@ def held_out_split(source: Source) -> str | None:
     """
     if source.split is not None:
         return None
-    datasets = import_datasets(source.name)
+    datasets = import_datasets(source)
     try:
         with _without_retries(source):
             names = datasets.get_dataset_split_names(source.repository, source.config)
@@ -46,7 +46,7 @@ def held_out_split(source: Source) -> str | None:
 
 def rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, Any]]:
     """The records of a split. Raises UserError that says what there is instead, or why it is out of reach."""
-    datasets = import_datasets(source.name)
+    datasets = import_datasets(source)
     try:
         with _without_retries(source):
             loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
@@ -96,30 +96,29 @@ def _explained(source: Source, error: Exception) -> UserError:
     there = choices[1].replace("'", "") if choices else ""
     if "OfflineModeIsEnabled" in text:
         return UserError(
-            f"--data {source.name} could not be loaded: the Hugging Face hub does not answer, and the cache of `datasets` "
+            f"{source} could not be loaded: the Hugging Face hub does not answer, and the cache of `datasets` "
             "has no copy of it; check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
         )
     if "Config" in text and there:
         return UserError(
-            f"--data {source.name} needs one of its configurations, which are {there}, but "
+            f"{source} needs one of its configurations, which are {there}, but "
             f"{source.config or 'none'} is given; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}"
         )
     if "split" in text.lower() and there:
         if "[" in (source.split or ""):
             return UserError(
-                f"--data {source.name} is a part of a split, which must be of {there} and cannot be streamed; add "
-                "--no-streaming"
+                f"{source} is a part of a split, which must be of {there} and cannot be streamed; add --no-streaming"
             )
         return UserError(
-            f"--data {source.name} has the splits {there}, but not {source.split or 'train'}; write one as "
+            f"{source} has the splits {there}, but not {source.split or 'train'}; write one as "
             f"{source.name.partition('@')[0]}@{there.split(',')[0]}"
         )
     if "gated" in text.lower():
-        return UserError(f"--data {source.name} is a gated data set; ask for access on its page, then `hf auth login`")
+        return UserError(f"{source} is a gated data set; ask for access on its page, then `hf auth login`")
     if type(error).__name__ == "DatasetNotFoundError":
-        return UserError(f"--data {source.name} is not on the hub, or is private; check the name, or `hf auth login`")
+        return UserError(f"{source} is not on the hub, or is private; check the name, or `hf auth login`")
     short = text[:160] + ("..." if len(text) > 160 else "")
     return UserError(
-        f"--data {source.name} could not be loaded {where} ({type(error).__name__}: {short}); check the network, "
+        f"{source} could not be loaded {where} ({type(error).__name__}: {short}); check the network, "
         "or give a local file or 'builtin'"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ _HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[^@:=]+))?(@(?P<
 @dataclass(frozen=True)
 class Source:
     """One text or data set. `files` are sorted; `repository`, `config` and `split` are the hub's; `weight` is the share
-    of training sequences it was asked for, None where none was."""
+    of training sequences it was asked for, None where none was; `option` is the one that named it."""
 
     name: str
     kind: str  # "builtin", "files", "hub" or "self"
@@ -36,6 +37,11 @@ class Source:
     config: str | None = None
     split: str | None = None
     weight: float | None = None
+    option: str = "--data"
+
+    def __str__(self) -> str:
+        """As errors name it: `--data a.txt`."""
+        return f"{self.option} {self.name}"
 
     @property
     def needs_model(self) -> bool:
@@ -70,20 +76,20 @@ def is_wikitext(path: Path) -> bool:
     return suffix_of(path) in (".raw", ".tokens") or path.name.lower().endswith(".tokens.txt")
 
 
-def parse_sources(names: tuple[str, ...] | list[str]) -> list[Source]:
-    """All of a repeated `--data`, each perhaps with `=WEIGHT`. Raises UserError where one names nothing, and where some
+def parse_sources(names: Iterable[str], option: str = "--data") -> list[Source]:
+    """All of a repeated option, each perhaps with `=WEIGHT`. Raises UserError where one names nothing, and where some
     have weights and some have none."""
-    sources = [parse_source(name) for name in names]
+    sources = [parse_source(name, option) for name in names]
     unweighted = [source.name for source in sources if source.weight is None]
     if unweighted and len(unweighted) < len(sources):
         raise UserError(
-            f"--data needs a weight for each source or for none, but {unweighted[0]} has none; write it as "
+            f"{option} needs a weight for each source or for none, but {unweighted[0]} has none; write it as "
             f"{unweighted[0]}=0.5"
         )
     return sources
 
 
-def repeated(sources: list[Source]) -> dict[str, str]:
+def repeated(sources: Sequence[Source]) -> dict[str, str]:
     """Of each source whose files, or whose data set, an earlier one has, too: its name, and one of them."""
     seen: set[object] = set()
     found = {}
@@ -110,7 +116,7 @@ def parse_source(name: str, option: str = "--data") -> Source:
         source = Source(text, "hub", repository=repository, config=config, split=split or None)
     else:
         source = _files(text, option) or _hub(text) or _nothing(text, option)
-    return replace(source, weight=weight)
+    return replace(source, weight=weight, option=option)
 
 
 def _weight(name: str, option: str) -> tuple[str, float | None]:

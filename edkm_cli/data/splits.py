@@ -55,15 +55,18 @@ class Reading:
 def is_whole(source: Source) -> bool:
     """Whether a source is read into memory as a whole."""
     if source.kind == "files":
-        return not any(map(is_compressed, source.files)) and sum(map(_size, source.files)) <= WHOLE_BYTES
+        return (
+            not any(map(is_compressed, source.files))
+            and sum(_size(path, source.option) for path in source.files) <= WHOLE_BYTES
+        )
     return source.kind == "builtin"
 
 
-def _size(path: Path) -> int:
+def _size(path: Path, option: str) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UserError(f"--data file cannot be read: {path} ({error.strerror or error})") from error
+        raise UserError(f"{option} file cannot be read: {path} ({error.strerror or error})") from error
 
 
 def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iterator[Part]:
@@ -72,9 +75,7 @@ def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iter
     Raises UserError where it is missing, damaged, empty, or too small to be divided.
     """
     if source.needs_model:
-        raise UserError(
-            f"--data {source.name} is text that the model writes, of which nothing is held out; give --eval-data"
-        )
+        raise UserError(f"{source} is text that the model writes, of which nothing is held out; give --eval-data")
     if source.kind == "hub":
         return _hub_split(source, split, reading)
     if is_whole(source):
@@ -84,7 +85,7 @@ def read_split(source: Source, split: str, reading: Reading = Reading()) -> Iter
     lines = [path for path in source.files[:1] if suffix_of(path) == ".jsonl" and not is_compressed(path)]
     if lines:
         return _lines_split(source, split, reading)
-    return _stream_split(read_files(source, reading.column), split, source.name)
+    return _stream_split(read_files(source, reading.column), split, source)
 
 
 def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
@@ -98,7 +99,7 @@ def _hub_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
         text = "\n\n".join(row["text"] for row in rows)
         return iter([Part(source.name, 0, [text], stream=True, begins=True)])
     parts = batched(rows, source.name, 0)
-    return parts if own or split == ALL else _stream_split(parts, split, source.name)
+    return parts if own or split == ALL else _stream_split(parts, split, source)
 
 
 def _whole_split(source: Source, split: str) -> list[Part]:
@@ -114,14 +115,14 @@ def _whole_split(source: Source, split: str) -> list[Part]:
     if source.kind == "builtin":
         units = [(0, text) for text in builtin_texts(source.name)]
     if all(isinstance(unit, str) and not unit.strip() for _, unit in units):
-        raise UserError(f"--data must hold text, but {source.name} is empty; give a file with text")
+        raise UserError(f"{source.option} must hold text, but {source.name} is empty; give a file with text")
     held_out = 0
     if split != ALL:
         sizes = [characters(unit) for _, unit in units]
         cut = held_out_start(sizes)
         kept = units[:cut] if split == TRAIN else units[cut:]
         if not kept or len(kept) == len(units):
-            raise UserError(f"--data {source.name} must have at least two documents or lines, got {len(units)}")
+            raise UserError(f"{source} must have at least two documents or lines, got {len(units)}")
         units, held_out = kept, sum(sizes[cut:]) if split == TRAIN else 0
     first, *rest = _regrouped(source, units)
     return [replace(first, held_out=held_out), *rest]
@@ -169,7 +170,7 @@ def held_out_start(sizes: list[int]) -> int:
 def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]:
     """Of a large JSON Lines file: its first megabyte of lines, and where they end."""
     path = source.files[0]
-    cut = end_of_lines(path, min(HELD_OUT_CHARACTERS, _size(path) // 10))
+    cut = end_of_lines(path, min(HELD_OUT_CHARACTERS, _size(path, source.option) // 10))
     until = takewhile(lambda part: part.start < cut, line_ranges(path))
     first = (replace(part, stop=min(part.stop, cut)) for part in until)
     if split == TEST:
@@ -182,12 +183,12 @@ def _lines_split(source: Source, split: str, reading: Reading) -> Iterator[Part]
         yield from read_files(replace(source, files=source.files[1:]), reading.column)
 
 
-def _stream_split(parts: Iterator[Part], split: str, name: str) -> Iterator[Part]:
+def _stream_split(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part]:
     """Of what is read once, from front to back: the last tenth where it proves short, else the first megabyte."""
     short: list[Part] = []
     size = 0
     if (first := next(parts, None)) is None:
-        raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+        raise UserError(f"{source.option} must hold text, but {source.name} is empty; give a source with text")
     for part in chain([first], parts):
         short.append(replace(part, records=part.load(), path=None))
         size += characters(short[-1].records)
@@ -197,12 +198,12 @@ def _stream_split(parts: Iterator[Part], split: str, name: str) -> Iterator[Part
     if short[0].stream and len({part.where for part in short}) == 1:  # pieces of one text, which is divided by lines
         text = "".join(text for part in short for text in part.records)
         if not text.strip():
-            raise UserError(f"--data must hold text, but {name} is empty; give a source with text")
+            raise UserError(f"{source.option} must hold text, but {source.name} is empty; give a source with text")
         short = [replace(short[0], records=text.splitlines(keepends=True))]
     sizes = [characters(record) for part in short for record in part.records]
     cut = held_out_start(sizes)
     if not 0 < cut < len(sizes):
-        raise UserError(f"--data {name} must have at least two documents or lines, got {len(sizes)}")
+        raise UserError(f"{source} must have at least two documents or lines, got {len(sizes)}")
     held_out = sum(sizes[cut:]) if split == TRAIN else 0
     for part in short:
         at = min(max(cut - part.first + short[0].first, 0), len(part.records))

@@ -14,7 +14,7 @@ from torch import Tensor
 from edkm_cli.allocator import return_small_blocks
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.records import render
-from edkm_cli.data.sources import PROSE, Source, parse_source
+from edkm_cli.data.sources import PROSE, Source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, Reading, read_split
 from edkm_cli.errors import UserError
 
@@ -33,33 +33,25 @@ class Documents:
 
 
 def load_documents(
-    name: str,
-    split: str,
+    source: Source,
+    split: str | None = None,
     *,
     tokenizer: Any = None,
     reading: Reading = Reading(),  # noqa: B008 - frozen
     characters: int | None = None,
 ) -> Documents:
-    """The documents of a source's `train`, `test` (what is held out) or `all`.
+    """The documents of a source's `train`, `test` (what is held out) or `all`; None: what is measured of it.
 
     Args:
         tokenizer: its chat template renders conversations; needed for those only.
         characters: read no more of a source that is larger than memory should hold.
 
-    Raises UserError where the source is missing, empty, not UTF-8 or of no known kind.
+    Raises UserError where the source is missing, empty, not UTF-8 or of no known kind, or is measured and has a weight.
     """
-    return documents_of(parse_source(name), split, tokenizer=tokenizer, reading=reading, characters=characters)
-
-
-def documents_of(
-    source: Source,
-    split: str,
-    *,
-    tokenizer: Any = None,
-    reading: Reading = Reading(),  # noqa: B008 - frozen
-    characters: int | None = None,
-) -> Documents:
-    """`load_documents` of a source."""
+    if split is None:
+        if source.weight is not None:
+            raise UserError(f"{source} is measured, which takes no weight; leave out ={source.weight:g}")
+        split = measured_split(source)
     texts: list[str] = []
     size = 0
     running = ""  # the file whose text goes on, a piece at a time
@@ -77,7 +69,7 @@ def documents_of(
         if characters is not None and size > max(characters, WHOLE_BYTES):
             break
     if not any(text.strip() for text in texts):
-        raise UserError(f"--data must hold text, but {source.name} has none; give a source with text")
+        raise UserError(f"{source.option} must hold text, but {source.name} has none; give a source with text")
     return Documents(texts)
 
 
@@ -92,25 +84,30 @@ def require_apart(trained: Sequence[Source], measured: Source) -> None:
     """Raises UserError where a text to be measured is one that is trained on: the same file, a copy of it under another
     name, or the same split."""
     for source in trained:
-        both = {mine.resolve() for mine in measured.files for other in source.files if _same_bytes(mine, other)}
+        both = {
+            mine.resolve()
+            for mine in measured.files
+            for other in source.files
+            if _same_bytes(mine, other, measured.option)
+        }
         same_split = source.kind == measured.kind == "hub" and measured.split is not None
         same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)
         same_prose = source.name == measured.name == PROSE
         if both or same_prose or (same_split and measured.split == (source.split or "train")):
             what = str(min(both)) if both else measured.name
             raise UserError(
-                f"--eval-data must not be trained on, but {what} is in --data {source.name}, too; leave --eval-data out "
+                f"{measured.option} must not be trained on, but {what} is in {source}, too; leave it out "
                 "(a part of the first --data is held out for it), or name another text"
             )
 
 
-def _same_bytes(one: Path, other: Path) -> bool:
+def _same_bytes(one: Path, other: Path, option: str) -> bool:
     """Raises UserError where a file cannot be read."""
     try:
         same = one.resolve() == other.resolve()
         return same or (one.stat().st_size > 0 and filecmp.cmp(one, other, shallow=False))
     except OSError as error:
-        raise UserError(f"--data file cannot be read: {error.filename} ({error.strerror or error})") from error
+        raise UserError(f"{option} file cannot be read: {error.filename} ({error.strerror or error})") from error
 
 
 def tokenize(documents: Documents, tokenizer: Any) -> Tensor:

@@ -21,7 +21,7 @@ from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
 from edkm_cli.data.layout import SPLIT
 from edkm_cli.data.marks import looked_for
-from edkm_cli.data.sources import Source, parse_source, parse_sources, repeated
+from edkm_cli.data.sources import Source, repeated
 from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, Reading, is_whole, read_split
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
@@ -81,9 +81,14 @@ class TrainingData:
             padding=self._padding,
         )
 
-    def calibration_blocks(self, length: int, *, seed: int) -> Blocks:
-        """Sequences of running text, whatever the options say, of as much of it as there is."""
-        return Blocks(self.stores, length, seed=seed)
+    def calibration_batches(self, length: int, *, limit: int, seed: int) -> list[Tensor]:
+        """The first sequences (1, `length`) of running text, whatever the options say, in an order of the seed: together at
+        most `limit` tokens, at least one sequence. Sources with weights have their shares of them, exactly."""
+        weights = self.weights
+        length = min(length, max(limit, 2), self.tokens if weights is None else min(map(len, self.stores)))
+        count = max(1, min(self.tokens // length, limit // length))
+        blocks = Blocks(self.stores, length, seed=seed, weights=weights, cycle=count)
+        return [blocks.batch(index, 1) for index in range(count)]
 
     def all_tokens(self) -> Tensor:
         """Every token in memory, (tokens,) int64: for small data only."""
@@ -134,7 +139,7 @@ def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: S
 
 
 def open_training_data(
-    names: Sequence[str],
+    sources: Sequence[Source],
     tokenizer: Any,
     *,
     options: DataOptions = DataOptions(),
@@ -145,14 +150,13 @@ def open_training_data(
     """Read and tokenize the training part of every source: small ones into memory, large ones into the cache.
 
     Args:
-        names: as `--data` has them, with weights.
+        sources: as `parse_sources` reads them from `--data`.
         token_limit: how many tokens the run needs; a data set of the hub that is streamed is read no further.
         written: the stores of sources that the model writes itself (`Source.needs_model`), by name.
         say: told what takes long.
 
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
     """
-    sources = parse_sources(list(names))
     for name, twice in repeated(sources).items():
         say(
             f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
@@ -161,16 +165,14 @@ def open_training_data(
     for source in sources:
         if source.needs_model:
             if not written or source.name not in written:
-                raise UserError(
-                    f"--data {source.name} is text that the model writes, which only `edkm compress` can do"
-                )
+                raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
             stores.append(written[source.name])
             continue
         share = (source.weight or 1.0) / sum(other.weight or 1.0 for other in sources)
         store = _open(source, tokenizer, options, token_limit, share, say)
         if not len(store) or not store.counts.trained:
             raise UserError(
-                f"--data {source.name} has nothing to learn: {store.counts.documents} documents with text, "
+                f"{source} has nothing to learn: {store.counts.documents} documents with text, "
                 f"{store.counts.empty} records without text or answer; give another source, or --train-on all"
             )
         stores.append(store)
@@ -224,10 +226,9 @@ def _open(
 
 
 @contextmanager
-def unchanged(names: Sequence[str]) -> Iterator[None]:
+def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Inside, sources are read more than once (what is trained on, what is measured). Raises UserError at the end where
     the files of one are not what they were at the beginning."""
-    sources = [parse_source(name, "--data or --eval-data") for name in names]
     before = [_identity(source) for source in sources]
     yield
     for source, identity in zip(sources, before, strict=True):
@@ -236,7 +237,7 @@ def unchanged(names: Sequence[str]) -> Iterator[None]:
 
 
 def _has_changed(source: Source) -> UserError:
-    return UserError(f"--data {source.name} changed while it was read; start again when it is whole")
+    return UserError(f"{source} changed while it was read; start again when it is whole")
 
 
 def available_cpus() -> int:
@@ -247,11 +248,11 @@ def available_cpus() -> int:
 def _identity(source: Source) -> dict[str, Any]:
     """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
     if source.kind == "files":
-        return {"files": [_file_identity(path) for path in source.files]}
+        return {"files": [_file_identity(path, source.option) for path in source.files]}
     return {"repository": source.repository, "config": source.config, "split": source.split}
 
 
-def _file_identity(path: Path) -> list[Any]:
+def _file_identity(path: Path, option: str) -> list[Any]:
     try:
         facts = path.stat()
         samples = hashlib.sha256()
@@ -260,7 +261,7 @@ def _file_identity(path: Path) -> list[Any]:
                 file.seek(facts.st_size * index // _SAMPLES)
                 samples.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
-        raise UserError(f"--data file cannot be read: {path} ({error.strerror or error})") from error
+        raise UserError(f"{option} file cannot be read: {path} ({error.strerror or error})") from error
     return [str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()]
 
 
@@ -277,6 +278,9 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
 
 
-def training_tokens(names: Sequence[str], tokenizer: Any) -> Tensor:
-    """The training parts of all sources in memory, one after the other, (tokens,) int64: for calibration."""
-    return open_training_data(names, tokenizer).all_tokens()
+def training_tokens(sources: Sequence[Source], tokenizer: Any) -> Tensor:
+    """The training parts of all sources in memory, one after the other, (tokens,) int64: for comparisons, which read all of
+    it. Raises UserError for sources with weights, too."""
+    if any(source.weight is not None for source in sources):
+        raise UserError("a comparison reads all of its --data, which therefore takes no weights; leave them out")
+    return open_training_data(sources, tokenizer).all_tokens()

@@ -68,8 +68,7 @@ def evaluate_model(
     late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
     documents = {}
     for text in names:
-        split = texts.measured_split(texts.parse_source(text))
-        documents[text] = texts.load_documents(text, split, tokenizer=late)
+        documents[text] = texts.load_documents(texts.parse_source(text), tokenizer=late)
     loaded: dict[str, Any] = {}
     if benchmarks:
         loaded = tasks.load_tasks(

@@ -107,8 +107,7 @@ def _holds_weights(file: Path) -> bool:
 def _tokens(source: Compressed, data: str) -> Tensor:
     """The text that perplexities are measured on, read before the work."""
     late = models.LateTokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
-    split = texts.measured_split(texts.parse_source(data))
-    return texts.tokenize(texts.load_documents(data, split, tokenizer=late), late.tokenizer)
+    return texts.tokenize(texts.load_documents(texts.parse_source(data), tokenizer=late), late.tokenizer)
 
 
 def _perplexities(

@@ -16,7 +16,7 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.texts import MeasuredText
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load
-from edkm_cli.preflight import data_options, evaluation_documents
+from edkm_cli.preflight import data_options, evaluation_documents, named_sources
 from edkm_cli.progress import Clock, Observer, Track, no_progress
 
 
@@ -56,7 +56,7 @@ class Session:
     def open_texts(self, *, token_limit: int, written: dict[str, TokenStore] | None = None) -> None:
         """Tokenizer, the texts that are measured, and the training data. Raises UserError where a file of theirs changes
         meanwhile."""
-        with data.unchanged([*self.config.data, *self.config.eval_data]):
+        with data.unchanged(named_sources(self.config)):
             self._open_texts(token_limit, written or {})
 
     def _open_texts(self, token_limit: int, written: dict[str, TokenStore]) -> None:
@@ -67,7 +67,7 @@ class Session:
         documents = evaluation_documents(config, self.tokenizer)
         self.texts = [MeasuredText(name, data.tokenize(found, self.tokenizer)) for name, found in documents.items()]
         self.data = data.open_training_data(
-            config.data,
+            data.parse_sources(config.data),
             self.tokenizer,
             options=data_options(config),
             token_limit=token_limit,

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.config import CompressConfig
-from edkm_cli.data import tokenize, training_tokens
+from edkm_cli.data import parse_sources, tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
@@ -110,7 +110,7 @@ def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
     """Tokenize all texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
     tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
     tokens = {
-        "training": training_tokens(list(config.data), tokenizer),
+        "training": training_tokens(parse_sources(config.data), tokenizer),
     }
     measured = evaluation_documents(_measuring(config), tokenizer)
     tokens |= {f"evaluation.{index}": tokenize(found, tokenizer) for index, found in enumerate(measured.values())}
