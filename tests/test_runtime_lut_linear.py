@@ -197,12 +197,6 @@ def test_second_derivatives_and_the_gradient_of_a_bias():
     assert torch.autograd.gradgradcheck(product, (x, bias))
 
 
-def test_a_table_that_should_train_is_refused():
-    packed = random_packed("row:1", 6, 16, 3, lut_dtype=torch.float32)
-    with pytest.raises(ValueError, match="does not train"):
-        lut_linear(torch.randn(1, 16), packed.indices, packed.table.requires_grad_(), None, bits=3, tile=(1, 16))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inputs_that_are_not_contiguous_or_empty(dtype, path):
     packed = random_packed("row:1", 12, 40, 3)

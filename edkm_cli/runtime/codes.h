@@ -262,12 +262,16 @@ INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, co
     }
 }
 
-/* One weight, wherever it lies. */
-INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {
+/* One code, wherever it lies. */
+INLINE int code_at(const uint8_t *row, int64_t column, int bits) {
     int64_t bit = column * bits;
     int code = row[bit / 8] >> (bit % 8);
     if (bit % 8 + bits > 8) code |= row[bit / 8 + 1] << (8 - bit % 8);
-    code &= (1 << bits) - 1;
+    return code & ((1 << bits) - 1);
+}
+
+INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {
+    int code = code_at(row, column, bits);
     return meaning == SMALL ? table->small[code] : meaning == LARGE ? table->large[code] : code - (1 << (bits - 1));
 }
 

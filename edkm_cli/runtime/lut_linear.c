@@ -397,3 +397,57 @@ int edkm_packed_rows(
     share(decode_units, &rows, (count + UNIT - 1) / UNIT, count * (end - from) >= SHARED_WEIGHTS);
     return 0;
 }
+
+/* For each row of W and each of its tiles: sums of `values` over the weights that have the same code. */
+typedef struct {
+    Call call;
+    const float *values; /* (rows, columns), from row `first` of W on */
+    float *sums;         /* (rows, tiles of a row, 2^bits) */
+    int64_t first, count;
+} Sums;
+
+/* Codes of at most four bits: all sums are in registers. `count` columns from byte `p` on. */
+INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float *values, int64_t count, float *sums) {
+    vf acc[16] = {}, part;
+    for (int64_t i = 0; i < count; i += LANES, p += 2 * bits) {
+        vi codes = codes16(u, p) & splat_int((1 << bits) - 1);
+        if (count - i >= LANES) part = (vf)*(const vfu *)(values + i);
+        else part = splat(0), memcpy(&part, values + i, (size_t)(count - i) * sizeof(float));
+        for (int j = 0; j < 1 << bits; j++) acc[j] = add_if_equal(acc[j], codes, splat_int(j), part);
+    }
+    for (int j = 0; j < 1 << bits; j++) sums[j] = (float)total(acc[j]);
+}
+
+static void sum_rows(const void *job, int64_t first, int64_t last) {
+    const Sums *job_of = job;
+    const Call *call = &job_of->call;
+    const Part *part = call->parts;
+    int bits = call->bits, k = 1 << bits;
+    int64_t tile = part->tile_columns, across = call->columns / tile;
+    Unpacker u;
+    prepare(&u, bits, part->indices + part->rows * row_bytes(call));
+    for (int64_t row = first * UNIT; row < smaller(last * UNIT, job_of->count); row++) {
+        const uint8_t *bytes = part->indices + (job_of->first + row) * row_bytes(call);
+        const float *values = job_of->values + row * call->columns;
+        float *sums = job_of->sums + row * across * k;
+        for (int64_t from = 0; from < call->columns; from += tile, values += tile, sums += k) {
+            const uint8_t *p = bytes + from * bits / 8;
+            if (bits <= 4 && even_tiles(call, part)) {
+                if (bits == 1) sum_small(1, &u, p, values, tile, sums);
+                else if (bits == 2) sum_small(2, &u, p, values, tile, sums);
+                else if (bits == 3) sum_small(3, &u, p, values, tile, sums);
+                else sum_small(4, &u, p, values, tile, sums);
+                continue;
+            }
+            memset(sums, 0, (size_t)k * sizeof *sums);
+            for (int64_t i = 0; i < tile; i++) sums[code_at(bytes, from + i, bits)] += values[i];
+        }
+    }
+}
+
+void edkm_sum_by_code(const Packed *packed, const float *values, int64_t first, int64_t count, float *sums) {
+    Sums job = {.values = values, .sums = sums, .first = first, .count = count};
+    Call call = {.parts = packed->parts, .count = 1, .columns = packed->columns, .bits = (int)packed->bits};
+    job.call = call;
+    share(sum_rows, &job, (count + UNIT - 1) / UNIT, count * call.columns >= SHARED_WEIGHTS);
+}

@@ -1,8 +1,8 @@
 """The operators edkm::lut_linear and edkm::row_scaled_linear: linears whose weight stays packed.
 
 They take tensors and numbers only, so that `torch.compile`, `torch.export` and other runtimes can call them. Backward
-gives the gradient of x (and of a bias): W is decoded again, in parts, and nothing of its size is saved. What a table
-would need to learn is not offered: a table that requires a gradient is refused.
+decodes W again, in parts, for the gradient of x, and makes dL/dW in parts for that of a lookup table: nothing of a weight's
+size is saved or made. Scales of rows do not train: one that requires a gradient is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "lut_linear_input_gradient(Tensor grad, Tensor indices, Tensor lut, SymInt columns, int bits, int tile_rows, "
+    "int tile_columns) -> Tensor"
+)
+_LIBRARY.define(
+    "lut_linear_table_gradient(Tensor grad, Tensor x, Tensor indices, Tensor lut, int bits, int tile_rows, "
     "int tile_columns) -> Tensor"
 )
 _LIBRARY.define("row_scaled_linear(Tensor x, Tensor indices, Tensor scale, Tensor? bias, int bits) -> Tensor")
@@ -61,6 +65,13 @@ def _lut_gradient(grad: Tensor, indices: Tensor, lut: Tensor, columns: int, *num
     return _gradient(grad, _lut(indices, lut, None, *numbers), columns)
 
 
+@torch.library.impl(_LIBRARY, "lut_linear_table_gradient", "CompositeExplicitAutograd")
+def _table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, *numbers: int) -> Tensor:
+    packed = _lut(indices, lut, None, *numbers)
+    check(x.shape[-1], packed)
+    return dispatch.table_gradient(grad, x, packed)
+
+
 @torch.library.impl(_LIBRARY, "row_scaled_linear", "CompositeExplicitAutograd")
 def _row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> Tensor:
     return _linear(x, _scaled(indices, scale, bias, bits))
@@ -92,6 +103,13 @@ def _fake_gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, *
     return grad.new_empty(*grad.shape[:-1], columns)
 
 
+@torch.library.register_fake("edkm::lut_linear_table_gradient", lib=_LIBRARY)
+def _fake_table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, *numbers: int) -> Tensor:
+    for tensor in (grad, x):  # what the kernel needs beside a part of dL/dW: both in float32
+        torch.empty_like(tensor, dtype=torch.float32)
+    return torch.empty_like(lut, memory_format=torch.contiguous_format)
+
+
 @torch.library.register_fake("edkm::row_scaled_embedding", lib=_LIBRARY)
 def _fake_embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype) -> Tensor:
     return ids.new_empty(*ids.shape, columns, dtype=dtype)
@@ -99,32 +117,38 @@ def _fake_embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, b
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, indices, table, bias, *ctx.numbers = inputs
-    if table.requires_grad:
-        raise ValueError("the table of a packed linear does not train; detach it, or train before compression")
+    if table.requires_grad and len(ctx.numbers) == 1:
+        raise ValueError("the scales of a row-scaled linear do not train; detach them, or train before compression")
     ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
-    ctx.save_for_backward(indices, table)  # references to what the layer holds
+    ctx.save_for_backward(indices, table, x if table.requires_grad else None)  # the first two: what the layer holds
 
 
 def _save_gradient(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, indices, table, _, *ctx.numbers = inputs
-    ctx.save_for_backward(indices, table)
+    grad, indices, table, _, *ctx.numbers = inputs
+    ctx.save_for_backward(indices, table, grad if table.requires_grad else None)
 
 
 def _differentiate(name: str) -> None:
-    """Backward of the linear `name` and, for second derivatives, of its gradient: each is the other's."""
-    forward = getattr(torch.ops.edkm, name)
-    backward = getattr(torch.ops.edkm, f"{name}_input_gradient")
+    """Backward of the linear `name` and, for second derivatives, of its gradient in x: each is the other's."""
+    forward, backward = getattr(torch.ops.edkm, name), getattr(torch.ops.edkm, f"{name}_input_gradient")
+    of_table = torch.ops.edkm.lut_linear_table_gradient
 
     def of_forward(ctx: Any, grad: Tensor) -> tuple:
-        grad_x = grad_bias = None
+        indices, table, x = ctx.saved_tensors
+        grad_x = grad_table = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = backward(grad, *ctx.saved_tensors, ctx.columns, *ctx.numbers)
+            grad_x = backward(grad, indices, table, ctx.columns, *ctx.numbers)
+        if ctx.needs_input_grad[2]:
+            grad_table = of_table(grad, x, indices, table, *ctx.numbers)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, *(None for _ in ctx.numbers)
+        return grad_x, None, grad_table, grad_bias, *(None for _ in ctx.numbers)
 
-    def of_backward(ctx: Any, grad: Tensor) -> tuple:
-        return forward(grad, *ctx.saved_tensors, None, *ctx.numbers), None, None, None, *(None for _ in ctx.numbers)
+    def of_backward(ctx: Any, upstream: Tensor) -> tuple:
+        indices, table, grad = ctx.saved_tensors
+        of_grad = forward(upstream, indices, table, None, *ctx.numbers) if ctx.needs_input_grad[0] else None
+        grad_table = of_table(grad, upstream, indices, table, *ctx.numbers) if ctx.needs_input_grad[2] else None
+        return of_grad, None, grad_table, None, *(None for _ in ctx.numbers)
 
     torch.library.register_autograd(f"edkm::{name}", of_forward, setup_context=_save, lib=_LIBRARY)
     torch.library.register_autograd(
@@ -132,8 +156,27 @@ def _differentiate(name: str) -> None:
     )
 
 
+def _save_table_gradient(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    grad, x, indices, _, *ctx.numbers = inputs
+    ctx.save_for_backward(grad, x, indices)
+
+
+def _of_table_gradient(ctx: Any, upstream: Tensor) -> tuple:
+    """The table's gradient is linear in grad and in x: `upstream` takes the table's place."""
+    grad, x, indices = ctx.saved_tensors
+    of_grad = of_x = None
+    if ctx.needs_input_grad[0]:
+        of_grad = torch.ops.edkm.lut_linear(x, indices, upstream, None, *ctx.numbers).to(grad.dtype)
+    if ctx.needs_input_grad[1]:
+        of_x = torch.ops.edkm.lut_linear_input_gradient(grad, indices, upstream, x.shape[-1], *ctx.numbers).to(x.dtype)
+    return of_grad, of_x, None, None, *(None for _ in ctx.numbers)
+
+
 _differentiate("lut_linear")
 _differentiate("row_scaled_linear")
+torch.library.register_autograd(
+    "edkm::lut_linear_table_gradient", _of_table_gradient, setup_context=_save_table_gradient, lib=_LIBRARY
+)
 
 
 def lut_linear(
@@ -141,8 +184,8 @@ def lut_linear(
 ) -> Tensor:
     """x @ W.T + bias for a palettized W: x (..., in) floating, indices (out, bytes) uint8, lut (groups, 2**bits).
 
-    `tile`: the rows and columns that share a LUT. Differentiable in x and bias. Raises ValueError for shapes that do not
-    belong together.
+    `tile`: the rows and columns that share a LUT. Differentiable in x, lut and bias. Raises ValueError for shapes that do
+    not belong together.
     """
     if unwatched(x, lut, bias):
         return _linear(x, Packed(indices, lut, bias, bits, tile))

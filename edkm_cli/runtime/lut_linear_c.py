@@ -33,15 +33,16 @@ def library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., int], Callable[..., int]] | None:
+def _functions() -> tuple[Callable[..., int], ...] | None:
     compiled = library()
     if compiled is None:
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
-    multiply, decode = compiled.edkm_lut_linear, compiled.edkm_packed_rows
+    multiply, decode, sums = compiled.edkm_lut_linear, compiled.edkm_packed_rows, compiled.edkm_sum_by_code
     multiply.argtypes = (ctypes.c_char_p, address, number, number, number, ctypes.c_char_p)
     decode.argtypes = (ctypes.c_char_p, address, *(number,) * 5, address)
-    return multiply, decode
+    sums.argtypes = (ctypes.c_char_p, address, number, number, address)
+    return multiply, decode, sums
 
 
 @functools.cache
@@ -149,7 +150,7 @@ def _calls() -> ModuleType | None:
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nobody watches: no gradient, no tracing. Then the dispatcher, which costs more than a small product, is
     left out."""
-    if type(x) is not Tensor or torch.compiler.is_compiling():
+    if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling():
         return False
     depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
     if depth is not None and depth():
@@ -207,3 +208,14 @@ def dense(packed: Packed, columns: int, dtype: torch.dtype, *, row_range: range,
     """A part of W in `dtype`; the first column is a multiple of 16."""
     span = (column_range.start, column_range.stop)
     return _decode(packed, columns, None, row_range.start, len(row_range), span, dtype)
+
+
+def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:
+    """`lut_linear_torch.sum_by_code` for float32 values: (rows, tiles of a row, 2**bits) float32."""
+    tile = packed.tile or (1, columns)
+    sums = values.new_empty(values.shape[0], columns // tile[1], 2**packed.bits)
+    functions = _functions()
+    assert functions is not None, "callers ask `supports` first"
+    block = prepare((packed,), columns).block
+    functions[2](block, values.contiguous().data_ptr(), first, values.shape[0], sums.data_ptr())
+    return sums

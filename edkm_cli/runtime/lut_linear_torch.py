@@ -29,3 +29,14 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
 def rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a row-scaled W that ids (n,) names, (n, columns)."""
     return dense(packed._replace(indices=packed.indices[ids], table=packed.table[ids]), columns, dtype)
+
+
+def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:
+    """Sums of values (rows, columns) over the weights of each tile of each row that have the same code, from row `first` of
+    W on: (rows, tiles of a row, 2**bits)."""
+    tile, rows = packed.tile or (1, columns), values.shape[0]
+    codes = unpack(packed.indices[first : first + rows].contiguous(), packed.bits, columns).long()
+    across = columns // tile[1]
+    grouped = codes.view(rows, across, tile[1])
+    sums = values.new_zeros(rows, across, 2**packed.bits)
+    return sums.scatter_add_(2, grouped, values.reshape(grouped.shape))
