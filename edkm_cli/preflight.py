@@ -19,7 +19,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.clustered import Clustering, clustered_layers
+from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.targets import check_model
 from edkm_cli.widths import allots_bits, embedding_bits, planned_spec
@@ -88,7 +88,7 @@ class RunPlan:
 
     def after_start(self, model: Any) -> RunPlan:
         """The plan with the bits that the linears of the clustered model have."""
-        return self.with_bits({name: layer.clustering.bits for name, layer in clustered_layers(model).items()})
+        return self.with_bits({name: layer.clustering.bits for name, layer in lut_layers(model).items()})
 
     def skeleton(self) -> Any:
         """The dense model on the meta device: shapes without weights."""

@@ -18,7 +18,7 @@ from edkm_cli.export.record import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.integrity import skeleton, skeleton_tensors
-from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.clustered import LutLayer
 from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress
 
@@ -41,7 +41,7 @@ class _Source:
         """The tensor; on other processes than the first it may be None."""
         path, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if not isinstance(module, ClusteredLinear) or leaf not in _PACKED:
+        if not isinstance(module, LutLayer) or leaf not in _PACKED:
             return full(getattr(module, leaf).detach())
         if self._current[0] != path:
             self._current = ("", {})  # let go before the next is made
@@ -50,7 +50,7 @@ class _Source:
         return self._current[1].get(leaf)
 
 
-def _packed(module: ClusteredLinear) -> dict[str, Tensor]:
+def _packed(module: LutLayer) -> dict[str, Tensor]:
     indices, lut = module.snapped()
     scale = module.stored_scale()
     packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
@@ -64,9 +64,9 @@ def _like(model: nn.Module, name: str, like: Tensor) -> Tensor:
     """
     path, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(path)
-    packed = isinstance(module, ClusteredLinear) and leaf in _PACKED
+    packed = isinstance(module, LutLayer) and leaf in _PACKED
     shape = tuple(like.shape) if leaf in _PACKED else tuple(getattr(module, leaf).shape)
-    if leaf == "indices" and isinstance(module, ClusteredLinear):
+    if leaf == "indices" and isinstance(module, LutLayer):
         shape = (module.out_features, packed_width(module.in_features, module.clustering.bits))
     if shape != tuple(like.shape):
         raise ValueError(f"{name} is {shape} in the model, and {tuple(like.shape)} by its configuration")
@@ -83,9 +83,9 @@ def announced_tensors(model: Any, spec: QuantizationSpec) -> tuple[Any, dict[str
 
     Raises AttributeError for a tensor that the model does not have.
     """
-    target = skeleton(
-        copy.deepcopy(model.config), spec, dtype=next(model.parameters()).dtype, trust_remote_code=is_remote(model)
-    )
+    dense = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
+    dtype = dense[0] if dense else model.config.dtype
+    target = skeleton(copy.deepcopy(model.config), spec, dtype=dtype, trust_remote_code=is_remote(model))
     tensors = skeleton_tensors(target)
     for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
         tensors[name] = _like(model, name, like)

@@ -25,6 +25,7 @@ from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
+from edkm_cli.nn.held import hold
 from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
@@ -51,6 +52,7 @@ class Recipe:
         seed: of the updates, and of the order of the text in a reconstruction.
         average_bits: linears get bits by sensitivity, in the room of so many for each; None: those of `spec`.
         passes: of the reconstruction over its text; None: weights are compensated only.
+        holds: weights stay with their entries from then on, packed: `HeldLinear`.
     """
 
     swaps: Sequence[Swap]
@@ -64,6 +66,7 @@ class Recipe:
     seed: int = 0
     average_bits: float | None = None
     passes: int | None = None
+    holds: bool = False
 
     @classmethod
     def of(cls, plan: RunPlan) -> Recipe:
@@ -80,6 +83,7 @@ class Recipe:
             seed=config.seed,
             average_bits=plan.average_bits,
             passes=config.start_passes if plan.start == "reconstructed" else None,
+            holds=config.holds_assignments and not plan.setting.sharded,
         )
 
     @property
@@ -154,6 +158,8 @@ def initialize(
         compensating(model, list(fitting), world=world, track=track)
     elif fitting is not None:
         reconstructing(model, list(fitting), passes=recipe.passes, seed=recipe.seed, world=world, track=track)
+    if recipe.holds:
+        hold(model)
     return model, kept
 
 

@@ -60,7 +60,51 @@ class Clustering:
         return trains_luts(self.mode, self.iterations)
 
 
-class ClusteredLinear(nn.Module):
+class LutLayer(nn.Module):
+    """What export, reports and measures see of a layer that trains: `centroids` (groups, 2**bits), the entry of each weight,
+    and what a checkpoint stores of both."""
+
+    out_features: int
+    in_features: int
+    clustering: Clustering
+    centroids: nn.Parameter
+    bias: nn.Parameter | None
+
+    def codes(self) -> Tensor:
+        """The entry of each weight, (out, in) uint8, as a row of `lut()`."""
+        raise NotImplementedError
+
+    def lut(self) -> Tensor:
+        return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
+
+    @torch.no_grad()
+    def snapped(self) -> tuple[Tensor, Tensor]:
+        """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes. A
+        float8 LUT is divided by its `stored_scale`.
+
+        Entries are sorted after the assignment, so ties fall as in `hard_weight`.
+        """
+        lut = self.lut()
+        ascending, order = lut.sort(dim=1, stable=True)
+        rank = torch.empty_like(order).scatter_(
+            1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
+        )
+        renamed = lookup(self.codes(), rank.float(), granularity=self.clustering.granularity).to(torch.uint8)
+        dtype, scale = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
+        assert dtype is not None
+        return renamed, (ascending if scale is None else ascending / scale).to(dtype)
+
+    @torch.no_grad()
+    def stored_scale(self) -> Tensor | None:
+        """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
+        scale = lut_scale(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
+        return None if scale is None else scale.reshape(1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"
+
+
+class ClusteredLinear(LutLayer):
     """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
 
     What is clustered, trained and exported is `effective_weight()`: the weight, plus a low-rank update in the subclass
@@ -72,7 +116,6 @@ class ClusteredLinear(nn.Module):
     gives it, a parameter that never trains (so that sharding shares it out); None: all alike.
     """
 
-    bias: nn.Parameter | None
     importance: nn.Parameter | None
 
     def __init__(
@@ -98,7 +141,6 @@ class ClusteredLinear(nn.Module):
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
         self._memo: tuple[tuple[object, ...], Tensor] | None = None
-        self._held: Tensor | None = None  # the entries of the weights, (out, in) uint8, where they are to stay
 
     @classmethod
     def from_linear(
@@ -223,22 +265,6 @@ class ClusteredLinear(nn.Module):
             self._memo = None
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """From now on each weight stays with its entry, wherever that moves; the weight is no longer trained."""
-        self._held = nearest_indices(self.weight, self.lut(), granularity=self.clustering.granularity)
-        self.weight.requires_grad_(False)
-        self.follow()
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        """After a step that moved the entries: put each weight on its own, if it is held."""
-        if self._held is not None:
-            self.weight.copy_(lookup(self._held, self.centroids, granularity=self.clustering.granularity))
-
-    def lut(self) -> Tensor:
-        return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
-
-    @torch.no_grad()
     def hard_weight(self) -> Tensor:
         """The weight (out, in) float32 as export stores it."""
         return snap(
@@ -250,32 +276,9 @@ class ClusteredLinear(nn.Module):
             name=self.name,
         )
 
-    @torch.no_grad()
-    def snapped(self) -> tuple[Tensor, Tensor]:
-        """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes. A
-        float8 LUT is divided by its `stored_scale`.
-
-        Entries are sorted after the assignment, so ties fall as in `hard_weight`.
-        """
-        lut = self.lut()
-        indices = nearest_indices(self.effective_weight(), lut, granularity=self.clustering.granularity)
-        ascending, order = lut.sort(dim=1, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
-        )
-        renamed = lookup(indices, rank.float(), granularity=self.clustering.granularity).to(torch.uint8)
-        dtype, scale = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
-        assert dtype is not None
-        return renamed, (ascending if scale is None else ascending / scale).to(dtype)
-
-    @torch.no_grad()
-    def stored_scale(self) -> Tensor | None:
-        """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
-        scale = lut_scale(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
-        return None if scale is None else scale.reshape(1)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"
+    def codes(self) -> Tensor:
+        """The nearest entry of each weight, (out, in) uint8."""
+        return nearest_indices(self.effective_weight(), self.lut(), granularity=self.clustering.granularity)
 
 
 def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Granularity) -> Tensor:
@@ -285,6 +288,11 @@ def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Gran
     return from_groups(centroids.gather(1, grouped), tuple(indices.shape), tile)
 
 
+def lut_layers(model: nn.Module) -> dict[str, LutLayer]:
+    """Module path -> layer with tables, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LutLayer)}
+
+
 def clustered_layers(model: nn.Module) -> dict[str, ClusteredLinear]:
-    """Module path -> layer, in the order of the model."""
+    """Module path -> layer whose weights are free, in the order of the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ClusteredLinear)}

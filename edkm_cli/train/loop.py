@@ -109,7 +109,6 @@ def train(
     optimizer = build_optimizer(model, config, world)
     checkpoints = Checkpoints(staging, keep=config.keep, world=world)
     first = checkpoints.load_newest(model, optimizer)
-    follow(model)
     training = _Training(model, objective, blocks, config, world, accelerator, optimizer)
     best = BestStep(staging, first, world) if config.keep_best else None
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
@@ -134,7 +133,6 @@ def train(
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
     if best is not None:
         best.restore(model, optimizer)
-        follow(model)
     finish_centroids(model, world)
     model.eval()
     return training.offloaded
@@ -146,18 +144,9 @@ def prepare(model: Any, config: CompressConfig, world: World) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    if config.holds_assignments:
-        for layer in clustered_layers(model).values():
-            layer.hold()
     if config.method == "dkm" and world.size > 1:
         share_saved_maps(clustered_layers(model))
     model.train()
-
-
-def follow(model: Any) -> None:
-    """Put weights that are held on their entries, which may be those of a checkpoint now."""
-    for layer in clustered_layers(model).values():
-        layer.follow()
 
 
 class _Training:
@@ -201,8 +190,6 @@ class _Training:
             layer.commit()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for layer in self._layers.values():
-            layer.follow()
         sequences = config.batch_size * config.gradient_accumulation * world.size
         return {
             "step": step + 1,

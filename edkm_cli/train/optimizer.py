@@ -12,7 +12,7 @@ from torch import nn
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.nn.clustered import clustered_layers, lut_layers
 from edkm_cli.train.masters import MasterOptimizer
 
 _BETAS = (0.9, 0.95)
@@ -22,11 +22,10 @@ _MOMENTUM = 0.9
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
     """The optimizer's groups: clustered weights, or low-rank updates, of a dense model its linears; LUT entries; and the
     rest (norms, biases), which is not decayed."""
-    layers = clustered_layers(model).values()
-    luts = {id(layer.centroids) for layer in layers}
-    weights = {id(layer.weight) for layer in layers}
+    luts = {id(layer.centroids) for layer in lut_layers(model).values()}
+    weights = {id(layer.weight) for layer in clustered_layers(model).values()}
     weights |= {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in f".{name}"}
-    if not layers:  # a dense model, trained for comparison: what is clustered otherwise
+    if not luts:  # a dense model, trained for comparison: what is clustered otherwise
         weights |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
     for parameter in model.parameters():
