@@ -17,8 +17,7 @@ from edkm_cli.clustering import lookup, nearest_indices, round_lut
 from edkm_cli.clustering.checks import require_finite
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer
 from edkm_cli.packing import pack, packed_width, unpack
-from edkm_cli.runtime import dispatch
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.lut_linear import lut_linear
 
 
 class HeldLinear(LutLayer):
@@ -66,7 +65,7 @@ class HeldLinear(LutLayer):
         if not table.is_meta:
             require_finite(table.detach(), layer=self.name)
         tile = clustering.granularity.tile(self.out_features, self.in_features, layer=self.name)
-        return _Product.apply(x, table, self.bias, self.indices, clustering.bits, tile)
+        return lut_linear(x, self.indices, table, self.bias, bits=clustering.bits, tile=tile)
 
     def codes(self) -> Tensor:
         """The entry of each weight, (out, in) uint8."""
@@ -94,47 +93,3 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
-
-
-class _Product(torch.autograd.Function):
-    """x @ W.T + bias, with a gradient for the table: dL/dW is made and summed by entry in blocks of rows, never whole."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, table: Tensor, bias: Tensor | None, indices: Tensor, bits: int, tile: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, table, indices)
-        ctx.bits, ctx.tile, ctx.bias_dtype = bits, tile, None if bias is None else bias.dtype
-        if x.is_meta:
-            return x.new_empty(*x.shape[:-1], len(indices))
-        return dispatch.linear(x, Packed(indices, table, bias, bits, tile))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, table, indices = ctx.saved_tensors
-        columns, (height, width) = x.shape[-1], ctx.tile
-        flat, entering = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, columns)
-        grad_x = grad_table = grad_bias = None
-        if x.is_meta:
-            grad_bias = None if ctx.bias_dtype is None else grad.new_empty(len(indices), dtype=ctx.bias_dtype)
-            return torch.empty_like(x), torch.empty_like(table), grad_bias, None, None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = dispatch.input_gradient(grad, Packed(indices, table, None, ctx.bits, ctx.tile), columns)
-        if ctx.needs_input_grad[1]:
-            across = columns // width
-            sums = torch.zeros(table.shape, dtype=torch.float64, device=x.device).view(-1, across, table.shape[1])
-            block = height * max(1, _BLOCK_WEIGHTS // (columns * height)) if height < len(indices) else _BLOCK_ROWS
-            for first in range(0, len(indices), block):
-                rows = slice(first, first + block)
-                part = (flat[:, rows].t() @ entering).double()
-                codes = unpack(indices[rows], ctx.bits, columns).long()
-                group = torch.arange(first, first + len(part), device=x.device) // height
-                place = (group[:, None] * across + torch.arange(columns, device=x.device) // width) * table.shape[1]
-                sums.view(-1).scatter_add_(0, (place + codes).view(-1), part.view(-1))
-            grad_table = sums.view(table.shape).to(table.dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = flat.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_table, grad_bias, None, None, None
-
-
-_BLOCK_WEIGHTS, _BLOCK_ROWS = 1 << 20, 256
