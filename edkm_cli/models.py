@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from edkm_cli.model_files import FETCH_AGAIN, check_model_files, check_numbers, 
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.quantized import as_if_dense, require_unquantized
 
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -54,6 +57,12 @@ def cache_directory() -> Path:
     if "EDKM_CACHE" in os.environ:
         return Path(os.environ["EDKM_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
+
+
+def config_digest(config: Any) -> str:
+    """sha256 of what a transformers configuration says of the model: not where it lies, nor who wrote the file."""
+    said = {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def aliases() -> dict[str, dict[str, Any]]:

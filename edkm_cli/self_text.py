@@ -6,7 +6,7 @@ domain is preferred, and each next token is a sample of the model's own distribu
 next-token loss average to the Fisher matrix itself (SqueezeLLM, arXiv 2306.07629, takes them on foreign text).
 
 All sequences grow together, one token a step, with a cache of keys and values that is allocated once. What was written
-is kept in the user's cache directory under a digest of weights, seed and sizes: a second run reads it.
+is kept in the user's cache directory under a digest of weights, configuration, seed and sizes: a second run reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
-from edkm_cli.models import cache_directory
+from edkm_cli.models import cache_directory, config_digest
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 
@@ -33,15 +33,19 @@ SEQUENCE_TOKENS = 480
 _TOGETHER = 64  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
 
 
-def first_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a document or a conversation may begin with, without repetition.
+def first_tokens(tokenizer: Any, rows: int) -> list[int]:
+    """The tokens, below `rows` of the embedding, that a document or a conversation may begin with, without repetition.
 
-    Chat models have two: `<|im_start|>` begins a turn, `<|endoftext|>` a page of what they learnt first.
+    Chat models have two: `<|im_start|>` begins a turn, `<|endoftext|>` a page of what they learnt first. Where a tokenizer
+    names none, a line break begins the text, or else token 0.
     """
     begins = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token != "<|endoftext|>" else None
-    found = [token for token in begins if isinstance(token, int) and token != unknown]
-    return list(dict.fromkeys(found))[:2]
+    for tokens in (begins, tokenizer.encode("\n", add_special_tokens=False)[-1:]):
+        usable = [token for token in tokens if isinstance(token, int) and token != unknown and 0 <= token < rows]
+        if usable:
+            return list(dict.fromkeys(usable))[:2]
+    return [0]
 
 
 @torch.no_grad()
@@ -65,6 +69,7 @@ def write_text(
     generator = torch.Generator(device).manual_seed(seed)
     was_training = model.training
     model.eval()
+    write = _continue if _takes_our_cache(model) else _generate
     batches = [list(rows) for rows in np.array_split(range(sequences), -(-sequences // _TOGETHER))]
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
@@ -72,7 +77,7 @@ def write_text(
         with bfloat16_products(), bfloat16_linears(model), float32_attention(model):
             for batch in batches:
                 ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
-                written.append(_continue(model, ids, length, generator, steps).cpu())
+                written.append(write(model, ids, length, generator, steps).cpu())
     finally:
         model.train(was_training)
     for _ in steps:
@@ -80,10 +85,40 @@ def write_text(
     return torch.cat(written)
 
 
-def _continue(model: Any, ids: Tensor, length: int, generator: torch.Generator, steps: Iterator[Any]) -> Tensor:
-    cache = _cache(length)
+@torch.no_grad()
+def rehearse_text(model: Any, *, tokens: int) -> None:
+    """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device."""
+    length = sequence_tokens(model.config)
+    ids = torch.zeros(min(_TOGETHER, -(-tokens // length)), 1, dtype=torch.int64, device=model.device)
+    _continue(model, ids, length, None, iter(()), new_tokens=2)
+
+
+def _takes_our_cache(model: Any) -> bool:
+    """Whether every layer keeps keys and values of all tokens, or of the last ones: what `_cache` holds. Layers with
+    another state (Mamba, linear attention, convolutions) need transformers' own."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # a configuration that came with the model's own files
+        return False
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _continue(
+    model: Any,
+    ids: Tensor,
+    length: int,
+    generator: torch.Generator | None,
+    steps: Iterator[Any],
+    new_tokens: int | None = None,
+) -> Tensor:
+    """`ids` (batch, 1) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = _cache(length) if _takes_our_cache(model) else DynamicCache(config=model.config)
     current = ids
-    while ids.shape[1] < length:
+    while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
         logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
         current = sample(logits, generator)
         ids = torch.cat((ids, current), 1)
@@ -91,7 +126,25 @@ def _continue(model: Any, ids: Tensor, length: int, generator: torch.Generator, 
     return ids
 
 
-def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
+def _generate(model: Any, ids: Tensor, length: int, generator: torch.Generator, steps: Iterator[Any]) -> Tensor:
+    """As `_continue`, by transformers' own `generate`, which gives each family the cache that it needs."""
+    from transformers import GenerationConfig
+
+    def draw(_: Tensor, scores: Tensor) -> Tensor:
+        next(steps, None)
+        return torch.full_like(scores, -torch.inf).scatter_(1, sample(scores.float(), generator), 0.0)
+
+    # Nothing that the model's own settings add: penalties, tokens that end a text, an answer that is no tensor.
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_length=length, do_sample=False, logits_processor=[draw]
+        )
+    finally:
+        model.generation_config = settings
+
+
+def sample(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """One token (batch, 1) int64 from each row of logits (batch, vocabulary) float32, at temperature 1.
 
     By the inverse of the cumulative distribution: one uniform number a row, where `torch.multinomial` draws one for each
@@ -111,8 +164,8 @@ def _cache(length: int) -> Any:
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
-                batch, heads, _, width = key_states.shape
-                self.room = [states.new_empty(batch, heads, length, width) for states in (key_states, value_states)]
+                both = (key_states, value_states)  # of other widths in multi-head latent attention
+                self.room = [states.new_empty(*states.shape[:2], length, states.shape[3]) for states in both]
             start = self.get_seq_length()
             end = start + key_states.shape[-2]
             for room, states in zip(self.room, (key_states, value_states), strict=True):
@@ -125,6 +178,12 @@ def _cache(length: int) -> Any:
     return cache
 
 
+def sequence_tokens(config: Any) -> int:
+    """Tokens of a sequence that a model writes: no more than it has positions for."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(SEQUENCE_TOKENS, positions or SEQUENCE_TOKENS)
+
+
 def self_text(
     model: Any,
     tokenizer: Any,
@@ -134,16 +193,19 @@ def self_text(
     weights_sha256: str,
     track: Track = no_progress,
 ) -> Tensor:
-    """At least `tokens` token ids (sequences, SEQUENCE_TOKENS) that the model wrote, from the cache if it has written
-    them before. `weights_sha256` identifies the model. A cache that cannot be written to is done without."""
-    sequences = -(-tokens // SEQUENCE_TOKENS)
-    begins = first_tokens(tokenizer)
-    key = hashlib.sha256(f"{weights_sha256} {begins} {sequences} {SEQUENCE_TOKENS} {seed}".encode()).hexdigest()[:32]
+    """At least `tokens` token ids (sequences, `sequence_tokens`) that the model wrote, from the cache if it has written
+    them before. `weights_sha256` and the model's configuration identify it. A cache that cannot be written to is done
+    without."""
+    length = sequence_tokens(model.config)
+    sequences = -(-tokens // length)
+    begins = first_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    parts = (weights_sha256, config_digest(model.config), begins, sequences, length, seed)
+    key = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
     path = cache_directory() / "self-text" / f"{key}.safetensors"
-    kept = _read(path, (sequences, SEQUENCE_TOKENS))
+    kept = _read(path, (sequences, length))
     if kept is not None:
         return kept
-    text = write_text(model, begins, sequences=sequences, seed=seed, track=track)
+    text = write_text(model, begins, sequences=sequences, length=length, seed=seed, track=track)
     _keep(path, text)
     return text
 
