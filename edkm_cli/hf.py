@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class EdkmQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         stored = stored_names(checkpoint_files) if checkpoint_files else None
         foreign = foreign_modules(model, stored) if stored is not None else set()
+        self.quantization_config.spec = named_as(model, self.quantization_config.spec)
         palettize_skeleton(model, self.quantization_config.spec, stays=foreign.__contains__)
         if stored is not None:
             require_stored(model, stored, foreign)
@@ -92,6 +94,26 @@ class EdkmQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters on packed layers train: their products are differentiable in the input."""
         return True
+
+
+def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
+    """The spec with its modules named as in `model`, which may be the base of what was compressed, or have a head that
+    it lacked: transformers finds tensors in the same way. Modules outside of a base model are left out."""
+    modules = {name for name, _ in model.named_modules()}
+    prefix, is_base = f"{model.base_model_prefix}.", model.base_model is model
+
+    def named(name: str) -> str | None:
+        if name in modules:
+            return name
+        if not is_base:
+            return prefix + name if prefix + name in modules else name
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    return replace(
+        spec,
+        skipped=[new for name in spec.skipped if (new := named(name)) is not None],
+        module_bits={new: bits for name, bits in spec.module_bits.items() if (new := named(name)) is not None},
+    )
 
 
 def stored_names(files: Iterable[str | Path]) -> set[str]:

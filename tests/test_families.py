@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
 from edkm_cli import hf, models
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
 from families import FAMILIES, family
-from helpers import cluster, export
+from helpers import byte_tokenizer, cluster, export
 
 FAST = ("gemma", "gemma3_text", "minicpm3", "llama4_text", "deepseek_v3", "mixtral", "falcon", "olmo")
 
@@ -48,6 +51,43 @@ def test_a_tensor_that_a_family_keeps_in_float32_round_trips_in_bfloat16(tmp_pat
     check("deepseek_v3", torch.bfloat16, tmp_path)
 
 
+def check_default_data(model_type, folder):
+    """A run as `edkm compress --model DIR`: on text that the model writes itself. Its result loads and writes."""
+    family(model_type).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    config = CompressConfig(
+        model=str(folder / "model"),
+        output=str(folder / "out"),
+        skip=("*.dt_proj",) if model_type == "jamba" else (),  # it multiplies by the weight, not by the module
+        steps=1,
+        sequence_length=32,
+        context=32,
+        eval_windows=1,
+        calibration_tokens=64,
+        start_tokens=64,
+        save_every=0,
+    )
+    assert compress(config)["perplexity"]["exported"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v2", "jamba", "falcon_h1"])
+def test_a_family_is_compressed_with_default_data(model_type, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
+    check_default_data(model_type, tmp_path)
+
+
+@pytest.mark.slow
+def test_all_families_are_compressed_with_default_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
+    failed = {}
+    for model_type in FAMILIES:
+        try:
+            check_default_data(model_type, tmp_path / model_type)
+        except Exception as error:
+            failed[model_type] = f"{type(error).__name__}: {error}"
+    assert not failed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_families_round_trip(dtype, tmp_path):
@@ -59,6 +99,29 @@ def test_all_families_round_trip(dtype, tmp_path):
             failed[model_type] = f"{type(error).__name__}: {error}"
     assert not failed
     assert len(FAMILIES) >= 30
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "falcon", "opt", "mixtral", "gemma3_text", "jamba"])
+def test_the_base_model_of_a_checkpoint_loads_with_mixed_bits_and_skipped_modules(model_type, tmp_path):
+    """Its modules have other names there: without the prefix of the base model."""
+    model = family(model_type)
+    linears = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
+    model, spec = cluster(model, skip=(linears[1],), mixed={"module_bits": {linears[0]: 4}})
+    assert spec.skipped
+    directory = export(model, spec, tmp_path / "out")
+    ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
+    base, causal = AutoModel.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        wanted = causal.base_model(ids).last_hidden_state
+        assert torch.equal(base(ids).last_hidden_state, wanted)
+        base.save_pretrained(tmp_path / "base")
+        assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(ids).last_hidden_state, wanted)
+        if is_tied(causal):  # else the output embedding lacks
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+            assert torch.equal(again(ids).logits, causal(ids).logits)
+        else:
+            with pytest.raises(UserError, match="is missing from the checkpoint"):
+                AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
 
 def test_scaled_embeddings_are_compressed_and_decoded_with_their_scale(tmp_path):

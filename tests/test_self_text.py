@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from edkm_cli import self_text as self_text_module
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_linears, bfloat16_products
 from edkm_cli.preflight import Setting, plan_run
-from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, sample, self_text, store_of, write_text
+from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, store_of, write_text
+from families import family
 from helpers import byte_tokenizer, tiny_llama
 
 
@@ -57,8 +59,9 @@ def test_what_was_written_is_read_the_second_time(tmp_path, monkeypatch):
     model, tokenizer = tiny_llama(), byte_tokenizer()
     options = {"tokens": SEQUENCE_TOKENS + 1, "seed": 0, "weights_sha256": "a"}
     first = self_text(model, tokenizer, **options)
-    assert first.shape == (2, SEQUENCE_TOKENS)
-    assert torch.equal(self_text(None, tokenizer, **options), first)  # no model needed
+    assert first.shape == (4, 128)  # the model's positions, fewer than SEQUENCE_TOKENS
+    other = tiny_llama(seed=1)
+    assert torch.equal(self_text(other, tokenizer, **options), first)  # the weights are not asked
     (file,) = (tmp_path / "self-text").iterdir()
     file.write_bytes(b"damaged")
     assert torch.equal(self_text(model, tokenizer, **options), first)
@@ -73,11 +76,39 @@ def test_a_store_of_it_has_a_document_for_each_sequence():
     assert store.ids(4, 8).tolist() == [4, 5, 6, 7]
 
 
-def test_first_tokens_are_the_tokenizers_own():
+def test_a_model_of_the_same_weights_and_another_configuration_writes_another_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
+    options = {"tokens": 256, "seed": 0, "weights_sha256": "a"}
+    model, other = tiny_llama(), tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 20.0})
+    first, second = (self_text(one, byte_tokenizer(), **options) for one in (model, other))
+    assert not torch.equal(first, second)
+    assert len(list((tmp_path / "self-text").iterdir())) == 2
+
+
+def test_first_tokens_are_the_tokenizers_own_as_far_as_the_embedding_has_them():
     tokenizer = byte_tokenizer()
-    found = first_tokens(tokenizer)
-    assert found
-    assert set(found) <= {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    assert first_tokens(tokenizer, 257) == [tokenizer.eos_token_id]
+    line_break = tokenizer.encode("\n")[0]
+    assert first_tokens(tokenizer, 256) == [line_break]  # an added token beyond the embedding
+    assert first_tokens(tokenizer, 3) == [0]
+    tokenizer.eos_token = None
+    assert first_tokens(tokenizer, 257) == [line_break]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "minicpm3"])
+def test_transformers_own_generate_writes_the_same_text_as_our_cache(model_type, monkeypatch):
+    model = family(model_type)
+    model.generation_config.update(repetition_penalty=3.0, return_dict_in_generate=True, eos_token_id=[1, 2, 3])
+    ours = write_text(model, [3, 4], sequences=3, length=20, seed=0)
+    monkeypatch.setattr(self_text_module, "_takes_our_cache", lambda model: False)
+    assert torch.equal(write_text(model, [3, 4], sequences=3, length=20, seed=0), ours)
+    assert model.generation_config.repetition_penalty == 3.0
+
+
+def test_writing_is_rehearsed_without_memory():
+    with torch.device("meta"):
+        rehearse_text(tiny_llama().to("meta"), tokens=4000)
+        rehearse_text(family("falcon_h1").to("meta"), tokens=100)
 
 
 def test_a_run_trains_on_what_the_model_wrote(model_directory, tmp_path, monkeypatch):
