@@ -96,13 +96,17 @@ class _Stream:
             self._shown = text
 
 
+# Whatever a model's generation_config.json says: one text, whose tokens can be shown as they come.
+_ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+
+
 def _write(
     writer: Writer, inputs: dict[str, Tensor], max_new_tokens: int, sampling: Sampling | None, emit: Emit
 ) -> tuple:
     """(answer, new tokens, seconds)."""
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False, **_ONE_ANSWER}
     if sampling is not None:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
     stream = _Stream(writer.tokenizer, emit)
     written = writer.model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=stream, **options)[0, length:]

@@ -37,6 +37,15 @@ def test_pieces_add_up_to_the_text_that_the_model_generates(checkpoint):
     assert result["new_tokens"] == len(written)
 
 
+def test_a_models_own_settings_do_not_change_what_an_answer_is(checkpoint):
+    writer = writer_of(checkpoint)
+    plain = generate_text(writer, "Once", chat=False, max_new_tokens=5)
+    writer.model.generation_config.update(
+        return_dict_in_generate=True, output_scores=True, num_beams=3, num_return_sequences=2
+    )
+    assert generate_text(writer, "Once", chat=False, max_new_tokens=5)["text"] == plain["text"]
+
+
 def test_weights_stay_packed_unless_they_are_asked_for(checkpoint):
     assert writer_of(checkpoint).packed == (build.library() is not None)
     assert writer_of(checkpoint, dequantize=False).packed

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import Ledger
 from edkm_cli.dryrun.meta import GRADIENTS, SHARDING
-from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.preflight import Setting
 
 # FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
@@ -34,7 +34,7 @@ class Gradients:
     def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
         """Parameter id -> the trained parameters of its decoder layer."""
         found: dict[int, list[nn.Parameter]] = {}
-        for block in decoder_blocks(model).values():
+        for block in decoder_layers(model).values():
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]
             found.update((id(parameter), own) for parameter in own)
         return found

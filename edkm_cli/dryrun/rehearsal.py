@@ -41,10 +41,10 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
 from edkm_cli.nn.allotment import widths
 from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
@@ -200,7 +200,7 @@ class Rehearsal:
         if self.plan.copies_teacher:
             self._ledger.move(dense.parameters(), TEACHER, share=self.setting.share)
         model = self._dense_model(self.plan.dtype)
-        for path, block in decoder_blocks(model).items():
+        for path, block in decoder_layers(model).items():
             prepare(path, block)
         finish(model)
         return model
@@ -360,7 +360,7 @@ class Rehearsal:
 
     def _layer_bytes(self, model: Any) -> int:
         """The parameters of the largest decoder layer."""
-        return max(size_bytes(block.parameters()) for block in decoder_blocks(model).values())
+        return max(size_bytes(block.parameters()) for block in decoder_layers(model).values())
 
     @contextmanager
     def _gathered(self, *models_: Any) -> Iterator[None]:

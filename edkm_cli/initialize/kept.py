@@ -27,8 +27,8 @@ from edkm_cli.distributed import World, assign, full
 from edkm_cli.errors import UserError
 from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
 from edkm_cli.initialize.build import Recipe, initialize
-from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.decoder import decoder_layers
 
 STATE = "state.json"
 _REST = "rest"
@@ -141,7 +141,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def _files(model: Any, tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
     try:
-        paths = list(decoder_blocks(model))
+        paths = list(decoder_layers(model))
     except UserError:  # a model that does not name its layers
         paths = []
     files: dict[str, list[str]] = {}

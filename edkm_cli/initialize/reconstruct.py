@@ -28,8 +28,8 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import Compensation
 from edkm_cli.initialize.corrections import Corrections
-from edkm_cli.initialize.sharded import decoder_blocks
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 
@@ -74,7 +74,7 @@ def reconstruct(
 
     Raises UserError if the loss is not finite, or the model does not name its decoder layers.
     """
-    blocks = list(decoder_blocks(model).values())
+    blocks = list(decoder_layers(model).values())
     texts = [batch.to(world.device) for batch in batches]
     was_training = model.training
     model.eval()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from edkm_cli import model_files, models
 from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.quantized import require_unquantized
 
 
@@ -71,18 +72,6 @@ class SafetensorsReader:
             return opened.get_tensor(name)
 
 
-def decoder_blocks(model: Any) -> dict[str, nn.Module]:
-    """The model's decoder layers, in order: module path -> module. Raises UserError if it names none."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
-    if not blocks:
-        raise UserError(
-            "--sharding full and methods that work layer by layer must know the decoder layers, but "
-            f"{type(model).__name__} does not name them (_no_split_modules); use --sharding none, or another method"
-        )
-    return blocks
-
-
 def build_sharded(
     source: models.ModelSource,
     world: World,
@@ -113,7 +102,7 @@ def build_sharded(
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
     reader = SafetensorsReader(directory)
-    blocks = decoder_blocks(model)
+    blocks = decoder_layers(model)
     for path, block in blocks.items():
         _read(block, f"{path}.", reader, dtype, world.device)
         block.to(world.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.sharded import decoder_blocks
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import Reached, hooked, layer_calls
 from edkm_cli.research.baselines.outcome import decoder_linears
 
@@ -23,7 +23,7 @@ _CHUNK_TOKENS = 4096
 
 def _blocks(model: Any) -> dict[str, nn.Module]:
     """Module path -> decoder layer, in order. Raises UserError where a decoder linear is in none of them."""
-    blocks = decoder_blocks(model)
+    blocks = decoder_layers(model)
     for name in decoder_linears(model):
         if not any(name.startswith(f"{path}.") for path in blocks):
             raise UserError(
