@@ -339,7 +339,7 @@ class TestCharts:
 
     @pytest.mark.parametrize("values", [(28.8, 51.7, 32.5), (28.8, 400_000.0, 55.0)])
     def test_bars_have_their_values_lengths(self, values):
-        chart = ElementTree.fromstring(bars([(str(v), v, "", "c1") for v in values], title="t"))
+        chart = ElementTree.fromstring(bars([(str(v), [("", v, "c1")], "") for v in values], title="t"))
         lengths = [float(bar.get("width")) for bar in chart.iter("rect")]
         wide = max(values) / min(values) > 8
         sizes = [math.log(value) if wide else value for value in values]  # of a perplexity: the loss

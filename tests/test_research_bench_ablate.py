@@ -1,13 +1,13 @@
 """The ablation: the paper's ratios from real processes, with the same gradient under every technique."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.bench import ablate
+from helpers import refused
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
@@ -72,13 +72,12 @@ def test_the_result_is_json_and_a_table(result, tmp_path):
     assert all(technique in text for technique in ablate.TECHNIQUES)
 
 
-def test_the_plot_is_a_picture_and_needs_matplotlib(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    ablate.plot(result, tmp_path / "ablation.png")
-    assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="matplotlib"):
-        ablate.plot(result, tmp_path / "other.png")
+def test_the_plot_is_a_picture_with_a_bar_for_each_technique(result, tmp_path):
+    ablate.plot(result, tmp_path / "ablation.svg")
+    picture = (tmp_path / "ablation.svg").read_text()
+    assert picture.startswith("<svg xmlns=")
+    assert picture.count("<rect") == len(ablate.TECHNIQUES)
+    assert "--plot must name a .svg file" in refused("ablate", "--plot", tmp_path / "ablation.png")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,17 +17,18 @@ from edkm_cli import data, models
 from edkm_cli.config import configs_directory
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import rtn
 from edkm_cli.research.baselines.outcome import decoder_linears
 from edkm_cli.research.compare import command as compare_module
 from edkm_cli.research.compare import worker as compare_worker
 from edkm_cli.research.compare.command import command, compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
-from edkm_cli.research.compare.plot import plot
-from edkm_cli.research.compare.table import format_table
+from edkm_cli.research.compare.table import draw, format_table
 from helpers import refused, run
 from processes import PATIENCE_SECONDS
 
+SVG = "{http://www.w3.org/2000/svg}"
 KEYS = {"method", "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity",
         "kl_per_token", "top1_agreement", "texts", "seconds", "peak_memory_bytes", "label", "options", "windows",
         "calibration_tokens", "training_tokens", "evaluation_seconds", "note", "error"}  # fmt: skip
@@ -215,7 +217,6 @@ def test_sigterm_ends_the_worker_and_the_same_command_goes_on(
 
 
 def test_the_command_prints_the_table_and_writes_json_and_figures(one_process, model_directory, text_file, tmp_path):
-    pytest.importorskip("matplotlib")
     status, text, error = run("compare", "--model", model_directory, "--methods", "fp16,rtn:group-size=0", "--data",
                               text_file, "--context", 32, "--eval-windows", 3, "--device",
                               "cpu", "-o", tmp_path / "out", "--json", tmp_path / "c.json")  # fmt: skip
@@ -224,8 +225,20 @@ def test_the_command_prints_the_table_and_writes_json_and_figures(one_process, m
     assert text.strip() == format_table(result)
     assert "perplexity of 3 windows of 32 tokens" in text
     assert result["rows"][1]["granularity"] == "row:1"
-    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+    assert ElementTree.parse(tmp_path / "out" / "compare.svg").getroot().tag == f"{SVG}svg"
+
+
+def test_a_method_that_fails_is_named_and_gives_status_1_while_the_others_are_kept(
+    one_process, model_directory, text_file, tmp_path
+):
+    status, text, error = run("compare", "--model", model_directory, "--methods", "rtn:group-size=7,fp16", "--data",
+                              text_file, "--context", 32, "--eval-windows", 1, "--device", "cpu", "-o", tmp_path / "out",
+                              "--json", tmp_path / "c.json")  # fmt: skip
+    assert status == 1
+    assert error.strip().splitlines()[-1] == "edkm: error: 1 of 2 methods failed: rtn:group_size=7"
+    assert "group_size must divide" in text
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert [row["perplexity"] is None for row in rows] == [True, False]
 
 
 def test_the_recorded_command_asks_for_the_same_comparison(finished):
@@ -259,31 +272,20 @@ class TestFigure:
         rows += [self.row("rtn", 3.02, 15012.0, granularity="row:1"), self.row("rtn", 4.25, 36.4, bits=4)]
         return {"rows": rows, "setting": {"model": "m", "context": 1024, "data": ["d"], "eval_data": None}}
 
-    def test_no_label_covers_another(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        boxes = plot(self.crowd(), tmp_path / "figure.png")
-        assert len(boxes) == 9
-        for i, first in enumerate(boxes):
-            for second in boxes[:i]:
-                apart = first[0] >= second[2] or second[0] >= first[2] or first[1] >= second[3] or second[1] >= first[3]
-                assert apart
+    def test_each_method_has_its_bar_the_lowest_perplexity_first(self, tmp_path):
+        save(draw(self.crowd()), tmp_path / "figure.svg")
+        tree = ElementTree.parse(tmp_path / "figure.svg").getroot()
+        labels = [e.text for e in tree.iter(f"{SVG}text") if e.get("class") == "bar-label end"]
+        assert labels[:3] == ["fp16 group:64", "rtn group:64", "edkm row:1"]
+        assert len(labels) == 9
+        lengths = [float(bar.get("width")) for bar in tree.iter(f"{SVG}rect")]
+        assert lengths == sorted(lengths)
+        assert len([line for line in tree.iter(f"{SVG}line") if line.get("class") == "reference"]) == 1
 
-    def test_failed_rows_are_left_out_and_one_row_is_enough(self, tmp_path):
-        pytest.importorskip("matplotlib")
+    def test_failed_rows_are_left_out_and_one_row_is_enough(self):
         result = self.crowd()
         result["rows"] = [result["rows"][0], self.row("rtn", None, None)]
-        assert len(plot(result, tmp_path / "figure.svg")) == 1
-
-    def test_without_matplotlib_the_table_is_still_written(
-        self, one_process, model_directory, text_file, tmp_path, monkeypatch
-    ):
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        said = []
-        result = compare(settings(model_directory, text_file, tmp_path, methods=("fp16",)), say=said.append)
-        assert "pip install 'edkm-cli[plot]'" in said[-1]
-        assert result["rows"][0]["perplexity"] > 1
-        assert (tmp_path / "compare.json").is_file()
-        assert not (tmp_path / "compare.png").exists()
+        assert draw(result).count("<rect") == 1
 
 
 class TestSettings:

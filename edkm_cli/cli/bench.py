@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
+from edkm_cli.errors import UserError
 
 
 def bench_clustering_command(
@@ -98,11 +99,13 @@ def ablate_command(
     iterations: Annotated[int, typer.Option(help="Clustering updates that gradients pass through.")] = 1,
     dtype: Annotated[str, typer.Option(help="Number format of the weight: bfloat16 or float16.")] = "bfloat16",
     device: Device = "auto",
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this file (.png, .svg).")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a figure to this file (.svg).")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
     check_json_target(json_file)
+    if plot_file is not None and plot_file.suffix != ".svg":
+        raise UserError(f"--plot must name a .svg file, got {plot_file}")
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
     from edkm_cli.research.bench.ablate import format_table, plot, run

@@ -19,7 +19,7 @@ def compare_command(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """One model, many methods, one evaluator: a table, a JSON file and a figure."""
+    """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
     require_model(settings.model)
     check_json_target(json_file)
     from edkm_cli.progress import Progress
@@ -28,3 +28,6 @@ def compare_command(
 
     result = compare(settings, overwrite=overwrite, say=Progress().say)
     finish(format_table(result), result, json_file)
+    if failed := [row["label"] for row in result["rows"] if row["error"]]:
+        typer.echo(f"edkm: error: {len(failed)} of {len(result['rows'])} methods failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)

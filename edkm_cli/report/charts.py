@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from edkm_cli.report.markup import Markup, join, tag
+from edkm_cli.report.markup import Markup, join, style, tag
 
 Point = tuple[float, float]
 _MOST_POINTS = 600
@@ -154,65 +155,67 @@ def legend(entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 def bars(
-    rows: Sequence[tuple[str, float, str, str]],
+    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]], str]],
     *,
     title: str,
-    reference: float | None = None,
-    width: int = 680,
     show: Callable[[float], str] = figure,
+    reference: float | None = None,
+    caption: str = "",
+    width: int = 1000,
 ) -> Markup:
-    """Horizontal bars of (label, value, note, colour), all positive, with a line at `reference`.
+    """Horizontal bars of (label, parts, note) on one scale, all positive, with a line at `reference`.
 
-    A logarithmic axis starts at 1, where a perplexity's logarithm, the loss, is zero: the bars' lengths are losses.
+    A part is (name, value, colour); those that are wide enough carry their name. Of single parts that differ much the
+    axis is logarithmic and starts at 1, where a perplexity's logarithm, the loss, is zero: lengths are losses. `caption`
+    stands below.
     """
-    values = [value for _, value, _, _ in rows]
-    log = wants_log(values, ratio=8.0) and min(values) > 1
-    x = Axis(1.0 if log else 0.0, max(values), 150, width - 140, log)
-    height = 34 * len(rows) + (14 if log else 4)
-    parts = []
-    for index, (label, value, note, colour) in enumerate(rows):
-        top = 34 * index + 6
-        parts.append(tag("text", label, x=x.start - 12, y=top + 16, class_="bar-label end"))
-        tip = tag("title", f"{label}: {show(value)} {note}")
-        length = max(x(value) - x.start, 1.0)
-        parts.append(tag("rect", tip, x=x.start, y=top, width=length, height=23, rx=3, class_=f"fill-{colour}"))
-        words = join(tag("tspan", show(value), class_="strong"), tag("tspan", note, dx=8, class_="quiet"))
-        parts.append(tag("text", words, x=x.start + length + 8, y=top + 16, class_="bar-label"))
-    if reference is not None:
-        place, end = x(reference), 34 * len(rows)
-        parts.append(tag("line", x1=place, x2=place, y1=0, y2=end, class_="reference"))
-    if log:
-        parts.append(tag("text", "log scale from 1", x=x.start, y=height - 2, class_="axis-label"))
-    return _svg(title, width, height, *parts)
-
-
-def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]],
-    *,
-    title: str,
-    show: Callable[[float], str],
-    width: int = 680,
-) -> Markup:
-    """Horizontal bars of parts (name, value, colour) on one scale; parts that are wide enough carry their name."""
-    longest = max(sum(value for _, value, _ in parts) for _, parts in rows)
-    x = Axis(0.0, longest, 110, width - 90)
+    totals = [sum(value for _, value, _ in parts) for _, parts, _ in rows]
+    stacked = any(len(parts) > 1 for _, parts, _ in rows)
+    log = not stacked and wants_log(totals, ratio=8.0) and min(totals) > 1
+    after = max(_wide(show(total) + "  " + note) for total, (_, _, note) in zip(totals, rows, strict=True)) + 20
+    x = Axis(1.0 if log else 0.0, max(totals), max(_wide(label) for label, _, _ in rows) + 16, width - after, log)
+    tall, thick = (56, 40) if stacked else (34, 23)
+    line = None if reference is None else x(reference)
     drawn = []
-    for index, (label, parts) in enumerate(rows):
-        top, place = 56 * index + 6, x.start
-        drawn.append(tag("text", label, x=x.start - 12, y=top + 25, class_="bar-label end"))
+    for index, ((label, parts, note), total) in enumerate(zip(rows, totals, strict=True)):
+        top, place = tall * index + 6, x.start
+        middle = top + thick / 2 + 5
+        drawn.append(tag("text", label, x=x.start - 12, y=middle, class_="bar-label end"))
         for name, value, colour in parts:
             length = x(value) - x.start
-            if value <= 0:
-                continue
-            tip = tag("title", f"{label}, {name}: {show(value)}")
-            drawn.append(tag("rect", tip, x=place, y=top, width=max(length, 0.5), height=40, class_=f"fill-{colour}"))
-            if length > 7.4 * max(len(name), len(show(value))) + 16:
+            tip = tag("title", f"{label}{name and f', {name}'}: {show(value)} {note}".rstrip())
+            drawn.append(
+                tag("rect", tip, x=place, y=top, width=max(length, 0.5), height=thick, class_=f"fill-{colour}")
+            )
+            if name and length > max(_wide(name), _wide(show(value))) + 16:
                 drawn.append(tag("text", name, x=place + 8, y=top + 17, class_="on-bar"))
                 drawn.append(tag("text", show(value), x=place + 8, y=top + 32, class_="on-bar quiet"))
             place += length
-        total = show(sum(value for _, value, _ in parts))
-        drawn.append(tag("text", total, x=place + 8, y=top + 25, class_="bar-label strong"))
-    return _svg(title, width, 56 * len(rows), *drawn)
+        if line is not None and place - 4 < line < place + after:  # the figure stands behind the line, not under it
+            place = line
+        words = join(
+            tag("tspan", show(total), class_="strong"), tag("tspan", note, dx=8, class_="quiet") if note else None
+        )
+        drawn.append(tag("text", words, x=place + 8, y=middle, class_="bar-label"))
+    if line is not None:
+        drawn.append(tag("line", x1=line, x2=line, y1=0, y2=tall * len(rows), class_="reference"))
+    below = ", ".join([caption] * bool(caption) + ["log scale from 1"] * log)
+    height = tall * len(rows) + (18 if below else 4)
+    if below:
+        drawn.append(tag("text", below, x=x.start, y=height - 6, class_="axis-label"))
+    return _svg(title, width, height, *drawn)
+
+
+def save(chart: Markup, path: str | Path) -> None:
+    """Write a chart as a file of its own."""
+    start, end, rest = chart.partition(">")
+    start = start.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    Path(path).write_text(f"{start}{end}{style()}{rest}\n", encoding="utf-8")
+
+
+def _wide(words: str) -> float:
+    """At most so many units are taken by words of the size of labels, in any of the page's fonts."""
+    return 7.6 * len(words)
 
 
 def heat_map(
@@ -224,14 +227,15 @@ def heat_map(
     show: Callable[[float], str],
     width: int = 1000,
 ) -> Markup:
-    """Cells coloured by their value relative to the smallest and the largest, with each row's mean at its end.
+    """Cells coloured by their value between the smallest and the largest, with each row's mean at its end; on a logarithmic
+    scale where one value would leave the others without colour.
 
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
     left, right, tall = 110, 84, 24
     wide = min((width - left - right) / max(len(columns), 1), 72.0)
     end = left + wide * len(columns) + right
-    low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
+    scale = _strength([value for value, _ in values.values()])
     parts = [tag("text", "mean", x=end - 4, y=12, class_="tick end")]
     every = max(1, math.ceil(len(columns) / 16))
     for number, column in enumerate(columns):
@@ -244,17 +248,23 @@ def heat_map(
         for number, column in enumerate(columns):
             if (row, column) in values:
                 value, tip = values[row, column]
-                strength = 0.08 + 0.92 * (value - low) / ((high - low) or 1.0)
                 parts.append(tag("rect", tag("title", tip), x=left + number * wide, y=top, width=wide - 1.5, height=tall,
-                                 rx=2, class_="fill-c1", fill_opacity=strength))  # fmt: skip
+                                 rx=2, class_="fill-c1", fill_opacity=scale(value)))  # fmt: skip
         parts.append(tag("text", show(sum(found) / len(found)), x=end - 4, y=top + 16, class_="bar-label end strong"))
     return _svg(title, width, 22 + len(rows) * (tall + 2), *parts)
 
 
-def scale_of(low: float, high: float, *, show: Callable[[float], str], colour: str = "c1") -> Markup:
+def _strength(values: Sequence[float]) -> Axis:
+    """How strongly a heat map colours a value."""
+    return Axis(min(values), max(values), 0.08, 1.0, wants_log(values))
+
+
+def scale_of(values: Sequence[float], *, show: Callable[[float], str]) -> Markup:
     """The key of a heat map."""
-    steps = [tag("i", class_=f"swatch bg-{colour}", style=f"opacity:{0.08 + 0.92 * n / 5:.2f}") for n in range(6)]
-    return tag("p", show(low), " ", *steps, " ", show(high), class_="legend scale")
+    scale = _strength(values)
+    steps = [tag("i", class_="swatch bg-c1", style=f"opacity:{0.08 + 0.92 * n / 5:.2f}") for n in range(6)]
+    note = " (log scale)" if scale.log else ""
+    return tag("p", show(scale.low), " ", *steps, " ", show(scale.high), note, class_="legend scale")
 
 
 def histogram(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from edkm_cli.report.charts import (
     MOST_LINES,
     Series,
+    bars,
     figure,
     heat_map,
     histogram,
     legend,
     line_chart,
     scale_of,
-    stacked_bars,
 )
 from edkm_cli.report.layers import Histogram, LayerError, Weights
-from edkm_cli.report.markup import Markup, section, table, tag, unfold
+from edkm_cli.report.markup import Markup, section, style, table, tag, unfold
 from edkm_cli.report.read import RunFiles, number
 from edkm_cli.report.texts import STAGE_NAMES, fixed, perplexity_section
 from edkm_cli.summaries import duration, megabytes, text_names
@@ -33,14 +32,13 @@ _MODES = {
 
 def page(run: RunFiles, weights: Weights | None) -> str:
     """The whole document. `weights` is None for a run that is not finished, or where they were not asked for."""
-    style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("title", f"{run.name}: edkm report"),
-        tag("style", Markup(style)),
+        style(),
     )
     sections = [perplexity_section(run), training_section(run), *weights_sections(weights), settings_section(run)]
     body = tag("body", header(run), tag("main", tiles(run), *sections), footer(run))
@@ -204,7 +202,9 @@ def size_section(weights: Weights) -> Markup:
     """Two bars on one scale: bytes by part, in 16 bits and compressed."""
     colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
     both = [("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes)]
-    stacks = [(label, [(part, float(size), colours[part]) for part, size in parts.items()]) for label, parts in both]
+    stacks = [
+        (label, [(part, float(size), colours[part]) for part, size in parts.items()], "") for label, parts in both
+    ]
     rows: list[list[object]] = [
         [f"{label}: {part}", f"{size:,}", f"{size / max(sum(parts.values()), 1):.1%}"]
         for label, parts in both
@@ -214,7 +214,7 @@ def size_section(weights: Weights) -> Markup:
         "Size",
         "Bytes of the weights by part, on one scale.",
         legend([("decoder linears, indices", "c1"), ("lookup tables", "c2"), ("embeddings", "c3"), ("dense rest", "muted")]),
-        tag("figure", stacked_bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes, width=1000)),
+        tag("figure", bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes)),
         unfold("as a table", table(rows, header=["part", "bytes", "share"], caption="Bytes by part")),
     )  # fmt: skip
 
@@ -234,14 +234,13 @@ def error_section(errors: Sequence[LayerError]) -> Markup:
     kinds = list(dict.fromkeys(entry.kind for entry in errors))
     columns = list(dict.fromkeys(_column(entry.layer) for entry in errors))
     worst = sorted(errors, key=lambda entry: -entry.error)[:3]
-    low, high = (pick(value for value, _ in values.values()) for pick in (min, max))
     chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
     return section(
         "Error by layer",
         "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
         "weights, so this includes both what rounding lost and what training changed. Largest: "
         + ", ".join(f"{entry.name} {_percent(entry.error)}" for entry in worst) + ".",
-        scale_of(low, high, show=_percent),
+        scale_of([value for value, _ in values.values()], show=_percent),
         tag("figure", chart),
         unfold("as a table", table([[entry.name, _percent(entry.error)] for entry in errors],
                                    header=["linear", "relative squared error"], caption="Relative squared error")),

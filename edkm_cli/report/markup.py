@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 _EMPTY = ("meta", "line", "rect", "circle", "path")  # HTML's parser would leave any other open after <name/>
 _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
@@ -48,6 +49,11 @@ def table(rows: Sequence[Sequence[object]], *, header: Sequence[str], caption: s
     head = tag("tr", *(tag("th", name, scope="col") for name in header))
     lines = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
     return tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *lines))
+
+
+def style() -> Markup:
+    """The style sheet, for a page or a chart that is a file."""
+    return tag("style", Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")))
 
 
 def section(title: str, note: str, *content: object) -> Markup:

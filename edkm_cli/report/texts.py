@@ -41,12 +41,21 @@ def perplexity_section(run: RunFiles) -> Markup | None:
 def _bars(text: Text, name: str) -> Markup:
     measured, original = text.perplexity, text.perplexity.get("original")
     rows = [
-        (STAGE_NAMES[stage], value, f"{value / original:.2f}x" if original and stage != "original" else "",
-         "muted" if stage in ("original", "dense") else "c1" if stage == list(measured)[-1] else "c1 pale")
+        (
+            STAGE_NAMES[stage],
+            [
+                (
+                    "",
+                    value,
+                    "muted" if stage in ("original", "dense") else "c1" + " pale" * (stage != list(measured)[-1]),
+                )
+            ],
+            f"{value / original:.2f}x" if original and stage != "original" else "",
+        )
         for stage, value in measured.items()
-    ]  # fmt: skip
+    ]
     title = f"Perplexity by stage{name and f', {name}'}"
-    return bars(rows, title=title, reference=original, show=fixed, width=1000)
+    return bars(rows, title=title, reference=original, show=fixed)
 
 
 def _over_steps(run: RunFiles, texts: list[Text], names: list[str]) -> Markup | None:

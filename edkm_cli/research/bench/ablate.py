@@ -24,6 +24,7 @@ from edkm_cli.clustering import clustered_linear
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
+from edkm_cli.report.charts import bars, save
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,23 +180,16 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
-    """A bar chart of the ablation, bytes on a logarithmic axis. Raises UserError where matplotlib is absent."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("a plot needs matplotlib, which is not installed; pip install 'edkm-cli[plot]'") from error
-    rows = result["rows"]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    bars = axes.bar([row["technique"] for row in rows], [max(row["bytes"], 1) for row in rows])
-    axes.bar_label(bars, [f"{row['reduction']:,.1f}x" for row in rows])
-    axes.set_yscale("log")
-    axes.set_ylabel("bytes kept for backward, one learner")
+    """The ablation as a chart, an SVG file."""
     setting = result["setting"]
-    axes.set_title(f"{setting['width']} x {setting['width']}, {setting['bits']} bits, {setting['learners']} learners")
-    figure.savefig(path)
+    text = f"{setting['width']} x {setting['width']}, {setting['bits']} bits, {setting['learners']} learners"
+    rows = [
+        (row["technique"], [("", max(row["bytes"], 1), "c1")], f"bytes, {row['reduction']:,.1f}x less")
+        for row in result["rows"]
+    ]
+    save(
+        bars(rows, title=f"Bytes kept for backward: {text}", caption=f"kept for backward by one learner, {text}"), path
+    )
 
 
 def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:

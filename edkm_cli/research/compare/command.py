@@ -29,10 +29,11 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
+from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import autoround, load
 from edkm_cli.research.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.research.compare.llama_cpp import file_facts
-from edkm_cli.research.compare.plot import plot
+from edkm_cli.research.compare.table import draw
 from edkm_cli.settings import coerce, from_mapping
 from edkm_cli.train.loop import preemption
 
@@ -82,11 +83,7 @@ def compare(
         "hardware": hardware(choose_device(config.device)),
     }
     write_json(directory / "compare.json", result)
-    try:
-        for suffix in ("png", "svg"):
-            plot(result, directory / f"compare.{suffix}")
-    except UserError as error:
-        say(f"no figure: {error}")
+    save(draw(result), directory / "compare.svg")
     return result
 
 

@@ -1,9 +1,12 @@
-"""The table of a comparison as text, and the names of its rows. Reads JSON, never imports torch."""
+"""A comparison as a table of text, and as a figure. Reads JSON, never imports torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from edkm_cli.report.charts import bars
+from edkm_cli.report.markup import Markup
+from edkm_cli.research.compare.config import OURS, UNCOMPRESSED
 from edkm_cli.summaries import megabytes, table, text_names
 
 # Options that have a column of their own.
@@ -54,6 +57,20 @@ def format_table(result: dict[str, Any]) -> str:
             *notes,
         ]
     )
+
+
+def draw(result: dict[str, Any]) -> Markup:
+    """The perplexity on the first text of each method that has one, the lowest first, as a chart."""
+    setting, rows = result["setting"], [row for row in result["rows"] if row["perplexity"] is not None]
+    shown = []
+    for row in sorted(rows, key=lambda row: row["perplexity"]):
+        colour = "c1" if row["method"] == OURS else "c3" if row["training_tokens"] else "muted"
+        note = f"{row['decoder_bits_per_weight']:.2f} bits" + ", trained" * bool(row["training_tokens"])
+        shown.append((f"{display_name(row)} {row['granularity']}".rstrip(), [("", row["perplexity"], colour)], note))
+    reference = next((row["perplexity"] for row in rows if row["method"] == UNCOMPRESSED), None)
+    text = f"{setting['model']}, {text_names(_texts(result))[0]}, context {setting['context']}"
+    caption = f"perplexity on {text}; bits per weight of the decoder"
+    return bars(shown, title=f"Perplexity by method: {text}", reference=reference, caption=caption)
 
 
 def _measured(row: dict[str, Any]) -> list[dict[str, Any]]:
