@@ -300,7 +300,7 @@ def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, da
             source,
             "test" if held_out else None,
             tokenizer=tokenizer,
-            reading=data_options(config).reading,
+            options=data_options(config),
             characters=needed,
         )
     return found

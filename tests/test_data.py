@@ -139,6 +139,24 @@ def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
     assert "\x00" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.txt", b""),
+        ("empty.jsonl", b""),
+        ("latin.txt", b"caf\xe9"),
+        ("bad.jsonl", b"{"),
+        ("bad.json", b"{"),
+        ("bad.parquet", b"x"),
+        ("bad.txt.gz", b"x"),
+    ],
+)
+def test_a_bad_file_is_told_of_under_the_option_that_names_it(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=r"^--eval-data "):
+        load_documents(parse_source(str(tmp_path / name), "--eval-data"))
+
+
 def test_a_text_that_is_measured_takes_no_weight(text_file):
     with pytest.raises(UserError, match=r"--eval-data .*text.txt is measured, which takes no weight; leave out =0.5"):
         load_documents(parse_source(f"{text_file}=0.5", "--eval-data"))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, parse_sources, splits, store
-from edkm_cli.data.encode import Encoding
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
@@ -48,7 +47,7 @@ def stores(path):
 def test_a_cached_store_is_that_of_one_pass_in_memory(large, monkeypatch, workers):
     found = opened(large, workers=workers)
     parts = splits.read_split(parse_source(str(large)), "train")
-    source = cache.memory_store(parts, cache.Encoder(byte_tokenizer(), Encoding()))
+    source = cache.memory_store(parts, cache.Encoder(byte_tokenizer()))
     assert contents(found) == contents(source)
     assert found.sha256 == source.sha256
     assert found.counts.masked > 0

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from edkm_cli.data.encode import Counts, Encoder, Encoding, split_long
+from edkm_cli.data.encode import Counts, Encoder, split_long
 from edkm_cli.data.reading import Part
 from helpers import byte_tokenizer
 
@@ -24,7 +24,7 @@ def merging_tokenizer(**special):
 
 
 def encode(records, tokenizer=None, **encoding):
-    return Encoder(tokenizer or byte_tokenizer(), Encoding(**encoding)).encode(Part("here", 0, records))
+    return Encoder(tokenizer or byte_tokenizer(), **encoding).encode(Part("here", 0, records))
 
 
 def learnt(encoded, tokenizer):
@@ -85,7 +85,7 @@ def test_records_without_text_or_answer_are_left_out_and_counted():
 @pytest.mark.parametrize("make", [byte_tokenizer, merging_tokenizer])
 def test_the_library_of_tokenizers_gives_what_transformers_gives(make):
     texts = ["", "Answer: yes\n\nno <eos> the", "ü\u0301 \U0001f642  the   the", "<eos><eos>", "\t the\r\n" * 50]
-    encoder = Encoder(make(), Encoding())
+    encoder = Encoder(make())
     assert encoder._backend() is not None
     direct = encoder._ids(texts)
     encoder._direct = False
@@ -94,13 +94,13 @@ def test_the_library_of_tokenizers_gives_what_transformers_gives(make):
 
 def test_what_a_tokenizer_was_told_before_does_not_matter():
     tokenizer = byte_tokenizer()
-    encoder = Encoder(tokenizer, Encoding())
+    encoder = Encoder(tokenizer)
     tokenizer("Hello", truncation=True, max_length=2)
     assert encoder.encode(Part("here", 0, ["Hello"])).ids.size == 6
 
 
 def test_what_is_held_out_is_counted():
-    encoded = Encoder(byte_tokenizer(), Encoding()).encode(Part("here", 0, ["a"], held_out=7))
+    encoded = Encoder(byte_tokenizer()).encode(Part("here", 0, ["a"], held_out=7))
     assert encoded.counts == Counts(1, 2, 2, 0, 0, 7)
 
 

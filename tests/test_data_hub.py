@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from edkm_cli.data import DataOptions, Reading, load_documents, open_training_data, parse_source, parse_sources, splits
+from edkm_cli.data import DataOptions, load_documents, open_training_data, parse_source, parse_sources, splits
 from edkm_cli.data.hub import _answers
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -49,14 +49,17 @@ def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(h
     data = open_training_data(parse_sources([name]), byte_tokenizer(), options=options)
     text = byte_tokenizer().decode(data.all_tokens())
     assert text == "".join(f"train {i}<eos>" for i in range(200))
-    measured = load_documents(parse_source(name), "test", reading=Reading("body", streaming)).documents
+    measured = load_documents(parse_source(name), "test", options=DataOptions("body", streaming)).documents
     assert measured == [f"test {i}" for i in range(20)]
-    assert load_documents(parse_source(f"{name}@test"), "all", reading=Reading("body", streaming)).documents == measured
+    assert (
+        load_documents(parse_source(f"{name}@test"), "all", options=DataOptions("body", streaming)).documents
+        == measured
+    )
 
 
 def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, reading=Reading("body")).documents
+        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")).documents
         for split in ("train", "test")
     )
     assert train + test == [f"test {i}" for i in range(20)]
@@ -67,7 +70,7 @@ def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
     monkeypatch.setattr(splits, "WHOLE_BYTES", 50)
     monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 30)
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, reading=Reading("body")).documents
+        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")).documents
         for split in ("train", "test")
     )
     assert test + train == [f"test {i}" for i in range(20)]

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edkm_cli.data.layout import DROP, SPLIT, best_fit, packed_layout, plain_layout
+from edkm_cli.data.layout import best_fit, packed_layout, plain_layout
+from edkm_cli.data.sources import DROP, SPLIT
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 

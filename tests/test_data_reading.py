@@ -6,7 +6,7 @@ import json
 import pytest
 
 from edkm_cli.data import load_documents, parse_source, reading
-from edkm_cli.data.encode import Encoder, Encoding
+from edkm_cli.data.encode import Encoder
 from edkm_cli.data.reading import Part, line_ranges, read_files
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -108,7 +108,7 @@ def test_of_several_texts_each_is_a_document_also_where_they_are_large(tmp_path,
         (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 300)
     monkeypatch.setattr(reading, "PART_BYTES", 100)
     parts = read_files(parse_source(str(tmp_path)))
-    ids = [Encoder(tokenizer, Encoding()).encode(part).ids for part in parts]
+    ids = [Encoder(tokenizer).encode(part).ids for part in parts]
     assert len(ids) > 12
     text = tokenizer.decode([token for row in ids for token in row.tolist()])
     assert text == "".join(f"{name}\n" * 300 + "<eos>" for name in "abc")

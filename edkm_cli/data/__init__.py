@@ -8,12 +8,10 @@ puts it together; `text` has the texts that are measured.
 
 from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.reading import wikitext_rows
-from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
-from edkm_cli.data.splits import Reading
+from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, DataOptions, Source, parse_source, parse_sources
 from edkm_cli.data.store import TokenStore
 from edkm_cli.data.text import Documents, load_documents, measured_split, require_apart, tokenize
 from edkm_cli.data.training import (
-    DataOptions,
     TrainingData,
     open_training_data,
     overlaps,
@@ -30,7 +28,6 @@ __all__ = [
     "Blocks",
     "DataOptions",
     "Documents",
-    "Reading",
     "Source",
     "TokenStore",
     "TrainingData",

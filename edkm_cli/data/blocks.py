@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.data.encode import Counts
-from edkm_cli.data.layout import DROP, SPLIT, Chain, Layout, packed_layout, plain_layout
+from edkm_cli.data.layout import Chain, Layout, packed_layout, plain_layout
+from edkm_cli.data.sources import DROP, SPLIT
 from edkm_cli.data.store import TokenStore
 from edkm_cli.errors import UserError
 

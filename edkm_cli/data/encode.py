@@ -10,19 +10,10 @@ import numpy as np
 from edkm_cli.data.marks import marks
 from edkm_cli.data.reading import PART_BYTES, Part
 from edkm_cli.data.records import Document, render
-from edkm_cli.errors import UserError
+from edkm_cli.data.sources import COMPLETIONS, EVERYTHING
 
-COMPLETIONS, ALL = "completions", "all"
 # Words, blanks, accents, parts of a character: on it the tokenizer's own library must do as transformers does.
 _PROBE = "A word,\n  1 234 \u00fc\u0301 \U0001f642\tend. "
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How records become tokens: all that decides a token, but the text and the tokenizer."""
-
-    column: str | None = None
-    train_on: str = COMPLETIONS
 
 
 @dataclass
@@ -54,11 +45,17 @@ class Encoded:
 
 
 class Encoder:
-    """Renders and tokenizes parts. Copied into worker processes; it holds no open files. `sampled`: keep a share of the
-    marks, for a source that is large."""
+    """Renders and tokenizes parts. Copied into worker processes; it holds no open files.
 
-    def __init__(self, tokenizer: Any, encoding: Encoding, *, sampled: bool = False):
-        self.tokenizer, self.encoding, self.sampled = tokenizer, encoding, sampled
+    Args:
+        column, train_on: as in `DataOptions`.
+        sampled: keep a share of the marks, for a source that is large.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, column: str | None = None, train_on: str = COMPLETIONS, sampled: bool = False
+    ):
+        self.tokenizer, self.column, self.whole, self.sampled = tokenizer, column, train_on == EVERYTHING, sampled
         empty = list(tokenizer("")["input_ids"])
         self._begin = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -71,45 +68,49 @@ class Encoder:
 
     def encode(self, part: Part) -> Encoded:
         """Raises UserError for a record that cannot be used."""
-        encoded = self._encode(part)
+        if part.joint is None:
+            encoded = self._documents(part)
+        else:  # a piece of a running text: nothing is put between it and the next
+            texts = part.load()
+            ids = [*(self._begin if part.begins else []), *self._ids(texts)[0], *(self._end if part.ends else [])]
+            encoded = self._encoded(texts, [np.asarray(ids, self.dtype)], [np.ones(len(ids), bool)])
         return replace(encoded, counts=encoded.counts + Counts(held_out=part.held_out))
 
-    def _encode(self, part: Part) -> Encoded:
-        records = part.load()
-        if part.stream:
-            return self._stream(records, self._begin if part.begins else [], self._end if part.ends else [])
+    def _encoded(self, texts: list[str], ids: list[np.ndarray], trained: list[np.ndarray], empty: int = 0) -> Encoded:
+        """Put together: the ids of each text, and which of them are learnt."""
+        lengths = np.array([row.size for row in ids], np.int64)
+        joined = np.concatenate([np.empty(0, self.dtype), *ids])
+        mask = np.concatenate([np.empty(0, bool), *trained])
+        total, count = mask.size, int(mask.sum())
+        counts = Counts(len(ids), total, count, total - count, empty)
+        return Encoded(joined, lengths, None if count == total else mask, marks(texts, sampled=self.sampled), counts)
+
+    def _documents(self, part: Part) -> Encoded:
+        """Each with what begins and ends one, unless a chat template has put it in."""
         documents: list[Document] = []
         empty = 0
-        for number, record in enumerate(records):
-            where = f"{part.where}, record {part.first + number + 1}"
-            found = self._rendered(record, where)
-            empty += not found
-            documents += found
-        return self._assemble(documents, empty)
-
-    def _rendered(self, record: Any, where: str) -> list[Document]:
-        whole = self.encoding.train_on == ALL
-        found = render(record, where, tokenizer=self.tokenizer, column=self.encoding.column, whole=whole)
-        if not whole:
-            found = [document for document in found if document.answers is None or document.answers]
-        return [document for document in found if document.text.strip()]
-
-    def _stream(self, texts: list[str], begin: list[int], end: list[int]) -> Encoded:
-        """Pieces of one running text: what a tokenizer makes of each, nothing put between them."""
-        ids = [np.asarray(row, self.dtype) for row in self._ids(texts)]
-        if ids:
-            ids[0] = np.concatenate([np.asarray(begin, self.dtype), ids[0]])
-            ids[-1] = np.concatenate([ids[-1], np.asarray(end, self.dtype)])
-        lengths = np.array([row.size for row in ids], np.int64)
-        total = int(lengths.sum())
-        joined = np.concatenate(ids) if ids else np.empty(0, self.dtype)
-        return Encoded(joined, lengths, None, marks(texts, sampled=self.sampled), Counts(len(texts), total, total))
+        for number, record in enumerate(part.load()):
+            rendered = render(
+                record, part.place(number), tokenizer=self.tokenizer, column=self.column, whole=self.whole
+            )
+            with_text = [one for one in rendered if one.text.strip() and (one.answers is None or one.answers)]
+            empty += not with_text
+            documents += with_text
+        begin, end = np.asarray(self._begin, self.dtype), np.asarray(self._end, self.dtype)
+        ids, trained = self._tokens(documents)
+        for index, document in enumerate(documents):
+            if not document.templated:
+                last = end[: 0 if ids[index][-1:].tolist() == self._end else None]
+                learns_begin = np.full(begin.size, document.answers is None)
+                trained[index] = np.concatenate([learns_begin, trained[index], np.ones(last.size, bool)])
+                ids[index] = np.concatenate([begin, ids[index], last])
+        return self._encoded([document.text for document in documents], ids, trained, empty)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Tokens of each text, without what begins and ends one."""
         backend = self._backend()
         if backend is not None:  # what transformers wraps: a fifth of the time goes into its wrapping
-            return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -119,33 +120,6 @@ class Encoder:
         asked for, such as truncation."""
         backend = self.tokenizer.backend_tokenizer if self._direct else None
         return backend if backend is not None and backend.truncation is None and backend.padding is None else None
-
-    def _assemble(self, documents: list[Document], empty: int) -> Encoded:
-        rows: list[np.ndarray] = []
-        learnt: list[np.ndarray] = []
-        begin, end = np.asarray(self._begin, self.dtype), np.asarray(self._end, self.dtype)
-        for document, ids, trained in zip(documents, *self._tokens(documents), strict=True):
-            if not document.templated:
-                ends = document.answers is None or bool(document.answers)
-                last = end[: 0 if ids[-1:].tolist() == self._end else None]
-                trained = np.concatenate(
-                    [np.full(begin.size, document.answers is None), trained, np.full(last.size, ends)]
-                )
-                ids = np.concatenate([begin, ids, last])
-            rows.append(ids)
-            learnt.append(trained)
-        lengths = np.array([row.size for row in rows], np.int64)
-        total = int(lengths.sum())
-        joined = np.concatenate(rows) if rows else np.empty(0, self.dtype)
-        mask = np.concatenate(learnt) if learnt else np.empty(0, bool)
-        count = int(mask.sum())
-        return Encoded(
-            joined,
-            lengths,
-            None if count == total else mask,
-            marks([document.text for document in documents], sampled=self.sampled),
-            Counts(len(rows), total, count, total - count, empty),
-        )
 
     def _tokens(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Ids without what begins and ends a document, and which of them are learnt, for each document."""
@@ -204,9 +178,3 @@ def split_long(text: str) -> list[str]:
         pieces.append(text[:cut])
         text = text[cut:]
     return [*pieces, text]
-
-
-def check_train_on(train_on: str) -> None:
-    """Raises UserError for a value that is none."""
-    if train_on not in (COMPLETIONS, ALL):
-        raise UserError(f"--train-on must be {COMPLETIONS} or {ALL}, got {train_on!r}")

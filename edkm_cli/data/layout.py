@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edkm_cli.data.sources import DROP, SPLIT
 from edkm_cli.data.store import TokenStore
-from edkm_cli.errors import UserError
 
-SPLIT, DROP = "split", "drop"
 _WINDOW = 1 << 16  # documents that are packed together: bounded work, and neighbours stay near
 
 
@@ -159,9 +158,3 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray
     owner = np.repeat(np.arange(len(lengths)), pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return starts[owner] + number * size, np.minimum(size, lengths[owner] - number * size)
-
-
-def check_long_records(long_records: str) -> None:
-    """Raises UserError for a value that is none."""
-    if long_records not in (SPLIT, DROP):
-        raise UserError(f"--long-records must be {SPLIT} or {DROP}, got {long_records!r}")

@@ -1,14 +1,16 @@
-"""Local files -> raw records, a bounded part at a time: lines by their place in the file, so that several processes can
-read one file, everything else in batches."""
+"""Local files -> records and texts, a bounded part at a time: lines by their place in the file, so that several processes
+can read one file, everything else in batches."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,13 +21,25 @@ PART_BYTES = 1_000_000  # about 250,000 tokens, for which a tokenizer takes 75 M
 _LONGEST_ITEM = 100_000_000
 _LONG_LINE_PARTS = 16  # of PART_BYTES: a line that is longer is cut
 _BOM = b"\xef\xbb\xbf"
+# What a file must be, and what helps where it is not, by its suffix.
+_KINDS = {
+    ".jsonl": ("valid jsonl, a record a line", "mend the file"),
+    ".json": ("valid json", "it must be a list of records, or a record a line"),
+    ".parquet": ("a parquet file", "write it again"),
+    ".arrow": ("a arrow file", "write it again"),
+}
+_LIST, _COMMA, _END = re.compile(r"\s*\[\s*"), re.compile(r"\s*,\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some consecutive records of a source: read (`records`), or the lines that begin in bytes `start` to `stop` of a
-    file. `first` is the number of its first record. `stream`: the records are pieces of one text, not documents; whether
-    the text `begins` and `ends` with them. `held_out`: characters before or after it that are left out to be measured."""
+    """Consecutive records of a source, or a stretch of one running text.
+
+    `where` they are, and the number of the `first` there. `records` are read already, or are the lines that begin in
+    bytes `start` to `stop` of the file `path`. Where `joint` is not None they are lines or rows of a text, which it joins:
+    the text `continues` that of the part before; a document `begins` or `ends` with them. `held_out`: characters before or
+    after them that are left out to be measured. `option` names the source in errors.
+    """
 
     where: str
     first: int = 0
@@ -33,10 +47,12 @@ class Part:
     path: Path | None = None
     start: int = 0
     stop: int = 0
-    stream: bool = False
+    joint: str | None = None
+    continues: bool = False
     begins: bool = False
     ends: bool = False
     held_out: int = 0
+    option: str = "--data"
 
     @property
     def size(self) -> int:
@@ -44,160 +60,164 @@ class Part:
         return self.stop - self.start if self.path is not None else characters(self.records)
 
     def load(self) -> list[Any]:
-        """The records. Raises UserError for a line that is not JSON."""
+        """The records; of a running text its one piece. Raises UserError for a line that is not JSON."""
+        if self.joint is None:
+            return self.loaded().records
+        return [(self.joint if self.continues else "") + self.joint.join(self.records)]
+
+    def loaded(self) -> Part:
+        """The same, read. Raises UserError for a line that is not JSON."""
         if self.path is None:
-            return self.records
-        with _open(self.path) as file:
+            return self
+        with refusing(self.option, self.path), open(self.path, "rb") as file:
             file.seek(self.start)
             data = file.read(self.stop - self.start)
-        return [
-            parse_line(line, f"{self.path}, byte {self.start + offset}")
-            for offset, line in _lines(data)
-            if line.strip()
-        ]
+        records, offset = [], self.start
+        for line in data.split(b"\n"):  # only a newline ends a line: U+2028 and U+0085 stay inside
+            if line.strip():
+                records.append(_parsed(line, self.option, self.path, f"byte {offset}"))
+            offset += len(line) + 1
+        return replace(self, records=records, path=None)
 
+    def cut(self, low: int, high: int) -> Part:
+        """Only the records `low` to `high`."""
+        kept, continues = self.records[low:high], self.continues and low == 0
+        return replace(self, records=kept, first=self.first + low, continues=continues)
 
-def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line; only a newline ends one, so U+2028 and U+0085 stay inside."""
-    offset = 0
-    for line in data.split(b"\n"):
-        yield offset, line
-        offset += len(line) + 1
-
-
-def parse_line(line: bytes, where: str) -> Any:
-    """One record of JSON Lines. Raises UserError that says where it is."""
-    try:
-        return json.loads(line.removeprefix(_BOM).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data must be UTF-8 text, but {where} is not ({error.reason}); convert it first") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"--data must be valid jsonl, a record a line, but {where} is not ({error}); mend the file"
-        ) from error
+    def place(self, number: int) -> str:
+        """The name of a record in errors."""
+        return f"{self.where}, record {self.first + number + 1}"
 
 
 def read_files(source: Source, column: str | None = None) -> Iterator[Part]:
     """All parts of a source's files, in order. Raises UserError for a file that cannot be read."""
-    first = 0
-    for path in source.files:
-        for part in _read_file(path, first, column, alone=len(source.files) == 1):
-            first += len(part.records)
-            yield part
+    for index, path in enumerate(source.files):
+        with refusing(source.option, path):
+            if is_text(path):
+                # Of several texts each is a document, with an end; WikiText is one text in however many files.
+                alone = len(source.files) == 1 or is_wikitext(path)
+                yield from _text_parts(path, alone=alone, begins=index == 0 or not alone, option=source.option)
+            elif not is_compressed(path) and _holds_lines(path):
+                yield from line_ranges(path, option=source.option)
+            else:
+                yield from batched(_records(path, column, source.option), str(path), option=source.option)
 
 
-def _read_file(path: Path, first: int, column: str | None, *, alone: bool) -> Iterator[Part]:
-    """`alone`: the only file of its source. Of several, each text is a document, with an end."""
-    suffix = suffix_of(path)
-    if is_text(path):
-        ends = not alone and not is_wikitext(path)
-        number, pieces = 0, text_pieces(path)
-        text = next(pieces, None)
-        while text is not None:
-            following = next(pieces, None)
-            begins = number == 0 and (ends or first == 0)
-            yield Part(str(path), first + number, [text], stream=True, begins=begins, ends=ends and following is None)
-            number, text = number + 1, following
-    elif suffix in (".parquet", ".arrow"):
-        yield from batched(_columnar(path, column), str(path), first)
-    elif suffix == ".json" and not _is_lines(path):
-        yield from batched(_json_items(path), str(path), first)
-    elif is_compressed(path):
-        with _open(path) as file:
-            records = (
-                parse_line(line, f"{path}, line {number + 1}")
-                for number, line in enumerate(_whole_lines(path, file))
-                if line.strip()
-            )
-            yield from batched(_reading(path, records), str(path), first)
-    else:
-        yield from line_ranges(path)
+@contextmanager
+def refusing(option: str, path: Path) -> Iterator[None]:
+    """Whatever makes a file unreadable becomes a UserError of one line."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"reading {path} needs {error.name}, which is not installed; pip install datasets") from error
+    except (EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
+        raise _refusal(error, option, path, str(path)) from error
 
 
-def _whole_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a compressed file. Raises UserError for one that memory should not hold: a few kilobytes can unpack to
-    a line without end."""
-    while line := _line(path, file):
-        yield line
+def _refusal(error: Exception, option: str, path: Path, where: str) -> UserError:
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(f"{option} must be UTF-8 text, but {where} is not ({error.reason}); convert it first")
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        return UserError(f"{option} file cannot be read: {path} ({error.strerror})")
+    if isinstance(error, (ValueError, RecursionError)):
+        kind, remedy = _KINDS.get(suffix_of(path), ("text", "mend the file"))
+        return UserError(f"{option} must be {kind}, but {where} is not ({' '.join(str(error).split())}); {remedy}")
+    return UserError(f"{option} file is damaged or incomplete: {path} ({error}); fetch it again")
 
 
-def _line(path: Path, file: BinaryIO) -> bytes:
+def _parsed(line: bytes, option: str, path: Path, place: str) -> Any:
+    """One record of JSON Lines. Raises UserError that says where it is."""
+    try:
+        return json.loads(line.removeprefix(_BOM).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _refusal(error, option, path, f"{path}, {place}") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix.lower() == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return open(path, "rb")
+
+
+def _holds_lines(path: Path) -> bool:
+    """Whether a file has a record a line: JSON Lines, and those .json files that do not begin with a list."""
+    if suffix_of(path) != ".json":
+        return suffix_of(path) == ".jsonl"
+    with _opened(path) as file:
+        return not file.read(1 << 16).removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _records(path: Path, column: str | None, option: str) -> Iterator[Any]:
+    """The records of a file that is read from its beginning."""
+    if suffix_of(path) in (".parquet", ".arrow"):
+        yield from _rows(path, column)
+        return
+    lines = _holds_lines(path)
+    with _opened(path) as file:
+        if not lines:
+            yield from _items(io.TextIOWrapper(file, encoding="utf-8-sig"))
+            return
+        for number, line in enumerate(iter(lambda: _line(file), b"")):
+            if line.strip():
+                yield _parsed(line, option, path, f"line {number + 1}")
+
+
+def _line(file: BinaryIO) -> bytes:
+    """The next line. Raises ValueError for one that memory should not hold: kilobytes can unpack to one without end."""
     line = file.readline(_LONGEST_ITEM + 1)
     if len(line) > _LONGEST_ITEM:
-        raise UserError(
-            f"--data must have lines of at most {_LONGEST_ITEM} bytes, but {path} has a longer one; is it damaged?"
-        )
+        raise ValueError(f"lines of at most {_LONGEST_ITEM} bytes are read, it has a longer one: is it damaged?")
     return line
 
 
-def line_ranges(path: Path, start: int = 0) -> Iterator[Part]:
+def line_ranges(path: Path, start: int = 0, *, option: str = "--data") -> Iterator[Part]:
     """Byte ranges of whole lines, of about PART_BYTES each."""
     size = path.stat().st_size
-    with _open(path) as file:
+    with refusing(option, path), open(path, "rb") as file:
         while start < size:
             file.seek(min(start + PART_BYTES, size))
-            _line(path, file)
+            _line(file)
             stop = file.tell()
-            yield Part(str(path), path=path, start=start, stop=stop)
+            where = f"{path} from byte {start} on" if start else str(path)
+            yield Part(where, path=path, start=start, stop=stop, option=option)
             start = stop
 
 
-def end_of_lines(path: Path, size: int) -> int:
-    """Where the line ends in which byte `size` of a file is."""
-    with _open(path) as file:
-        file.seek(size)
-        file.readline()
-        return file.tell()
+def _text_parts(path: Path, *, alone: bool, begins: bool, option: str) -> Iterator[Part]:
+    """A text in pieces; as lines, or as rows where it is WikiText."""
+    joint = "\n\n" if is_wikitext(path) else ""
+    part: Part | None = None
+    with _opened(path) as file:
+        for piece in _pieces(io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")):
+            if part is not None:
+                yield part
+            records = wikitext_rows(piece) if is_wikitext(path) else piece.splitlines(keepends=True)
+            continues = part is not None
+            part = Part(
+                str(path), 0, records, joint=joint, continues=continues, begins=begins and not continues, option=option
+            )
+        if part is not None:
+            yield replace(part, ends=not alone)
 
 
-def read_text(path: Path) -> str:
-    """A text as the file holds it, but for a byte order mark. Raises UserError where it is not UTF-8."""
-    with _open(path) as file:
-        data = b"".join(_reading(path, iter(lambda: file.read(1 << 20), b"")))
-    try:
-        return data.removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"--data must be UTF-8 text, but {path} is not (byte {error.start}); convert it first"
-        ) from error
-
-
-def text_pieces(path: Path) -> Iterator[str]:
-    """A long text in pieces of about PART_BYTES that end with a line (where lines are very long, with a word); WikiText's
-    as its rows joined. Put together they are the whole text."""
-    pending, size, number, joint = [], 0, 0, ""
-    with _open(path) as file:
-        for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
-            if number == 0:
-                line = line.removeprefix(_BOM)
-            pending.append(line)
-            size, number = size + len(line), number + 1
-            if size >= _LONG_LINE_PARTS * PART_BYTES and not line.endswith(b"\n"):  # a text without lines
-                data = b"".join(pending)
-                cut = data.rfind(b" ", len(data) // 2) + 1 or _whole_characters(data)
-                yield joint + _decoded([data[:cut]], path)
-                pending, size, joint = [data[cut:]], len(data) - cut, ""
-            if size >= PART_BYTES and line.endswith(b"\n"):
-                yield joint + _decoded(pending, path)
-                pending, size, joint = [], 0, "\n\n" if is_wikitext(path) else ""
-    if pending:
-        yield joint + _decoded(pending, path)
-
-
-def _whole_characters(data: bytes) -> int:
-    """How many bytes there are before the last character, which may be cut."""
-    end = len(data) - 1
-    while end > 0 and data[end] & 0xC0 == 0x80:
-        end -= 1
-    return max(end, 1)
-
-
-def _decoded(lines: list[bytes], path: Path) -> str:
-    try:
-        text = b"".join(lines).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data must be UTF-8 text, but {path} is not ({error.reason}); convert it first") from error
-    return "\n\n".join(wikitext_rows(text)) if is_wikitext(path) else text
+def _pieces(text: io.TextIOWrapper) -> Iterator[str]:
+    """A text in pieces of about PART_BYTES that end with a line; where lines are very long, with a word."""
+    pending, size = [], 0
+    for line in iter(lambda: text.readline(PART_BYTES), ""):
+        pending.append(line)
+        size += len(line.encode())
+        long = size >= _LONG_LINE_PARTS * PART_BYTES and not line.endswith("\n")
+        if long or (size >= PART_BYTES and line.endswith("\n")):
+            piece = "".join(pending)
+            end = (piece.rfind(" ", len(piece) // 2) + 1 or len(piece)) if long else len(piece)
+            yield piece[:end]
+            pending, size = [piece[end:]], len(piece[end:].encode())
+    if any(pending):
+        yield "".join(pending)
 
 
 def wikitext_rows(text: str) -> list[str]:
@@ -212,48 +232,18 @@ def wikitext_rows(text: str) -> list[str]:
     return [*rows, last if last.strip() else ""] if last else rows
 
 
-def _open(path: Path) -> BinaryIO:
-    try:
-        if path.suffix.lower() == ".gz":
-            return gzip.open(path, "rb")  # type: ignore[return-value]
-        if path.suffix.lower() == ".zst":
-            return _open_zst(path)
-        return open(path, "rb")
-    except OSError as error:
-        raise UserError(f"--data file cannot be read: {path} ({error.strerror or error})") from error
-
-
-def _open_zst(path: Path) -> BinaryIO:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow, which is not installed; pip install datasets") from error
-    import io
-
-    raw = pyarrow.input_stream(str(path), compression="zstd")
-    return io.BufferedReader(raw)
-
-
-def _reading(path: Path, items: Iterator[Any]) -> Iterator[Any]:
-    """The items; a file that is damaged or truncated is a UserError."""
-    try:
-        yield from items
-    except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"--data file is damaged or incomplete: {path} ({error}); fetch it again") from error
-
-
-def batched(records: Iterator[Any], where: str, first: int) -> Iterator[Part]:
+def batched(records: Iterable[Any], where: str, *, option: str = "--data") -> Iterator[Part]:
     """Parts of about PART_BYTES of text or 4,096 records each."""
+    first, size = 0, 0
     batch: list[Any] = []
-    size = 0
     for record in records:
         batch.append(record)
         size += characters(record)
         if size >= PART_BYTES or len(batch) == 4096:
-            yield Part(where, first, batch)
+            yield Part(where, first, batch, option=option)
             first, batch, size = first + len(batch), [], 0
     if batch:
-        yield Part(where, first, batch)
+        yield Part(where, first, batch, option=option)
 
 
 def characters(record: Any) -> int:
@@ -270,19 +260,15 @@ def characters(record: Any) -> int:
     return count
 
 
-def _columnar(path: Path, column: str | None) -> Iterator[Any]:
-    """Rows of a parquet or Arrow file as dicts, by batches."""
+def _rows(path: Path, column: str | None) -> Iterator[Any]:
+    """Rows of a parquet or Arrow file as dicts, by batches. Raises ValueError where it is none."""
+    import pyarrow
+    import pyarrow.parquet
+
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"reading {path.suffix} needs pyarrow, which is not installed; pip install datasets") from error
-    kind = suffix_of(path)[1:]
-    try:
-        if kind == "parquet":
+        if suffix_of(path) == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as table:
-                known = table.schema_arrow.names
-                columns = [column] if column in known else None
+                columns = [column] if column in table.schema_arrow.names else None
                 for batch in table.iter_batches(batch_size=512, columns=columns):
                     yield from batch.to_pylist()
             return
@@ -295,100 +281,30 @@ def _columnar(path: Path, column: str | None) -> Iterator[Any]:
             for batch in batches:
                 batch.validate(full=True)  # Arrow trusts a file's offsets, whatever they say
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"--data must be a {kind} file, but {path} cannot be read ({text})") from error
+    except (pyarrow.ArrowException, OSError, OverflowError, MemoryError) as error:
+        raise ValueError(str(error)) from error
 
 
-def _is_lines(path: Path) -> bool:
-    """Whether a .json file holds JSON Lines, as many do: it does not begin with a list, and its first line is whole."""
-    with _open(path) as file:
-        for line in _reading(path, iter(lambda: file.readline(PART_BYTES), b"")):
-            begin = line.removeprefix(_BOM).lstrip()
-            if begin:
-                if not begin.startswith(b"{"):
-                    return False
-                if not begin.endswith(b"\n"):
-                    begin += next(_reading(path, iter(lambda: file.readline(_LONGEST_ITEM), b"")), b"")
-                try:
-                    json.loads(begin)
-                except (ValueError, RecursionError):
-                    return False
-                return True
-    return False
-
-
-def _json_items(path: Path) -> Iterator[Any]:
-    """The items of a JSON list, one by one, so that a large file is never in memory as a whole."""
-    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
-    with _open(path) as file:
-        reader = _characters(path, file)
-        text, at, count = "", 0, 0
-
-        def more() -> bool:
-            nonlocal text, at
-            pieces = [text[at:]]
-            while (piece := next(reader, None)) is not None:
-                pieces.append(piece)
-                if sum(map(len, pieces[1:])) >= len(pieces[0]):  # twice as much, for an item that is long
-                    break
-            text, at = "".join(pieces), 0
-            return len(pieces) > 1
-
-        def sign() -> str:
-            """The next character that is not blank; '' at the end."""
-            nonlocal at
-            while (at := blank.match(text, at).end()) == len(text):  # type: ignore[union-attr]
-                if not more():
-                    return ""
-            return text[at]
-
-        if sign() != "[":
-            raise _not_a_list(path)
-        at += 1
-        while sign() != "]":
-            if count:
-                if sign() != ",":
-                    raise _not_json(path, f"after item {count} there is no comma")
-                at += 1
-                sign()
-            while True:
-                try:
-                    item, at = decoder.raw_decode(text, at)
-                    break
-                except (ValueError, RecursionError) as error:
-                    if isinstance(error, RecursionError) or len(text) - at > _LONGEST_ITEM or not more():
-                        raise _not_json(path, f"item {count + 1}: {error}") from error
-            count += 1
-            yield item
-        at += 1
-        if sign():
-            raise _not_json(path, "something follows the list")
-
-
-def _not_a_list(path: Path) -> UserError:
-    if path.stat().st_size < _LONGEST_ITEM and not is_compressed(path):
+def _items(reader: io.TextIOWrapper) -> Iterator[Any]:
+    """The items of a JSON list, one by one, so that a large file is never in memory as a whole. Raises ValueError."""
+    decoder = json.JSONDecoder()
+    text, at, count = "", 0, 0  # what is read, and how far it is used up
+    while True:
         try:
-            json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            return _not_json(path, str(error))
-    return UserError(f"--data must be a list of records that is not empty, but {path} is not one")
-
-
-def _not_json(path: Path, why: str) -> UserError:
-    return UserError(f"--data must be valid json, but {path} is not ({why}); mend the file")
-
-
-def _characters(path: Path, file: BinaryIO) -> Iterator[str]:
-    """The text of a file, by pieces."""
-    import codecs
-
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    try:
-        for data in _reading(path, iter(lambda: file.read(1 << 18), b"")):
-            yield decoder.decode(data)
-        yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"--data must be UTF-8 text, but {path} is not (byte {error.start}); convert it first"
-        ) from error
+            sign = (_COMMA if count else _LIST).match(text, at)
+            if sign is None:
+                raise ValueError(f"after item {count} there is no comma" if count else "it is no list")
+            item, end = decoder.raw_decode(text, sign.end())
+        except ValueError as error:
+            # As much again: an item may be long.
+            more = reader.read(max(len(text) - at, 1 << 18)) if len(text) - at <= _LONGEST_ITEM else ""
+            if more:
+                text, at = text[at:] + more, 0
+                continue
+            last = _END.match(text, at)
+            if last and bool(last[1]) == (count == 0) and last.end() == len(text):
+                return
+            why = "something follows the list" if last else f"item {count + 1}: {error}"
+            raise ValueError(why) from error
+        at, count = end, count + 1
+        yield item

@@ -12,6 +12,8 @@ from edkm_cli.config import ready_file
 from edkm_cli.errors import UserError
 
 BUILTIN, PROSE, WIKITEXT2, ALPACA, SELF = "builtin", "builtin-prose", "wikitext2", "alpaca", "self"
+COMPLETIONS, EVERYTHING = "completions", "all"  # what of records is learnt
+SPLIT, DROP = "split", "drop"  # what becomes of documents longer than a sequence
 # Short names: (repository, configuration) on the hub.
 NAMED = {
     WIKITEXT2: ("Salesforce/wikitext", "wikitext-2-raw-v1"),
@@ -48,10 +50,19 @@ class Source:
         """Whether the text has to be written by the model that is compressed, before it can be read."""
         return self.kind == SELF
 
-    @property
-    def is_wikitext(self) -> bool:
-        """Whether rows are those of WikiText, which the perplexity protocol joins by two newlines."""
-        return self.name == WIKITEXT2 or (bool(self.files) and all(map(is_wikitext, self.files)))
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How data are read and laid out; see `edkm compress --help` for each. `streaming` None: all hub sets but the small
+    named ones. `workers` 0: all cores."""
+
+    column: str | None = None
+    streaming: bool | None = None
+    train_on: str = COMPLETIONS
+    packing: bool = False
+    long_records: str = SPLIT
+    workers: int = 0
+    rebuild: bool = False
 
 
 def suffix_of(path: Path) -> str:

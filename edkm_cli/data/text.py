@@ -14,8 +14,8 @@ from torch import Tensor
 from edkm_cli.allocator import return_small_blocks
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.records import render
-from edkm_cli.data.sources import PROSE, Source
-from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, Reading, read_split
+from edkm_cli.data.sources import PROSE, DataOptions, Source
+from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, read_split
 from edkm_cli.errors import UserError
 
 SEPARATOR = "\n\n"
@@ -37,7 +37,7 @@ def load_documents(
     split: str | None = None,
     *,
     tokenizer: Any = None,
-    reading: Reading = Reading(),  # noqa: B008 - frozen
+    options: DataOptions = DataOptions(),  # noqa: B008 - frozen
     characters: int | None = None,
 ) -> Documents:
     """The documents of a source's `train`, `test` (what is held out) or `all`; None: what is measured of it.
@@ -54,17 +54,14 @@ def load_documents(
         split = measured_split(source)
     texts: list[str] = []
     size = 0
-    running = ""  # the file whose text goes on, a piece at a time
-    for part in read_split(source, split, reading):
+    for part in read_split(source, split, options):
         for number, record in enumerate(part.load()):
-            where = f"{part.where}, record {part.first + number + 1}"
-            column = reading.column if isinstance(record, Mapping) and reading.column in record else None
-            found = render(record, where, tokenizer=tokenizer, column=column, whole=True)
-            if part.stream and part.where == running:
-                texts[-1] += found[0].text
+            column = options.column if isinstance(record, Mapping) and options.column in record else None
+            documents = render(record, part.place(number), tokenizer=tokenizer, column=column, whole=True)
+            if part.continues and texts:
+                texts[-1] += documents[0].text
             else:
-                texts += [document.text for document in found]
-        running = part.where if part.stream else ""
+                texts += [document.text for document in documents]
         size = sum(map(len, texts)) if characters is not None else 0
         if characters is not None and size > max(characters, WHOLE_BYTES):
             break

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,16 @@ from torch import Tensor
 
 from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
-from edkm_cli.data.encode import COMPLETIONS, Encoder, Encoding
-from edkm_cli.data.layout import SPLIT
+from edkm_cli.data.encode import Encoder
 from edkm_cli.data.marks import looked_for
-from edkm_cli.data.sources import Source, repeated
-from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, Reading, is_whole, read_split
+from edkm_cli.data.sources import DataOptions, Source, repeated
+from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, is_whole, read_split, size_of
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.data.text import Documents
 from edkm_cli.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _TOLD_SECONDS = 20.0  # between two words of how far tokenizing is
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """How training data are read and laid out; see `edkm compress --help` for each."""
-
-    column: str | None = None
-    streaming: bool | None = None
-    train_on: str = COMPLETIONS
-    packing: bool = False
-    long_records: str = SPLIT
-    workers: int = 0
-    rebuild: bool = False
-
-    @property
-    def reading(self) -> Reading:
-        return Reading(self.column, self.streaming)
 
 
 class TrainingData:
@@ -142,7 +124,7 @@ def open_training_data(
     sources: Sequence[Source],
     tokenizer: Any,
     *,
-    options: DataOptions = DataOptions(),
+    options: DataOptions = DataOptions(),  # noqa: B008 - frozen
     token_limit: int | None = None,
     written: Mapping[str, TokenStore] | None = None,
     say: Say = lambda text: None,
@@ -184,10 +166,10 @@ def _open(
     source: Source, tokenizer: Any, options: DataOptions, token_limit: int | None, share: float, say: Say
 ) -> TokenStore:
     whole = is_whole(source)
-    sampled = not whole and (source.kind != "files" or sum(path.stat().st_size for path in source.files) > WHOLE_BYTES)
-    encoder = Encoder(tokenizer, Encoding(options.column, options.train_on), sampled=sampled)
+    sampled = not whole and (source.kind != "files" or size_of(source) > WHOLE_BYTES)
+    encoder = Encoder(tokenizer, column=options.column, train_on=options.train_on, sampled=sampled)
     if whole:
-        return memory_store(read_split(source, TRAIN, options.reading), encoder)
+        return memory_store(read_split(source, TRAIN, options), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
     if limit is not None and source.weight is not None:
         limit = math.ceil(limit * share)
@@ -195,8 +177,8 @@ def _open(
         "store": FORMAT,
         "source": _identity(source),
         "tokenizer": tokenizer_sha256(tokenizer),
-        "encoding": asdict(encoder.encoding),
-        "reading": asdict(options.reading),
+        "encoding": {"column": options.column, "train_on": options.train_on},
+        "reading": {"column": options.column, "streaming": options.streaming},
         "sampled": sampled,
         "token_limit": limit,
     }
@@ -205,7 +187,7 @@ def _open(
     def parts() -> Any:
         say(f"tokenizing {source.name}, once")
         told, read = time.monotonic(), 0
-        for part in read_split(source, TRAIN, options.reading):
+        for part in read_split(source, TRAIN, options):
             yield part
             read += part.size
             if time.monotonic() - told > _TOLD_SECONDS:
