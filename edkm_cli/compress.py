@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.kept import KeptStart, restore
 from edkm_cli.initialize.sharded import build_sharded
 from edkm_cli.preflight import (
-    Setting,
+    Launch,
+    RunPlan,
     calibration_batches,
     choose_device,
     data_options,
     evaluation_documents,
-    named_sources,
     needed_bytes,
     needed_tokens,
     plan_run,
@@ -51,7 +52,12 @@ from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none, require
 
 
 def compress(
-    config: CompressConfig, *, overwrite: bool = False, resume: bool = False, observer: Observer | None = None
+    config: CompressConfig,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    observer: Observer | None = None,
+    planned: Callable[[RunPlan], None] = lambda plan: None,
 ) -> dict[str, Any]:
     """Run `edkm compress` and return its report (its keys: docs/results.md).
 
@@ -59,6 +65,7 @@ def compress(
 
     With `resume`, an unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same weights
     as if it had not been interrupted; where there is none, the run starts, and a finished one is returned as it is.
+    `planned` is called with the plan, before anything is loaded.
 
     Raises UserError for anything the user can mend, before the first expensive step wherever that is possible, PeerLost
     where another process is gone; the output directory then is as it was.
@@ -70,22 +77,21 @@ def compress(
         if finished is not None:
             watch.say(f"{config.output} is finished already")
             return finished
-        return Run(config, world, watch).run(overwrite=overwrite, resume=resume)
+        return Run(config, world, watch, planned).run(overwrite=overwrite, resume=resume)
 
 
 class Run:
     """One run: its plan, what it has measured so far, and its steps in order, each a method."""
 
-    def __init__(self, config: CompressConfig, world: World, watch: Observer):
+    def __init__(self, config: CompressConfig, world: World, watch: Observer, planned: Callable[[RunPlan], None]):
         require_trackers(config)
         require_optimizer(config, world)
         require_accumulation(config)
-        self.plan = plan_run(config, Setting(world.device, world.size, world.sharded))
+        self.plan = plan = plan_run(config, Launch.of(world))
+        planned(plan)
         trust = config.trust_remote_code
-        rehearse_export(
-            self.plan.skeleton(), self.plan.swaps, self.plan.spec, self.plan.clustering, trust_remote_code=trust
-        )
-        self.config, self.world, self.watch = config, world, watch
+        rehearse_export(plan.skeleton, plan.swaps, plan.spec, plan.clustering, trust_remote_code=trust)
+        self.config, self.world, self.watch = plan.config, world, watch
         self.clock = Clock()
 
     @property
@@ -149,10 +155,11 @@ class Run:
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
-        with self.clock.phase("load"), data.unchanged(named_sources(config)):
+        measured = data.parse_sources(config.eval_data, "--eval-data")
+        with self.clock.phase("load"), data.unchanged([*plan.texts, *measured]):
             tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
             models.check_tokenizer(config.model, tokenizer, plan.architecture)
-            documents = evaluation_documents(config, tokenizer)
+            documents = evaluation_documents(config, plan.texts, tokenizer)
             self.measured = Measurements(
                 [MeasuredText(name, data.tokenize(found, tokenizer)) for name, found in documents.items()],
                 context=config.context,
@@ -161,7 +168,7 @@ class Run:
             )
             dense = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
-                data.parse_sources(config.data),
+                plan.texts,
                 tokenizer,
                 options=data_options(config),
                 token_limit=needed_tokens(plan),
@@ -193,14 +200,14 @@ class Run:
 
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
-        self.watch.say(f"loading {config.model} ({plan.dtype}, {_where(world)})")
+        self.watch.say(f"loading {config.model} ({config.dtype}, {world})")
         if world.sharded:
             dtype, trust = getattr(torch, plan.dense_dtype), config.trust_remote_code
             return build_sharded(plan.source, world, dtype=dtype, trainable=False, trust_remote_code=trust)
         return load_source(
             plan.source,
             dequantize=config.dequantize,
-            dtype=plan.dtype,
+            dtype=config.dtype,
             device=world.device,
             trust_remote_code=config.trust_remote_code,
         )
@@ -208,8 +215,7 @@ class Run:
     def _identity(self, dense: Any) -> dict[str, Any]:
         """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
-        settings = replace(self.config, dtype=self.plan.dtype, mixed_precision=self.plan.mixed_precision)
-        identity = fingerprint(settings, sha256, self.data.sha256, processes=self.world.size)
+        identity = fingerprint(self.config, sha256, self.data.sha256, processes=self.world.size)
         return {**identity, "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts)}
 
     def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
@@ -257,7 +263,7 @@ class Run:
             build_sharded,
             plan.source,
             self.world,
-            dtype=getattr(torch, plan.dtype),
+            dtype=getattr(torch, plan.config.dtype),
             trainable=True,
             trust_remote_code=self.config.trust_remote_code,
         )
@@ -286,7 +292,7 @@ class Run:
                 config,
                 world=self.world,
                 staging=staging,
-                mixed_precision=self.plan.mixed_precision,
+                mixed_precision=self.config.mixed_precision,
                 measure=partial(self.measured.on_the_way, world=self.world),
                 track=self.watch.track,
                 show=self.watch.show,
@@ -307,7 +313,7 @@ class Run:
                 self.config,
                 world=world,
                 staging=staging,
-                mixed_precision=plan.mixed_precision,
+                mixed_precision=self.config.mixed_precision,
                 measure=partial(self.measured.on_the_way, world=world),
                 track=self.watch.track,
                 show=self.watch.show,
@@ -325,7 +331,7 @@ class Run:
         with self.clock.phase("export"):
             exported = load(
                 staging,
-                dtype=getattr(torch, self.plan.dtype),
+                dtype=getattr(torch, self.config.dtype),
                 device=self.world.device,
                 trust_remote_code=self.config.trust_remote_code,
             )
@@ -335,12 +341,12 @@ class Run:
             if self.exports_start:
                 read_back = self.measured.first_windows(exported, here)
                 for before, after in zip(self.first_windows, read_back, strict=True):
-                    require_same_perplexity({"trained": None, "start": before, "exported": after}, self.plan.dtype)
+                    require_same_perplexity({"trained": None, "start": before, "exported": after}, self.config.dtype)
             self.measured.measure("exported", exported, here, compare=self.world.size == 1)
             if self.exports_start:
                 self.measured.take("start", "exported")
         for row in self.measured.rows():
-            require_same_perplexity(row, self.plan.dtype)
+            require_same_perplexity(row, self.config.dtype)
         result = self._report(output, staging, footprint(exported), offloaded)
         result["tables"] = table_use(exported)
         for line in table_warnings(result["tables"]):
@@ -372,7 +378,7 @@ class Run:
                 **self.data.summary(self.blocks),
                 "measured_and_trained_on": {key: sum(one[key] for one in overlap) for key in ("found", "of")},
             },
-            "allocation": "sensitivity" if plan.by_sensitivity else "uniform",
+            "allocation": config.allocation,
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,
@@ -387,13 +393,8 @@ class Run:
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "swapped": [swap.to_mapping() for swap in plan.swaps if not swap.reason],
             "skipped": [swap.to_mapping() for swap in plan.swaps if swap.reason],
-            "config": asdict(config),
+            "config": asdict(plan.asked),
+            "resolved": plan.resolved,
             "versions": versions(),
             "hardware": hardware(self.world.device),
         }
-
-
-def _where(world: World) -> str:
-    if world.size == 1:
-        return world.device
-    return f"{world.size} processes, {'sharded' if world.sharded else 'data parallel'}, {world.device}"

@@ -363,28 +363,6 @@ class CompressConfig:
                 object.__setattr__(self, name, (getattr(self, name),))
         refuse([*faults(self), *contradictions(self)])
 
-    @property
-    def fitted_tokens(self) -> int:
-        """What `start_tokens` stands for: a start gets better with more, and a run that trains has them anyway."""
-        trained = self.steps * self.batch_size * self.gradient_accumulation * self.sequence_length
-        return self.start_tokens or min(max(trained, 20_480), 61_440)
-
-    @property
-    def labels(self) -> float:
-        """The weight of the next-token loss beside distillation. Text that the model wrote has nothing to teach it."""
-        if self.label_weight is not None:
-            return self.label_weight
-        return 0.0 if set(self.data) == {"self"} else 1.0
-
-    @property
-    def holds_assignments(self) -> bool:
-        """Whether weights stay with the entries of the start. A weight that changes its entry jumps by the distance of two;
-        a gradient of few tokens is too noisy to make up for that, and the start chose the entries together."""
-        plain = self.mode == "straight-through" and not self.lora_rank and self.sharding != "full"
-        return self.assignments == "held" or (
-            self.assignments == "auto" and plain and self.distill and not self.labels and self.start != "kmeans"
-        )
-
 
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None.

@@ -8,17 +8,23 @@ from typing import Any
 from edkm_cli.targets import misfits
 
 
+def trains_whole_weights(config: Any) -> bool:
+    """Whether weights train by themselves and in one piece, which the reconstructed start and held assignments need."""
+    return config.mode == "straight-through" and not config.lora_rank and config.sharding != "full"
+
+
 def contradictions(config: Any) -> list[str]:
     """Settings that do not go together, each with what would."""
     found = []
-    if config.start in ("compensated", "reconstructed") and config.lora_rank:
-        found.append(f"start {config.start} moves the weights, which LoRA keeps; leave start out, or lora_rank")
-    if config.start == "reconstructed" and config.mode != "straight-through":
-        found.append(f"start reconstructed is for mode straight-through, got mode {config.mode}; use start compensated")
-    if config.assignments == "held" and (
-        config.mode != "straight-through" or config.lora_rank or config.sharding == "full"
-    ):
-        found.append("assignments held is for mode straight-through without LoRA or sharding; use assignments free")
+    if config.start == "compensated" and config.lora_rank:
+        found.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
+    for name, value in (("start", "reconstructed"), ("assignments", "held")):
+        if getattr(config, name) == value and not trains_whole_weights(config):
+            found.append(f"{name} {value} is for mode straight-through without LoRA or sharding; use {name} auto")
+    if not config.distill and config.label_weight not in (None, 1.0):
+        found.append(
+            f"label_weight {config.label_weight:g} stands beside distillation, which distill false turns off; leave one out"
+        )
     if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
         found.append(
             f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "

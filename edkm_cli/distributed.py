@@ -43,6 +43,11 @@ class World:
     device: str = "cpu"
     sharded: bool = False
 
+    def __str__(self) -> str:
+        if self.size == 1:
+            return self.device
+        return f"{self.size} processes, {'sharded' if self.sharded else 'data parallel'}, {self.device}"
+
     @property
     def main(self) -> bool:
         """Whether this process writes files and speaks to the user."""
@@ -143,14 +148,14 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def wants_sharding(sharding: str) -> bool:
-    """What `--sharding` means here: `auto` follows `accelerate launch --use_fsdp`. Raises UserError for DeepSpeed."""
+def wants_sharding(sharding: str, processes: int) -> bool:
+    """What `--sharding` means: `auto` follows `accelerate launch --use_fsdp`. Raises UserError for DeepSpeed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise UserError(
             "edkm shards by FSDP2, but accelerate is configured for DeepSpeed; launch with --use_fsdp, or --sharding full"
         )
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return launched() > 1 and (sharding == "full" or (sharding == "auto" and asked))
+    return processes > 1 and (sharding == "full" or (sharding == "auto" and asked))
 
 
 def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
@@ -159,7 +164,8 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
     `device` is `cpu`, `cuda` (this process's own GPU is taken) or `cuda:N`. Raises UserError where the processes don't
     find one another.
     """
-    size, sharded = launched(), wants_sharding(sharding)
+    size = launched()
+    sharded = wants_sharding(sharding, size)
     # accelerate must not wrap the model a second time.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if size == 1:

@@ -52,6 +52,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DENSE_BITS = 16  # of embeddings that stay as they are
 _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 
@@ -59,7 +60,8 @@ _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 class QuantizationSpec:
     """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
 
-    `embedding_group` columns of an embedding share a scale; None: a whole row. `module_bits` holds the bits of the
+    `embedding_bits` 16 stands for dense embeddings, for which the file has null. `embedding_group` columns of an embedding
+    share a scale; None: a whole row. `module_bits` holds the bits of the
     linears that have others than `bits`. `granularity` may be given as the file has it, a text. `format_version` 0
     stands for the lowest that can hold the rest.
     """
@@ -67,7 +69,7 @@ class QuantizationSpec:
     bits: int
     granularity: Granularity
     lut_dtype: str
-    embedding_bits: int | None
+    embedding_bits: int
     skipped: list[str] = field(default_factory=list)
     format_version: int = 0
     embedding_group: int | None = None
@@ -82,8 +84,8 @@ class QuantizationSpec:
         faults = []
         if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
             faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
-        if self.embedding_bits is not None and (
-            not _is_int(self.embedding_bits) or not 2 <= self.embedding_bits <= MAX_BITS
+        if not _is_int(self.embedding_bits) or not (
+            2 <= self.embedding_bits <= MAX_BITS or self.embedding_bits == DENSE_BITS
         ):
             faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
         if not isinstance(self.lut_dtype, str) or self.lut_dtype not in LUT_DTYPES:
@@ -96,7 +98,7 @@ class QuantizationSpec:
                 "may read it"
             )
         if self.embedding_group is not None and (
-            not _is_int(self.embedding_group) or self.embedding_group < 1 or self.embedding_bits is None
+            not _is_int(self.embedding_group) or self.embedding_group < 1 or self.embedding_bits == DENSE_BITS
         ):
             faults.append(
                 f"embedding_group must be a positive number, with embedding_bits, got {self.embedding_group!r}"
@@ -122,11 +124,16 @@ class QuantizationSpec:
             )
         if values["format_version"] == 0:
             values["format_version"] = None  # 0 means today's only inside the program
+        if values["embedding_bits"] == DENSE_BITS:
+            raise UserError(f"quantization_config: embedding_bits must be 2 to {MAX_BITS} or null, got {DENSE_BITS}")
+        if values["embedding_bits"] is None:
+            values["embedding_bits"] = DENSE_BITS
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """As config.json has it: what versions 1 and 2 do not know is left out of them."""
         mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
+        mapping["embedding_bits"] = None if self.embedding_bits == DENSE_BITS else self.embedding_bits
         unused = () if self.format_version == MIXED_VERSION else ("embedding_group", "module_bits")
         return {key: value for key, value in mapping.items() if key not in unused}
 
@@ -162,7 +169,6 @@ class QuantizationSpec:
 
         Raises UserError for groups of columns that do not divide a row.
         """
-        assert self.embedding_bits is not None
         group = self.embedding_group or columns
         if columns % group:
             fits = max(size for size in range(1, group) if columns % size == 0) if group > 1 else 1

@@ -1,13 +1,13 @@
 """What a configuration resolves to before anything costs: one plan, made once, for the run and for the dry run.
 
-Device and dtypes, what is swapped for what, and everything that `auto` stands for. Texts and the room that a run takes
-follow from it, too.
+Every decision that a setting leaves open is taken here and nowhere else: what `auto` and defaults that depend on others
+stand for (`resolve`), device and dtypes, what is swapped for what. Texts and the room that a run takes follow from it, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,28 +16,36 @@ from torch import Tensor
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig
+from edkm_cli.contradictions import trains_whole_weights
+from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
+from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.targets import check_model
-from edkm_cli.widths import allots_bits, embedding_bits, planned_spec
 
 _CALIBRATION_LENGTH = 1024
 _LONGEST_TOKEN = 20  # characters, on average over any text
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
+_LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where a run takes place: on `device` (`cpu`, `cuda` or `cuda:N`), by so many processes, each with as many threads;
+class Launch:
+    """How a run is launched: on `device` (`cpu`, `cuda` or `cuda:N`), by so many processes, each with as many threads;
     parameters sharded over the processes, or whole on each."""
 
     device: str = "cpu"
     processes: int = 1
     sharded: bool = False
     threads: int = 1
+
+    @classmethod
+    def of(cls, world: World) -> Launch:
+        """As it was launched."""
+        return cls(world.device, world.size, world.sharded, torch.get_num_threads())
 
     @property
     def gpu(self) -> bool:
@@ -54,45 +62,52 @@ class RunPlan:
     """A configuration on a machine, with nothing left to decide. `plan_run` makes it.
 
     Attributes:
-        config, setting: what is asked for, and where it runs.
+        asked: the configuration as it was given.
+        config: the same with nothing left open: see `resolve`.
+        launch: where it runs.
+        texts: what `--data` names.
         source: where the model is.
         architecture: the model's Hugging Face configuration.
-        parameters: of the dense model; tied ones once.
+        skeleton: the dense model on the meta device, shapes without weights; shared, so copy it before a change.
         swaps: what becomes of its linears and embeddings.
         spec: the checkpoint's `quantization_config`.
-        dense_dtype: of the uncompressed model (`float32`, `bfloat16`, `float16`).
-        dtype: of the clustered model; differs where sharded training keeps float32 master weights.
-        mixed_precision: `no` or `bf16`.
-        start: how weights start: `kmeans`, `compensated` or `reconstructed`.
+        dense_dtype: of the uncompressed model. The clustered one's is `config.dtype`, which differs where sharded training
+            keeps float32 master weights.
         average: bits of a linear, on average.
-        allotted: whether the bits of each linear in `spec` are final; before, they only have the right sum.
+        allocated: whether the bits of each linear in `spec` are final; before, they only have the right sum.
     """
 
+    asked: CompressConfig
     config: CompressConfig
-    setting: Setting
+    launch: Launch
+    texts: tuple[data.Source, ...]
     source: models.ModelSource
     architecture: Any
-    parameters: int
+    skeleton: Any = field(repr=False, compare=False)
     swaps: tuple[Swap, ...]
     spec: QuantizationSpec
     dense_dtype: str
-    dtype: str
-    mixed_precision: str
-    start: str
     average: float
-    allotted: bool = False
+    allocated: bool = False
 
     def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
         """The plan after the linears have been given their bits, by module path."""
-        return replace(self, spec=self.spec.with_bits(bits), allotted=True)
+        return replace(self, spec=self.spec.with_bits(bits), allocated=True)
 
     def after_start(self, model: Any) -> RunPlan:
         """The plan with the bits that the linears of the clustered model have."""
         return self.with_bits({name: layer.clustering.bits for name, layer in lut_layers(model).items()})
 
-    def skeleton(self) -> Any:
-        """The dense model on the meta device: shapes without weights."""
-        return models.skeleton(self.source, self.architecture, trust_remote_code=self.config.trust_remote_code)
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """What settings that were left open stand for."""
+        asked = asdict(self.asked)
+        return {name: value for name, value in asdict(self.config).items() if value != asked[name]}
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the dense model; tied ones once."""
+        return sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     @property
     def clustered(self) -> list[Swap]:
@@ -113,14 +128,9 @@ class RunPlan:
         )
 
     @property
-    def by_sensitivity(self) -> bool:
-        """Whether the linears get bits by sensitivity."""
-        return allots_bits(self.config, self.start)
-
-    @property
     def average_bits(self) -> float | None:
         """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
-        return self.average if self.by_sensitivity and not self.allotted else None
+        return self.average if self.config.allocation == SENSITIVITY and not self.allocated else None
 
     @property
     def decoder_bits_per_weight(self) -> float:
@@ -134,7 +144,7 @@ class RunPlan:
     @property
     def writes_text(self) -> bool:
         """Whether the uncompressed model writes some of the training text itself."""
-        return any(source.needs_model for source in data.parse_sources(list(self.config.data)))
+        return any(source.needs_model for source in self.texts)
 
     @property
     def copies_teacher(self) -> bool:
@@ -143,86 +153,133 @@ class RunPlan:
     @property
     def step_sequences(self) -> int:
         """Sequences that one optimizer step sees, over all processes."""
-        return self.config.batch_size * self.config.gradient_accumulation * self.setting.processes
+        return self.config.batch_size * self.config.gradient_accumulation * self.launch.processes
 
     @property
     def training_tokens(self) -> int:
         return self.config.steps * self.step_sequences * self.config.sequence_length
 
 
-def plan_run(config: CompressConfig, setting: Setting, *, like: RunPlan | None = None) -> RunPlan:
+def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]) -> CompressConfig:
+    """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
+
+    Only `device`, `memory`, `streaming` and `lora_alpha` stay as they are: they are decided where they take effect. Raises
+    UserError for what was asked for and cannot be had where it runs.
+    """
+    # What divides the layers of many processes shall not change the result of one.
+    sharding = "full" if launch.sharded or config.sharding == "full" else "none"
+    try:
+        config = replace(config, sharding=sharding)
+    except UserError as error:
+        raise UserError(str(error), everywhere=True) from error
+    start, labels = _start(config), _label_weight(config, texts)
+    allocation = choose_allocation(config, start)
+    dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded and not config.lora_rank)
+    rounds = launch.gpu and dtype == "float32"  # products of float32 weights
+    sequences = config.steps * config.batch_size * config.gradient_accumulation * launch.processes
+    trained = sequences * config.sequence_length
+    # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
+    # that, and the start chose the entries together.
+    holds = trains_whole_weights(config) and config.distill and not labels and start != "kmeans"
+    return replace(
+        config,
+        start=start,
+        start_tokens=config.start_tokens or min(max(trained, _LEAST_START_TOKENS), _MOST_START_TOKENS),
+        allocation=allocation,
+        embedding_bits=choose_embedding_bits(config, allocation),
+        label_weight=labels,
+        assignments=config.assignments if config.assignments != "auto" else "held" if holds else "free",
+        dtype=dtype,
+        mixed_precision=config.mixed_precision if config.mixed_precision != "auto" else "bf16" if rounds else "no",
+    )
+
+
+def _start(config: CompressConfig) -> str:
+    """`auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
+    iteration moves the tables that weights are fitted to. Reconstruction is for layers that are whole."""
+    if config.start != "auto":
+        return config.start
+    weighted = config.centroid_weighting == "importance" and config.importance != "none"
+    if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
+        return "kmeans"
+    return "reconstructed" if trains_whole_weights(config) else "compensated"
+
+
+def _label_weight(config: CompressConfig, texts: Sequence[data.Source]) -> float:
+    """The weight of the next-token loss beside distillation. Text that the model wrote has nothing to teach it."""
+    if config.label_weight is not None:
+        return config.label_weight
+    return 0.0 if config.distill and texts and all(source.needs_model for source in texts) else 1.0
+
+
+def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = None) -> RunPlan:
     """Decide everything about a run. `like` is a plan of the same model with the same modules to swap, to save time.
 
-    Raises UserError for an unknown model, a geometry that does not fit, or dtypes that sharding cannot train.
+    Raises UserError for an unknown model, a geometry that does not fit, or what sharding cannot do.
     """
-    start = choose_start(config, sharded=setting.sharded)
+    asked, texts = config, like.texts if like else tuple(data.parse_sources(config.data))
+    config = resolve(asked, launch, texts)
     if like is not None:
-        source, architecture, parameters, swaps = like.source, like.architecture, like.parameters, like.swaps
+        source, architecture, skeleton, swaps = like.source, like.architecture, like.skeleton, like.swaps
     else:
         source = models.resolve(config.model)
-        own = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
-        if own and not config.dequantize:
+        compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
+        if compressed and not config.dequantize:
             raise UserError(
                 f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
                 "from what is left of it"
             )
-        architecture = models.load_config(
-            source, trust_remote_code=config.trust_remote_code, dequantize=config.dequantize
-        )
-        skeleton = models.skeleton(source, architecture, trust_remote_code=config.trust_remote_code)
-        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-        swaps = tuple(plan_swaps(skeleton, embedding_bits=embedding_bits(config, start), skip=config.skip))
-    if setting.sharded and config.dequantize:
-        raise UserError(
-            "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first",
-            everywhere=True,
-        )
-    if setting.sharded and any(source.needs_model for source in data.parse_sources(list(config.data))):
-        raise UserError(
-            "--data self is written by a model that is whole, but --sharding full divides it; give other --data",
-            everywhere=True,
-        )
-    if setting.sharded and allots_bits(config, start):
-        raise UserError(
-            "--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use "
-            "--allocation uniform",
-            everywhere=True,
-        )
-    granularity = Granularity.parse(config.granularity)
-    check_geometry(swaps, granularity)
+        trust = config.trust_remote_code
+        architecture = models.load_config(source, trust_remote_code=trust, dequantize=config.dequantize)
+        skeleton = models.skeleton(source, architecture, trust_remote_code=trust)
+        assert config.embedding_bits is not None
+        swaps = tuple(plan_swaps(skeleton, embedding_bits=config.embedding_bits, skip=config.skip))
+    if launch.sharded:
+        _require_divisible(config, texts)
+    check_geometry(swaps, Granularity.parse(config.granularity))
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
-    dense_dtype = choose_dtype(config.dtype, setting.device)
-    dtype = choose_dtype(config.dtype, setting.device, master=setting.sharded and not config.lora_rank)
-    tables_train_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
-    if setting.sharded and tables_train_beside_weights and dtype != "float32":
+    if config.optimizer == "adamw-8bit" and config.steps and config.dtype != "float32" and not config.lora_rank:
         raise UserError(
-            "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
-            f"{dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations",
-            everywhere=True,
-        )
-    if config.optimizer == "adamw-8bit" and config.steps and dtype != "float32" and not config.lora_rank:
-        raise UserError(
-            f"--optimizer adamw-8bit rounds the updates of {dtype} weights away; give --dtype float32 (with "
+            f"--optimizer adamw-8bit rounds the updates of {config.dtype} weights away; give --dtype float32 (with "
             "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
             everywhere=True,
         )
-    spec, average = planned_spec(config, granularity, swaps, start)
+    spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits is None)
     return RunPlan(
+        asked=asked,
         config=config,
-        setting=setting,
+        launch=launch,
+        texts=texts,
         source=source,
         architecture=architecture,
-        parameters=parameters,
+        skeleton=skeleton,
         swaps=swaps,
         spec=spec,
-        dense_dtype=dense_dtype,
-        dtype=dtype,
-        mixed_precision=choose_mixed_precision(config.mixed_precision, dtype, setting.device),
-        start=start,
+        dense_dtype=choose_dtype(asked.dtype, launch.device),
         average=average,
     )
+
+
+def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> None:
+    """Raises UserError for what cannot be done with parameters that are divided over processes."""
+    tables_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
+    why = ""
+    if config.dequantize:
+        why = "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first"
+    elif any(source.needs_model for source in texts):
+        why = "--data self is written by a model that is whole, but --sharding full divides it; give other --data"
+    elif config.allocation == SENSITIVITY:
+        uniform = "--allocation uniform" if isinstance(config.bits, int) else "a whole number of --bits"
+        why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"
+    elif tables_beside_weights and config.dtype != "float32":
+        why = (
+            "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
+            f"{config.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations"
+        )
+    if why:
+        raise UserError(why, everywhere=True)
 
 
 def choose_device(device: str) -> str:
@@ -245,13 +302,6 @@ def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:
     return "bfloat16" if device.startswith("cuda") and not master else "float32"
 
 
-def choose_mixed_precision(mixed_precision: str, dtype: str, device: str) -> str:
-    """`auto` is bf16 where float32 weights train on a GPU: matrix products then run in bfloat16."""
-    if mixed_precision != "auto":
-        return mixed_precision
-    return "bf16" if device.startswith("cuda") and dtype == "float32" else "no"
-
-
 def data_options(config: CompressConfig) -> data.DataOptions:
     """How training data are read and laid out."""
     return data.DataOptions(
@@ -268,50 +318,47 @@ def data_options(config: CompressConfig) -> data.DataOptions:
 def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
-    return (
-        max(int(1.1 * plan.training_tokens), config.calibration_tokens, config.fitted_tokens) + config.sequence_length
-    )
+    trained, fitted = int(1.1 * plan.training_tokens), config.start_tokens or 0
+    return max(trained, config.calibration_tokens, fitted) + config.sequence_length
 
 
-def named_sources(config: CompressConfig) -> list[data.Source]:
-    """All that is trained on or measured."""
-    return [*data.parse_sources(config.data), *data.parse_sources(config.eval_data, "--eval-data")]
-
-
-def evaluation_names(config: CompressConfig) -> dict[str, str]:
+def evaluation_names(config: CompressConfig, texts: Sequence[data.Source]) -> dict[str, str]:
     """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
-    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place."""
-    own = data.parse_source(config.data[0]).needs_model
-    names = config.eval_data or ((data.BUILTIN,) if own else ())
+    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place.
+    `texts` are what `config.data` names."""
+    names = config.eval_data or ((data.BUILTIN,) if texts[0].needs_model else ())
     return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
 
 
-def evaluation_documents(config: CompressConfig, tokenizer: Any) -> dict[str, data.Documents]:
-    """The texts that are measured, by name. Raises UserError where one cannot be had, or is trained on."""
-    trained = data.parse_sources(list(config.data))
+def evaluation_documents(
+    config: CompressConfig, texts: Sequence[data.Source], tokenizer: Any
+) -> dict[str, data.Documents]:
+    """The texts that are measured, by name; `texts` are what is trained on. Raises UserError where one cannot be had, or is
+    trained on."""
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
-    found = {}
-    for name, text in evaluation_names(config).items():
+    documents = {}
+    for name, text in evaluation_names(config, texts).items():
         held_out = name != text
         source = data.parse_source(text, "--data" if held_out else "--eval-data")
         if not held_out:
-            data.require_apart(trained, source)
-        found[name] = data.load_documents(
+            data.require_apart(list(texts), source)
+        documents[name] = data.load_documents(
             source,
             "test" if held_out else None,
             tokenizer=tokenizer,
             options=data_options(config),
             characters=needed,
         )
-    return found
+    return documents
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
     """The texts, (1, length) each, that weights are compensated or reconstructed on; None where they start as they are."""
-    if plan.start == "kmeans":
+    start = plan.config.start
+    if start == "kmeans":
         return None
-    length = _RECONSTRUCTION_LENGTH if plan.start == "reconstructed" else _CALIBRATION_LENGTH
-    return calibration_batches(tokens, plan.config, plan.config.fitted_tokens, length=length)
+    length = _RECONSTRUCTION_LENGTH if start == "reconstructed" else _CALIBRATION_LENGTH
+    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
 
 
 def calibration_batches(
@@ -335,27 +382,6 @@ def calibration_batches(
     return [blocks.batch(index, 1) for index in range(count)]
 
 
-def choose_start(config: CompressConfig, *, sharded: bool) -> str:
-    """`kmeans`, `compensated` or `reconstructed`. Raises UserError for a start that sharded parameters cannot have.
-
-    `auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction is for layers that are whole.
-    """
-    if config.start == "reconstructed" and sharded:
-        raise UserError(
-            "--start reconstructed needs layers that are whole, but --sharding full divides them; use --start compensated",
-            everywhere=True,
-        )
-    if config.start != "auto":
-        return config.start
-    weighted = config.centroid_weighting == "importance" and config.importance != "none"
-    if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
-        return "kmeans"
-    # What divides the layers of many processes shall not change the result of one.
-    whole = config.mode == "straight-through" and not sharded and config.sharding != "full"
-    return "reconstructed" if whole else "compensated"
-
-
 def needed_bytes(plan: RunPlan) -> int:
     """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
     trains, and two moments, in float32)."""
@@ -365,10 +391,8 @@ def needed_bytes(plan: RunPlan) -> int:
     kept *= 2 if config.compare_dense else 1
     trained = plan.parameters
     if config.lora_rank:
+        tables = [(plan.spec.granularity.groups(*swap.shape), plan.spec.bits_of(swap.name)) for swap in plan.clustered]
         updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
-        luts = sum(
-            plan.spec.granularity.groups(*swap.shape) * 2 ** plan.spec.bits_of(swap.name) for swap in plan.clustered
-        )
-        trained = updates + luts
-    start = getattr(torch, plan.dtype).itemsize * plan.parameters
+        trained = updates + sum(groups * 2**bits for groups, bits in tables)
+    start = getattr(torch, config.dtype).itemsize * plan.parameters
     return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

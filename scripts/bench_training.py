@@ -55,7 +55,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.kernels import to_groups
 from edkm_cli.nn.swap import Swap
-from edkm_cli.preflight import RunPlan, Setting, choose_device, choose_dtype, plan_run
+from edkm_cli.preflight import Launch, RunPlan, choose_device, choose_dtype, plan_run
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import FrozenTeacher, Objective
 
@@ -153,7 +153,7 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(plan.architecture), dtype=getattr(torch, plan.dtype)
+            copy.deepcopy(plan.architecture), dtype=getattr(torch, config.dtype)
         ).eval()
     if variant == "plain":
         others = [swap for swap in plan.swaps if not swap.clustered]
@@ -208,7 +208,7 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
 
     row: dict[str, Any] = {"variant": variant}
     try:
-        plan = plan_run(config, Setting(config.device))
+        plan = plan_run(config, Launch(config.device))
         model, objective = build(plan, variant)
         if gpu:
             torch.cuda.empty_cache()
@@ -224,7 +224,7 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
                 config,
                 world=world,
                 staging=Path(staging),
-                mixed_precision=plan.mixed_precision,
+                mixed_precision=plan.config.mixed_precision,
                 track=track,
             )
     except torch.cuda.OutOfMemoryError as error:

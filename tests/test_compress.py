@@ -14,7 +14,7 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.preflight import Setting, needed_bytes, plan_run
+from edkm_cli.preflight import Launch, needed_bytes, plan_run
 from edkm_cli.progress import Observer
 from helpers import settings, weights_of
 
@@ -149,11 +149,11 @@ def test_a_full_disk_is_found_out_before_the_work(tmp_path):
 def test_weights_of_16_bits_and_their_tables_are_not_trained_in_one_shard(model_directory, text_file, tmp_path):
     config = settings(model_directory, text_file, tmp_path / "out", sharding="full", dtype="bfloat16")
     with pytest.raises(UserError, match="both must be float32, but --dtype is bfloat16"):
-        Run(config, World(size=2, sharded=True), Observer())
+        Run(config, World(size=2, sharded=True), Observer(), lambda plan: None)
 
 
 def test_checkpoints_of_low_rank_updates_need_little_disk():
-    plan = plan_run(CompressConfig(model="llama-7b", lora_rank=16, keep=1), Setting())
+    plan = plan_run(CompressConfig(model="llama-7b", lora_rank=16, keep=1), Launch())
     result_bytes = needed_bytes(replace(plan, config=replace(plan.config, steps=0)))
     updates = 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     luts = 32 * 8 * (5 * 4096 + 2 * 11008)

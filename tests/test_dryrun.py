@@ -21,7 +21,7 @@ from edkm_cli.dryrun.need import Need, memory_of, with_heap
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import Setting, plan_run
+from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.summaries import plan_summary
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
 from processes import PATIENCE_SECONDS
@@ -37,7 +37,7 @@ SHORT = {
     "allocation": "uniform",
 }
 FEW_TOKENS = {"calibration_tokens": 64, "start_tokens": 64}  # each sequence is rehearsed
-GPU = Setting("cuda")
+GPU = Launch("cuda")
 RUNTIME = 600_000_000  # of CUDA
 WIDE_CLUSTERED = 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1408 * 512)
 WIDE_PARAMETERS = WIDE_CLUSTERED + 1024 * 512 + 9 * 512
@@ -62,7 +62,7 @@ def models(tmp_path_factory):
 
 
 def rehearse(config, setting=None):
-    return Rehearsal(plan_run(config, setting or Setting()), stored_bytes=0).run()
+    return Rehearsal(plan_run(config, setting or Launch()), stored_bytes=0).run()
 
 
 CASES = [
@@ -247,13 +247,13 @@ class TestParts:
         assert long == pytest.approx(4 * short, rel=0.02)
 
     def test_data_parallel_processes_keep_gradients_in_buckets(self, peaks):
-        alone, many = peaks()[0].parts, peaks(Setting("cuda", processes=2))[0].parts
+        alone, many = peaks()[0].parts, peaks(Launch("cuda", processes=2))[0].parts
         assert many["weights"] == alone["weights"]
         assert many["gradients"] == pytest.approx(2 * WIDE_CLUSTERED, rel=0.05)
         assert many["optimizer"] == alone["optimizer"] > 3 * many["gradients"]  # moments, and halves of masters
 
     def test_sharding_divides_what_parameters_need(self, peaks):
-        two, eight = (peaks(Setting("cuda", processes=n, sharded=True))[0].parts for n in (2, 8))
+        two, eight = (peaks(Launch("cuda", processes=n, sharded=True))[0].parts for n in (2, 8))
         assert eight["optimizer"] == pytest.approx(two["optimizer"] / 4, rel=0.01)
         assert eight["teacher"] == pytest.approx(two["teacher"] / 4, rel=0.01)
         assert eight["sharding"] == two["sharding"] > 0  # layers are gathered whole
@@ -320,15 +320,15 @@ class TestMachine:
     def test_pages_of_files_count_in_the_peak_and_not_against_the_fit(self):
         peak = Peak("load", {"weights": 10, "files": 5}, {"load": 15, "training": 12}, files=5)
         assert peak.total == 15
-        assert Need(peak, None).fits(Machine(Setting(), 12, None))
-        assert not Need(peak, None).fits(Machine(Setting(), 11, None))
-        assert not Need(peak, None).fits(Machine(Setting(processes=2), 12, None))
+        assert Need(peak, None).fits(Machine(Launch(), 12, None))
+        assert not Need(peak, None).fits(Machine(Launch(), 11, None))
+        assert not Need(peak, None).fits(Machine(Launch(processes=2), 12, None))
 
     def test_memory_goes_to_speed_where_the_machine_has_room_for_freed_blocks(self):
         need = Need(Peak("training", {"weights": 1000, "runtime": 500}, {"training": 1000}), None)
         heap = with_heap(need).device.total - need.device.total
         assert 100 < heap < 1000
-        enough, tight = (Machine(Setting(), 1500 + room, None) for room in (heap, heap - 1))
+        enough, tight = (Machine(Launch(), 1500 + room, None) for room in (heap, heap - 1))
         auto, speed, small = (CompressConfig(memory=memory) for memory in ("auto", "speed", "small"))
         assert [memory_of(config, need, enough) for config in (auto, speed, small)] == ["speed", "speed", "small"]
         assert [memory_of(config, need, tight) for config in (auto, speed, small)] == ["small", "speed", "small"]

@@ -26,7 +26,7 @@ class Layer(nn.Module):
 
 def a_linear():
     model = tiny_llama(hidden=HIDDEN, inner=24)
-    cluster(model, embedding_bits=None)
+    cluster(model, embedding_bits=16)
     return model.model.layers[0].self_attn.o_proj
 
 
@@ -57,7 +57,7 @@ def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeyp
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_matrices_that_add_to_the_residual_stream_are_found(family, scaled):
     model = family()
-    cluster(model, embedding_bits=None)
+    cluster(model, embedding_bits=16)
     block = model.model.layers[0]
     layers = clustered_layers(block)
     corrections = Corrections(block, list(layers.values()))

@@ -6,13 +6,11 @@ from itertools import chain
 import pytest
 import torch
 
-from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.initialize import reconstruct as reconstructing
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.reconstruct import _picks, reconstruct, relative_error
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.preflight import choose_start
 from helpers import cluster, tiny_llama, tiny_qwen
 
 
@@ -27,7 +25,7 @@ def outputs(model, ids):
 
 
 def clustered(dense, **options):
-    return cluster(copy.deepcopy(dense), granularity="row:1", embedding_bits=None, **options)[0]
+    return cluster(copy.deepcopy(dense), granularity="row:1", embedding_bits=16, **options)[0]
 
 
 @pytest.mark.parametrize("family", [tiny_llama, tiny_qwen])
@@ -96,30 +94,3 @@ def test_weights_that_are_not_finite_are_refused():
     model.model.layers[0].input_layernorm.weight.data.fill_(float("inf"))
     with pytest.raises(UserError, match="finite"):
         reconstruct(model, texts(), passes=1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sharded", "start"),
-    [
-        ({"steps": 0, "data": ("self",)}, False, "reconstructed"),
-        ({"steps": 0, "data": ("self",)}, True, "compensated"),
-        ({}, False, "reconstructed"),
-        ({}, True, "compensated"),
-        ({"mode": "soft", "iterations": 0}, False, "compensated"),
-        ({"mode": "soft"}, False, "compensated"),
-        ({"lora_rank": 4}, False, "kmeans"),
-        ({"start": "kmeans"}, False, "kmeans"),
-    ],
-    ids=str,
-)
-def test_auto_takes_the_best_start_that_a_run_can_have(changes, sharded, start):
-    assert choose_start(CompressConfig(**changes), sharded=sharded) == start
-
-
-def test_a_reconstruction_that_cannot_be_had_is_refused_before_the_run():
-    with pytest.raises(UserError, match="use --start compensated"):
-        choose_start(CompressConfig(start="reconstructed"), sharded=True)
-    with pytest.raises(UserError, match="straight-through"):
-        CompressConfig(start="reconstructed", mode="hard")
-    with pytest.raises(UserError, match="LoRA keeps"):
-        CompressConfig(start="reconstructed", lora_rank=4)

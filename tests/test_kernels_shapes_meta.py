@@ -10,7 +10,7 @@ import torch
 from edkm_cli.clustering import clustered_linear, iterate_centroids, kmeans_start, nearest_indices, snap
 from edkm_cli.clustering.linear import LowRank
 from edkm_cli.dryrun.meta import Stage
-from edkm_cli.preflight import Setting
+from edkm_cli.preflight import Launch
 
 GEOMETRIES = ["tensor", "row:2", "block:4x8"]
 
@@ -32,7 +32,7 @@ def test_palettes(granularity, dtype):
     start = kmeans_start(weight, 8, granularity=granularity)
     groups = start.to("meta")
     options = {"granularity": granularity}
-    with Stage(Setting(), []):
+    with Stage(Launch(), []):
         same(start, kmeans_start(meta, 8, **options))
         same(nearest_indices(weight, start, **options), nearest_indices(meta, groups, **options))
         same(snap(weight, start, **options), snap(meta, groups, **options))
@@ -42,7 +42,7 @@ def test_iterated_centroids():
     weight, meta = both(16, 32)
     options = {"granularity": "row:1", "temperature": 0.1, "iterations": 2}
     start = kmeans_start(weight, 8, granularity="row:1")
-    with Stage(Setting(), []):
+    with Stage(Launch(), []):
         same(iterate_centroids(weight, start, **options), iterate_centroids(meta, start.to("meta"), **options))
 
 
@@ -57,7 +57,7 @@ def test_clustered_linear_forward_and_gradients(mode, dtype, low_rank):
         a, b = both(4, 32)[0].to(device).requires_grad_(), both(16, 4)[0].to(device).requires_grad_()
         weight.requires_grad_(not low_rank)
         x.requires_grad_()
-        with Stage(Setting(), []) if device == "meta" else nullcontext():  # which answers that all is finite
+        with Stage(Launch(), []) if device == "meta" else nullcontext():  # which answers that all is finite
             y = clustered_linear(
                 x,
                 weight,

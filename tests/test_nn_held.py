@@ -94,7 +94,7 @@ def test_weights_follow_their_entries_wherever_those_go(bits, granularity, lut_d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_held_model_predicts_what_the_clustered_one_does_and_keeps_only_packed_weights(dtype):
-    model, _ = cluster(tiny_llama().to(dtype), embedding_bits=None)
+    model, _ = cluster(tiny_llama().to(dtype), embedding_bits=16)
     held = copy.deepcopy(model)
     hold(held)
     ids = torch.randint(0, 257, (1, 40))

@@ -209,7 +209,7 @@ def test_the_iterations_of_a_step_are_shared_until_an_update_changes(mode):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_plain_weights_are_the_uncompressed_model(dtype, autocast, ids):
     dense = tiny_llama(bias=True).to(dtype)
-    model, _ = lora_model(dtype=dtype, embedding_bits=None)
+    model, _ = lora_model(dtype=dtype, embedding_bits=16)
     model.train()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), torch.no_grad():
         expected = dense(ids).logits

@@ -112,8 +112,8 @@ def test_a_finished_run(copied, tmp_path):
     ],
 )
 def test_the_page_says_what_was_trained_on(copied, settings, sentence):
-    config = json.loads((copied / "report.json").read_text())["config"]
-    edit_report(copied, config={**config, **settings})
+    report = json.loads((copied / "report.json").read_text())
+    edit_report(copied, resolved={**report["resolved"], **settings})
     build_report(copied, weights=False)
     assert sentence in words(parsed(copied / "report.html"))
 

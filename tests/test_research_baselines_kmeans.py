@@ -65,8 +65,8 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
 )
 def test_tables_are_counted_as_for_our_own_checkpoints(method, granularity, lut_dtype):
     model = tiny_llama()
-    spec = QuantizationSpec(3, granularity, lut_dtype, None)
-    expected = decoder_bits_per_weight(plan_swaps(model, embedding_bits=None), spec)
+    spec = QuantizationSpec(3, granularity, lut_dtype, 16)
+    expected = decoder_bits_per_weight(plan_swaps(model, embedding_bits=16), spec)
     options = {"steps": 0} if method is dkm else {"importance": "none"}
     outcome = method.quantize(model, texts(1), bits=3, granularity=granularity, lut_dtype=lut_dtype, **options)
     assert outcome.bits_per_weight == pytest.approx(expected)

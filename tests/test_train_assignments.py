@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
-from edkm_cli.errors import Preempted, UserError
+from edkm_cli.errors import Preempted
 from edkm_cli.packing import unpack
 from processes import stop_after
 
@@ -19,7 +19,6 @@ def test_a_run_that_learns_from_the_teacher_alone_holds_them_and_resumes_to_the_
         model=str(model_directory), data=(str(text_file),), label_weight=0.0, output=str(tmp_path / "whole"), steps=4,
         sequence_length=32, calibration_tokens=64, start_tokens=256, context=32, eval_windows=1, save_every=2, device="cpu",
     )  # fmt: skip
-    assert config.holds_assignments
     assert compress(config)["steps"] == 4
     stopped = replace(config, output=str(tmp_path / "stopped"))
 
@@ -37,28 +36,3 @@ def test_a_run_that_learns_from_the_teacher_alone_holds_them_and_resumes_to_the_
         assert all(len(set(zip(old, new, strict=True))) == len(set(old)) for old, new in pairs)
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert whole == resumed
-
-
-@pytest.mark.parametrize(
-    ("changes", "held"),
-    [
-        ({}, True),
-        ({"data": ("builtin",)}, False),
-        ({"label_weight": 1.0}, False),
-        ({"data": ("builtin",), "label_weight": 0.0}, True),
-        ({"mode": "soft"}, False),
-        ({"lora_rank": 4}, False),
-        ({"sharding": "full"}, False),
-        ({"assignments": "free"}, False),
-        ({"data": ("builtin",), "assignments": "held"}, True),
-    ],
-    ids=str,
-)
-def test_auto_holds_them_where_the_teacher_alone_is_learnt(changes, held):
-    assert CompressConfig(**changes).holds_assignments == held
-
-
-@pytest.mark.parametrize("changes", [{"mode": "soft"}, {"lora_rank": 2}, {"sharding": "full"}], ids=str)
-def test_what_cannot_hold_them_is_refused(changes):
-    with pytest.raises(UserError, match="use assignments free"):
-        CompressConfig(assignments="held", **changes)

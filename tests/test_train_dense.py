@@ -25,7 +25,7 @@ TOKENS = torch.randint(0, 257, (2000,), generator=torch.Generator().manual_seed(
 
 def test_it_is_plain_training_of_linears_and_norms(tmp_path):
     """Against a loop written out: next-token loss, AdamW, the schedule; embeddings as they were."""
-    config = settings("m", "t", tmp_path, distill=False, dense_learning_rate=3e-3, weight_decay=0.1, max_grad_norm=1.0)
+    config = settings("m", "t", tmp_path, distill=False, label_weight=1.0, dense_learning_rate=3e-3, weight_decay=0.1)
     blocks = Blocks(TOKENS, config.sequence_length, seed=0)
     model, wanted = tiny_llama(), tiny_llama()
     train_dense(model, None, blocks, config, world=World(), staging=tmp_path)
@@ -75,6 +75,7 @@ def test_both_perplexities_and_their_ratio_are_told_everywhere(compared, model_d
     assert row["exported_over_dense"] == pytest.approx(row["exported"] / row["dense"])
     assert row["dense"] < row["original"]
     # As if it had been trained by itself.
+    config = replace(config, **report["resolved"])
     source = models.resolve(str(model_directory))
     model, teacher = (models.load_dense(source, dtype="float32") for _ in range(2))
     tokenizer = models.load_tokenizer(source)

@@ -62,19 +62,20 @@ def compress_command(
         raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
     from edkm_cli.compress import compress
     from edkm_cli.dryrun.plan import choose_memory
+    from edkm_cli.preflight import RunPlan
     from edkm_cli.progress import Observer, Progress
     from edkm_cli.summaries import summary
 
+    def use_memory(plan: RunPlan) -> None:
+        return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks()
+
     progress = Progress()
-    if choose_memory(settings) == "small":
-        return_large_blocks()
-    else:
-        keep_freed_blocks()
     result = compress(
         settings,
         overwrite=overwrite,
         resume=resume,
         observer=Observer(progress.track, progress.show, progress.say),
+        planned=use_memory,
     )
     if first_process():
         finish(summary(result), result, json_file)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from edkm_cli.dryrun.ledger import Ledger
 from edkm_cli.dryrun.meta import GRADIENTS, SHARDING
 from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.preflight import Setting
+from edkm_cli.preflight import Launch
 
 # FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
 _REDUCED_LAYERS = 2
@@ -25,10 +25,10 @@ def size_bytes(tensors: Any) -> int:
 class Gradients:
     """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
 
-    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, setting: Setting):
-        self._trained, self._ledger, self._setting = trained, ledger, setting
-        self._buckets = setting.processes > 1 and not setting.sharded
-        self._layers = self._by_layer(model) if setting.sharded else {}
+    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, launch: Launch):
+        self._trained, self._ledger, self._launch = trained, ledger, launch
+        self._buckets = launch.processes > 1 and not launch.sharded
+        self._layers = self._by_layer(model) if launch.sharded else {}
         self._exits = ExitStack()
 
     def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
@@ -54,7 +54,7 @@ class Gradients:
         """Gradients as an earlier micro-batch leaves them."""
         for parameter in self._trained:
             parameter.grad = torch.empty_like(parameter)
-            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._setting.share)
+            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._launch.share)
 
     def restore(self) -> None:
         """Before the optimizer: what went into buckets is seen again as gradients."""
@@ -72,4 +72,4 @@ class Gradients:
             gradients = [other.grad for other in layer if other.grad is not None]
             with self._ledger.more(_REDUCED_LAYERS * size_bytes(gradients), SHARDING):
                 pass
-            self._ledger.move(gradients, GRADIENTS, share=self._setting.share)
+            self._ledger.move(gradients, GRADIENTS, share=self._launch.share)

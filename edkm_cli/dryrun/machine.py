@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.distributed import launched
+from edkm_cli.distributed import launched, wants_sharding
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import Setting, choose_device
+from edkm_cli.preflight import Launch, choose_device
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -22,7 +22,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 class Machine:
     """What there is: so many bytes of each device, and of host memory for all processes (None: not known)."""
 
-    setting: Setting
+    launch: Launch
     memory_bytes: int
     host_bytes: int | None
 
@@ -47,15 +47,13 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
         raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
     device = "cuda" if named else choose_device(config.device).split(":")[0]
     processes = gpus or launched()
-    asked = config.sharding == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    sharded = processes > 1 and (config.sharding == "full" or asked)
-    setting = Setting(device, processes, sharded, torch.get_num_threads())
+    launch = Launch(device, processes, wants_sharding(config.sharding, processes), torch.get_num_threads())
     if gpu_memory is not None:
-        return Machine(setting, parse_bytes(gpu_memory), None)
+        return Machine(launch, parse_bytes(gpu_memory), None)
     if device == "cuda":
         number = torch.device(config.device).index if config.device.startswith("cuda:") else 0
-        return Machine(setting, torch.cuda.get_device_properties(number or 0).total_memory, physical_bytes())
-    return Machine(setting, physical_bytes(), None)
+        return Machine(launch, torch.cuda.get_device_properties(number or 0).total_memory, physical_bytes())
+    return Machine(launch, physical_bytes(), None)
 
 
 def resident_bytes() -> int:

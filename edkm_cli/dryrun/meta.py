@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.preflight import Setting
+from edkm_cli.preflight import Launch
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CLUSTERING = "activations", "logits", "clustering"
@@ -36,10 +36,10 @@ _aten = torch.ops.aten
 class Stage:
     """Use as a context manager around a rehearsal."""
 
-    def __init__(self, setting: Setting, shapes: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, launch: Launch, shapes: Iterable[tuple[int, ...]]) -> None:
         """`shapes` are those of the clustered weights."""
-        self.setting = setting
-        self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if setting.gpu else 1)
+        self.launch = launch
+        self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if launch.gpu else 1)
         self.ledger.part = ACTIVATIONS
         self._shapes = set(shapes)
         self._backward_part = ACTIVATIONS
@@ -71,7 +71,7 @@ class Stage:
             return _answer(func, args[0])
         if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], kwargs)
-        if self.setting.gpu:
+        if self.launch.gpu:
             on_host = any(isinstance(a, Tensor) and a.dim() and self.ledger.holds(a, HOST) for a in args)
             self.ledger.place = HOST if on_host else self._place
         if func in _IN_PLACE and args[0].is_meta:
@@ -84,15 +84,15 @@ class Stage:
         dtype = kwargs.get("dtype") or tensor.dtype
         if tensor.numel() == 1:
             return torch.ones(tensor.shape, dtype=dtype)
-        if not self.setting.gpu and not self.setting.sharded:
+        if not self.launch.gpu and not self.launch.sharded:
             return tensor if dtype == tensor.dtype else tensor.to(dtype)
         # What is collected from a sharded model is sharded, too.
-        self.ledger.place, self.ledger.share = HOST if self.setting.gpu else DEVICE, self.setting.share
+        self.ledger.place, self.ledger.share = HOST if self.launch.gpu else DEVICE, self.launch.share
         return torch.empty_like(tensor, dtype=dtype)
 
     def _attention(self, generic: Any) -> Any:
         """`scaled_dot_product_attention` as the planned device dispatches it."""
-        gpu = self.setting.gpu
+        gpu = self.launch.gpu
 
         def attention(
             query: Tensor,
@@ -125,7 +125,7 @@ class Stage:
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Inside, a run on a GPU works in host memory."""
-        self._place = HOST if self.setting.gpu else DEVICE
+        self._place = HOST if self.launch.gpu else DEVICE
         try:
             yield
         finally:
@@ -134,7 +134,7 @@ class Stage:
     @contextmanager
     def on_shards(self) -> Iterator[None]:
         """Inside, new storages are a process's share."""
-        self._share = self.setting.share
+        self._share = self.launch.share
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ class Stage:
     @contextmanager
     def offload(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         """Saved tensors go to host memory, each storage once, as `MarshalSavedTensors` moves them."""
-        if not (enabled and self.setting.gpu):
+        if not (enabled and self.launch.gpu):
             yield
             return
         stay = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

@@ -36,7 +36,7 @@ class Need:
     not_counted: str = ""
 
     def fits(self, machine: Machine) -> bool:
-        processes = machine.setting.processes
+        processes = machine.launch.processes
         if self.host is None:
             return _needed_bytes(self.device) * processes <= machine.memory_bytes
         host_fits = machine.host_bytes is None or _needed_bytes(self.host) * processes <= machine.host_bytes
@@ -52,7 +52,7 @@ def _needed_bytes(peak: Peak) -> int:
 def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
     vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
-    rounding = _ROUNDING_BYTES if plan.start == "reconstructed" and not plan.setting.gpu else 0
+    rounding = _ROUNDING_BYTES if plan.config.start == "reconstructed" and not plan.launch.gpu else 0
     return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + rounding
 
 
@@ -61,7 +61,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
 
     Freed blocks that are kept for reuse are not in it: see `with_heap`.
     """
-    source, setting, not_counted = plan.source, plan.setting, ""
+    source, launch, not_counted = plan.source, plan.launch, ""
     stored = models.stored_bytes(source) if source.is_local and not source.gguf_file else None
     try:
         peaks = Rehearsal(plan, stored_bytes=2 * plan.parameters if stored is None else stored).run()
@@ -69,7 +69,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         # Remote code, or layers that look at values: then only what no forward pass is needed for.
         not_counted = f"activations: this model does not run on the meta device ({_first_line(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
-    if not setting.gpu:
+    if not launch.gpu:
         return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
     host = _with(peaks[HOST], RUNTIME, runtime_bytes + _CUDA_HOST_BYTES)
     return Need(_with(peaks[DEVICE], RUNTIME, _CUDA_DEVICE_BYTES), host, not_counted)
@@ -77,7 +77,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
 
 def least(plan: RunPlan) -> Need:
     """What parameters alone need in training: no more than a run does, and known at once."""
-    return Need(_static(plan), Peak("", {}, {}) if plan.setting.gpu else None)
+    return Need(_static(plan), Peak("", {}, {}) if plan.launch.gpu else None)
 
 
 def with_heap(need: Need) -> Need:
@@ -89,17 +89,17 @@ def with_heap(need: Need) -> Need:
 def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
     """What `--memory` means: `auto` is `speed`, or `small` where freed blocks that are kept would not fit."""
     if config.memory == "auto":
-        return "speed" if machine.setting.gpu or with_heap(need).fits(machine) else "small"
+        return "speed" if machine.launch.gpu or with_heap(need).fits(machine) else "small"
     return config.memory
 
 
 def _static(plan: RunPlan) -> Peak:
-    config, setting = plan.config, plan.setting
+    config, launch = plan.config, plan.launch
     full = config.steps > 0 and not config.lora_rank
-    dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.dtype)
+    dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.config.dtype)
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
-    clustered = int(weights * trained.itemsize * setting.share)
-    whole = int(plan.parameters * dense.itemsize * setting.share)
+    clustered = int(weights * trained.itemsize * launch.share)
+    whole = int(plan.parameters * dense.itemsize * launch.share)
     moments = {"adamw": 2.0, "sgd": 1.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
     parts = {"weights": whole}
     if full:

@@ -7,18 +7,20 @@ proposed. A run uses the same rehearsal to decide whether it can keep freed memo
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.dryrun.machine import choose_machine
+from edkm_cli.dryrun.machine import Machine, choose_machine, physical_bytes
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.dryrun.rehearsal import Peak
 from edkm_cli.integrity import skeleton_tensors
+from edkm_cli.nn.allocation import SENSITIVITY
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
 from edkm_cli.preflight import RunPlan, plan_run
 
@@ -34,7 +36,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
     `phases` are the highest totals of each phase, of tensors alone. Raises UserError for settings that no run could have.
     """
     machine = choose_machine(config, gpu_memory, gpus)
-    plan = plan_run(config, machine.setting)
+    plan = plan_run(config, machine.launch)
     runtime_bytes = process_bytes(plan)
     need = estimate(plan, runtime_bytes)
     memory = memory_of(config, need, machine)
@@ -55,27 +57,27 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "steps": config.steps,
         "sequences_per_step": plan.step_sequences,
         "training_tokens": plan.training_tokens,
-        "device": plan.setting.device,
-        "processes": plan.setting.processes,
-        "sharded": plan.setting.sharded,
+        "device": plan.launch.device,
+        "processes": plan.launch.processes,
+        "sharded": plan.launch.sharded,
         "available_bytes": machine.memory_bytes,
         "available_host_bytes": machine.host_bytes,
         "fits": fits,
         "proposals": [] if fits else proposals(plan, machine, runtime_bytes),
         "config": asdict(config),
+        "resolved": plan.resolved,
     }
 
 
-def choose_memory(config: CompressConfig) -> str:
+def choose_memory(plan: RunPlan) -> str:
     """What `--memory` means for a run on this machine: `speed`, or `small` where only that fits.
 
-    Rehearses the run unless arithmetic alone shows that there is room. Raises UserError as the run itself would.
+    Rehearses the run unless arithmetic alone shows that there is room.
     """
-    machine = choose_machine(config, None, None)
-    if config.memory != "auto" or machine.setting.gpu:
+    config, machine = plan.config, Machine(plan.launch, physical_bytes(), None)
+    if config.memory != "auto" or plan.launch.gpu:
         return "speed" if config.memory == "auto" else config.memory
-    plan = plan_run(config, machine.setting)
-    if _more_than_enough_bytes(plan) * machine.setting.processes <= machine.memory_bytes:
+    if _more_than_enough_bytes(plan) * plan.launch.processes <= machine.memory_bytes:
         return "speed"
     return memory_of(config, estimate(plan, process_bytes(plan)), machine)
 
@@ -92,13 +94,13 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
     tokens = max(config.batch_size * config.sequence_length, config.context, 1024)
     ends = [sum(swap.shape) for swap in plan.swaps if swap.role == LINEAR]
     vocabulary = max((swap.shape[0] for swap in plan.swaps if swap.role != LINEAR), default=0)
-    activations = 12 * tokens * sum(ends) + 40 * config.fitted_tokens * max(ends) + 32 * tokens * vocabulary
+    activations = 12 * tokens * sum(ends) + 40 * (config.start_tokens or 0) * max(ends) + 32 * tokens * vocabulary
     return 40 * plan.parameters + activations + 2e9
 
 
 def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
-    target = plan.skeleton()
+    target = copy.deepcopy(plan.skeleton)
     with torch.device("meta"):
         palettize_skeleton(target, plan.spec)
     dtype = getattr(torch, plan.dense_dtype)
@@ -121,10 +123,12 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
         if not swap.reason:
             counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
     bits = (
-        f"{plan.average:.2f} bits on average, by sensitivity" if plan.by_sensitivity else f"{config.bits}-bit indices"
+        f"{plan.average:.2f} bits on average, by sensitivity"
+        if config.allocation == SENSITIVITY
+        else f"{config.bits}-bit indices"
     )
     linear = f"{bits}, {config.lut_dtype} LUT, {plan.spec.granularity}"
-    other = f"{plan.spec.embedding_bits}-bit, a float32 scale "
+    other = f"{config.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
         {"role": role, "shape": list(shape), "count": count, "becomes": linear if role == LINEAR else other}

@@ -10,65 +10,61 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.machine import Machine
 from edkm_cli.dryrun.need import estimate, least, with_heap
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import RunPlan, Setting, choose_dtype, plan_run
+from edkm_cli.preflight import Launch, RunPlan, choose_dtype, plan_run
 
 _MOST_PROPOSALS, _MOST_REHEARSALS = 3, 6
+Change = tuple[str, dict[str, Any]]  # flags, and the settings that they are
 
 
 def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[str, Any]]:
     """Settings that fit, the least different first: flags, number of processes, and what they need."""
-    found: list[dict[str, Any]] = []
+    fitting: list[dict[str, Any]] = []
     enough: list[set[str]] = []
     rehearsed = 0
-    for names, flags, config, setting in _alternatives(plan.config, plan.setting):
+    for names, changes, launch in _alternatives(plan.asked, plan.launch):
         if any(less <= names for less in enough):
             continue
+        values = {key: value for _, settings in changes for key, value in settings.items()}
         try:
-            other, there = plan_run(config, setting, like=plan), replace(machine, setting=setting)
+            other = plan_run(replace(plan.asked, **values), launch, like=plan)
         except UserError:  # a combination that no run could have
             continue
+        there = replace(machine, launch=launch)
         if not least(other).fits(there):
             continue
         need = estimate(other, runtime_bytes)
-        need = with_heap(need) if config.memory == "speed" else need
+        need = with_heap(need) if other.config.memory == "speed" else need
         rehearsed += 1
         if need.fits(there):
             host = {"host_total_bytes": need.host.total} if need.host else {}
-            count = setting.processes
-            found.append({"flags": flags, "processes": count, "total_bytes": need.device.total, **host})
+            flags, count = " ".join(flags for flags, _ in changes), launch.processes
+            fitting.append({"flags": flags, "processes": count, "total_bytes": need.device.total, **host})
             enough.append(names)
-        if len(found) == _MOST_PROPOSALS or rehearsed == _MOST_REHEARSALS:
+        if len(fitting) == _MOST_PROPOSALS or rehearsed == _MOST_REHEARSALS:
             break
-    return found
+    return fitting
 
 
-def _alternatives(config: CompressConfig, setting: Setting) -> Iterator[tuple[set[str], str, CompressConfig, Setting]]:
-    """(names of the changes, flags, the settings with them, where) in the order in which they are worth a try."""
-    changes = _changes(config, setting)
+def _alternatives(config: CompressConfig, launch: Launch) -> Iterator[tuple[set[str], list[Change], Launch]]:
+    """(names of the changes, the changes, where) in the order in which they are worth a try."""
+    changes = _changes(config, launch)
     for names in _COMBINATIONS:
         if all(name in changes for name in names):
-            sharded = setting.sharded or "shard" in names
-            yield set(names), *_changed(config, [changes[name] for name in names]), replace(setting, sharded=sharded)
-    if setting.gpu and config.steps:
-        more = [
-            ("--sharding full", {"sharding": "full"}),
-            *(changes[n] for n in ("checkpoint", "batch") if n in changes),
-        ]
+            sharded = launch.sharded or "shard" in names
+            yield set(names), [changes[name] for name in names], replace(launch, sharded=sharded)
+    if launch.gpu and config.steps:
+        shard: Change = ("--sharding full", {"sharding": "full"})
+        more = [shard, *(changes[name] for name in ("checkpoint", "batch") if name in changes)]
         for processes in (2, 4, 8, 16, 32):
-            if processes > setting.processes:
-                yield {"more"}, *_changed(config, more), replace(setting, processes=processes, sharded=True)
+            if processes > launch.processes:
+                yield {"more"}, more, replace(launch, processes=processes, sharded=True)
 
 
-def _changed(config: CompressConfig, changes: list[tuple[str, dict[str, Any]]]) -> tuple[str, CompressConfig]:
-    values = {key: value for _, settings in changes for key, value in settings.items()}
-    return " ".join(flags for flags, _ in changes), replace(config, **values)
-
-
-def _changes(config: CompressConfig, setting: Setting) -> dict[str, tuple[str, dict[str, Any]]]:
+def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
     """What could be changed, by name: (flags, settings)."""
     sequences, trains = config.batch_size * config.gradient_accumulation, config.steps > 0
     candidates: dict[str, tuple[bool, str, dict[str, Any]]] = {
-        "memory": (not setting.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
+        "memory": (not launch.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
         "checkpoint": (
             trains and not config.gradient_checkpointing,
             "--gradient-checkpointing",
@@ -79,11 +75,11 @@ def _changes(config: CompressConfig, setting: Setting) -> dict[str, tuple[str, d
             f"--batch-size 1 --gradient-accumulation {sequences}",
             {"batch_size": 1, "gradient_accumulation": sequences},
         ),
-        "shard": (setting.processes > 1 and not setting.sharded, "--sharding full", {"sharding": "full"}),
-        "offload": (trains and setting.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
+        "shard": (launch.processes > 1 and not launch.sharded, "--sharding full", {"sharding": "full"}),
+        "offload": (trains and launch.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
         "lora": (trains and not config.lora_rank, "--lora-rank 16", {"lora_rank": 16}),
         "dtype": (
-            choose_dtype(config.dtype, setting.device) == "float32",
+            choose_dtype(config.dtype, launch.device) == "float32",
             "--dtype bfloat16",
             {"dtype": "bfloat16"},
         ),

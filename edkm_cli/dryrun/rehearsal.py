@@ -42,7 +42,7 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
-from edkm_cli.nn.allotment import widths
+from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
@@ -80,9 +80,9 @@ class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
     def __init__(self, plan: RunPlan, *, stored_bytes: int):
-        self.plan, self.config, self.setting = plan, plan.config, plan.setting
-        self._stored_bytes, self._skeleton = stored_bytes, plan.skeleton()
-        self._stage = Stage(plan.setting, (swap.shape for swap in plan.clustered))
+        self.plan, self.config, self.launch = plan, plan.config, plan.launch
+        self._stored_bytes, self._skeleton = stored_bytes, plan.skeleton
+        self._stage = Stage(plan.launch, (swap.shape for swap in plan.clustered))
         self._ledger = self._stage.ledger
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
 
@@ -110,12 +110,12 @@ class Rehearsal:
         self._ledger.begin("load")
         model = self._dense_model(self.plan.dense_dtype)
         whole = size_bytes(model.parameters())
-        if self.setting.gpu:
-            at_once = self._layer_bytes(model) if self.setting.sharded else whole
-            files = 0 if self.setting.sharded else self._stored_bytes
+        if self.launch.gpu:
+            at_once = self._layer_bytes(model) if self.launch.sharded else whole
+            files = 0 if self.launch.sharded else self._stored_bytes
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
-        elif not self.setting.sharded:
+        elif not self.launch.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
             with self._ledger.more(0 if _close(self._stored_bytes, whole) else self._stored_bytes, FILES):
                 pass
@@ -128,7 +128,7 @@ class Rehearsal:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
         model.config.dtype = getattr(torch, dtype)
-        self._ledger.move(model.parameters(), WEIGHTS, share=self.setting.share)
+        self._ledger.move(model.parameters(), WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
         self._stage.label(model)
         return model.eval()
@@ -144,9 +144,9 @@ class Rehearsal:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
         calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        text = torch.empty(2 * config.fitted_tokens, dtype=torch.int64, device=META)
+        text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_batches(calibration, config)[: 1 if self.setting.gpu else 2]
+        batches = calibration_batches(calibration, config)[: 1 if self.launch.gpu else 2]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model, teacher = initialize(
@@ -155,7 +155,7 @@ class Rehearsal:
                 calibration=batches if config.importance != "none" else [],
                 fitting=start_batches(text, plan),
                 keep_dense=plan.copies_teacher,
-                build=partial(self._rebuild, dense) if self.setting.sharded else None,
+                build=partial(self._rebuild, dense) if self.launch.sharded else None,
                 world=World(device="meta"),
                 collect=self._collect,
                 start=self._kmeans,
@@ -171,8 +171,8 @@ class Rehearsal:
         """`collect_importance`; then the start begins."""
         with self._ledger.under(ACTIVATIONS), self._stage.clustering(), self._gathered(model):
             found = collect_importance(model, names, batches, **options)
-        place = HOST if self.setting.gpu else DEVICE
-        self._ledger.move(found.values(), CLUSTERING, place=place, share=self.setting.share)
+        place = HOST if self.launch.gpu else DEVICE
+        self._ledger.move(found.values(), CLUSTERING, place=place, share=self.launch.share)
         self._ledger.begin("start")
         return found
 
@@ -198,8 +198,8 @@ class Rehearsal:
     def _rebuild(self, dense: Any, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:
         """As `build_sharded`; a dense model that is kept is the teacher from now on."""
         if self.plan.copies_teacher:
-            self._ledger.move(dense.parameters(), TEACHER, share=self.setting.share)
-        model = self._dense_model(self.plan.dtype)
+            self._ledger.move(dense.parameters(), TEACHER, share=self.launch.share)
+        model = self._dense_model(self.config.dtype)
         for path, block in decoder_layers(model).items():
             prepare(path, block)
         finish(model)
@@ -208,7 +208,7 @@ class Rehearsal:
     def _settle(self, model: Any) -> None:
         """What the clustered model is made of belongs to the weights."""
         self._stage.label(model)
-        self._ledger.move(model.parameters(), WEIGHTS, share=self.setting.share)
+        self._ledger.move(model.parameters(), WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
 
     def _kmeans(
@@ -223,9 +223,9 @@ class Rehearsal:
             # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
             size = min(tile[0] * tile[1], _DISTINCT)
             a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * k) * (size + 1)
-            scratch = a_thread * min(self.setting.threads, weight.numel() // size)
-            copied = size_bytes([weight]) if self.setting.gpu else 0
-            place = HOST if self.setting.gpu else DEVICE
+            scratch = a_thread * min(self.launch.threads, weight.numel() // size)
+            copied = size_bytes([weight]) if self.launch.gpu else 0
+            place = HOST if self.launch.gpu else DEVICE
             held = self._ledger.more(copied + scratch, CLUSTERING, place=place)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
                 kmeans_start(weight, k, granularity=granularity, importance=importance)
@@ -243,7 +243,7 @@ class Rehearsal:
         fitting = 0
         groups, k = layer.centroids.shape
         if self.plan.average_bits:  # any matrix may get the most
-            k = 2 ** max(widths(self.plan.average_bits))
+            k = 2 ** max(tried_bits(self.plan.average_bits))
         widened = 4 * size * (layer.weight.dtype != torch.float32)
         if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
             fitting = 16 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k + 2 * widened
@@ -291,7 +291,7 @@ class Rehearsal:
         prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:
-            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.setting))
+            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.launch))
             optimizer = self._optimizer(model, trained, held)
             if config.steps > 1 and optimizer is not None:  # the second step has the most: moments from the first one
                 gradients.make()
@@ -300,7 +300,7 @@ class Rehearsal:
                 gradients.make()
             ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device=META)
             held.enter_context(self._gathered(model, objective.teacher))
-            held.enter_context(self._stage.autocast(model, self.plan.mixed_precision == "bf16"))
+            held.enter_context(self._stage.autocast(model, self.config.mixed_precision == "bf16"))
             with self._stage.offload(model, config.offload == "cpu"):
                 (objective.loss(model, ids) / config.gradient_accumulation).backward()
             if config.mode == "soft":
@@ -326,14 +326,14 @@ class Rehearsal:
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:
         """As `build_optimizer`. On a GPU a step needs nothing beside its state: AdamW is fused there."""
         config = self.config
-        if self.setting.gpu:
+        if self.launch.gpu:
             size = sum(parameter.numel() for parameter in trained)
             moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
             if config.optimizer == "adamw-8bit":
                 state, scratch = moments * size * _MOMENT_8BIT_BYTES, 0.0
             else:
                 state, scratch = state_bytes(trained, moments)
-            held.enter_context(self._ledger.more(int(state * self.setting.share + scratch), OPTIMIZER))
+            held.enter_context(self._ledger.more(int(state * self.launch.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
         if needs_masters(groups):
@@ -366,7 +366,7 @@ class Rehearsal:
     def _gathered(self, *models_: Any) -> Iterator[None]:
         """Where parameters are sharded, the decoder layers that are whole for the moment."""
         sizes = [self._layer_bytes(model) for model in models_ if isinstance(model, nn.Module)]
-        gathered = _GATHERED_LAYERS * max(sizes) if self.setting.sharded and sizes else 0
+        gathered = _GATHERED_LAYERS * max(sizes) if self.launch.sharded and sizes else 0
         with self._ledger.more(gathered, SHARDING) if gathered else nullcontext():
             yield
 

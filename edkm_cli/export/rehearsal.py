@@ -7,6 +7,7 @@ hold is refused here, not after training.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,11 @@ def rehearse_export(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Swap the dense `model` on the meta device in place, and try whether what it becomes can be written and read again.
+    """Swap a copy of the dense `model` on the meta device, and try whether what it becomes can be written and read again.
 
     Raises UserError naming what does not fit.
     """
+    model = copy.deepcopy(model)
     for swap in swaps:
         if swap.role == LINEAR and not swap.reason:
             linear = model.get_submodule(swap.name)

@@ -86,7 +86,7 @@ class _Run:
         require_trackers(self.training)
         require_optimizer(self.training, world)
         require_accumulation(self.training)
-        if any(source.needs_model for source in data.parse_sources(list(config.data))):
+        if any(source.needs_model for source in data.parse_sources(config.data)):
             raise UserError("--data self is what the model says already; name a text to learn")
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:

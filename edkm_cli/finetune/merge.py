@@ -25,7 +25,7 @@ from edkm_cli.format import digest, sha256_of, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.preflight import calibration_batches, choose_device
+from edkm_cli.preflight import Launch, calibration_batches, choose_device, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.self_text import self_text, store_of
 from edkm_cli.train.loop import train
@@ -86,7 +86,9 @@ class _Run:
     def __init__(self, directory: Path, adapter: Path, config: MergeConfig, watch: Observer):
         self.adapter, self.config, self.watch = adapter, config, watch
         self.world = World(device=choose_device(config.device))
-        self.settings = config.training(directory)
+        given = config.training(directory)
+        self.texts = data.parse_sources(given.data)
+        self.settings = resolve(given, Launch.of(self.world), self.texts)
         self.session = Session(directory, self.settings, self.world, watch, dtype="float32")
 
     def run(self, output: OutputDirectory) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class _Run:
         """Each decoder layer by itself, to give what the adapted one gives."""
         reconstruct(
             merged,
-            calibration_batches(self.session.data, self.settings, self.settings.fitted_tokens, length=_FIT_TOKENS),
+            calibration_batches(self.session.data, self.settings, self.settings.start_tokens, length=_FIT_TOKENS),
             passes=self.config.start_passes,
             seed=self.config.seed,
             track=self.watch.track,
@@ -156,7 +158,7 @@ class _Run:
         """Of the text, that there is a use for."""
         settings = self.settings
         trained = settings.steps * settings.batch_size * settings.sequence_length
-        return max(settings.fitted_tokens, int(1.1 * trained)) + settings.sequence_length
+        return max(settings.start_tokens or 0, int(1.1 * trained)) + settings.sequence_length
 
     @property
     def _trust(self) -> bool:
@@ -164,7 +166,7 @@ class _Run:
 
     def _written(self, model: Any) -> dict[str, data.TokenStore]:
         """The text that the adapted model writes itself, where `--data self` asks for it."""
-        if not any(source.needs_model for source in data.parse_sources(list(self.settings.data))):
+        if not any(source.needs_model for source in self.texts):
             return {}
         self.watch.say("the adapted model writes its own text, once")
         tokenizer = models.load_tokenizer(models.resolve(str(self.session.directory)), trust_remote_code=self._trust)

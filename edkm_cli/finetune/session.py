@@ -16,7 +16,7 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.texts import MeasuredText
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load
-from edkm_cli.preflight import data_options, evaluation_documents, named_sources
+from edkm_cli.preflight import data_options, evaluation_documents
 from edkm_cli.progress import Clock, Observer, Track, no_progress
 
 
@@ -56,18 +56,19 @@ class Session:
     def open_texts(self, *, token_limit: int, written: dict[str, TokenStore] | None = None) -> None:
         """Tokenizer, the texts that are measured, and the training data. Raises UserError where a file of theirs changes
         meanwhile."""
-        with data.unchanged(named_sources(self.config)):
-            self._open_texts(token_limit, written or {})
+        texts = data.parse_sources(self.config.data)
+        with data.unchanged([*texts, *data.parse_sources(self.config.eval_data, "--eval-data")]):
+            self._open_texts(texts, token_limit, written or {})
 
-    def _open_texts(self, token_limit: int, written: dict[str, TokenStore]) -> None:
+    def _open_texts(self, texts: list[data.Source], token_limit: int, written: dict[str, TokenStore]) -> None:
         config = self.config
         self.tokenizer = models.load_tokenizer(
             models.resolve(str(self.directory)), trust_remote_code=config.trust_remote_code
         )
-        documents = evaluation_documents(config, self.tokenizer)
+        documents = evaluation_documents(config, texts, self.tokenizer)
         self.texts = [MeasuredText(name, data.tokenize(found, self.tokenizer)) for name, found in documents.items()]
         self.data = data.open_training_data(
-            data.parse_sources(config.data),
+            texts,
             self.tokenizer,
             options=data_options(config),
             token_limit=token_limit,

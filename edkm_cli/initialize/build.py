@@ -18,12 +18,12 @@ from edkm_cli.clustering import relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize.allocation import allocate
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.reconstruct import reconstruct
+from edkm_cli.nn.allocation import allocate
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.held import hold
 from edkm_cli.nn.lora import add_lora
@@ -82,8 +82,8 @@ class Recipe:
             lora_alpha=config.lora_alpha,
             seed=config.seed,
             average_bits=plan.average_bits,
-            passes=config.start_passes if plan.start == "reconstructed" else None,
-            holds=config.holds_assignments and not plan.setting.sharded,
+            passes=config.start_passes if config.start == "reconstructed" else None,
+            holds=config.assignments == "held",
         )
 
     @property

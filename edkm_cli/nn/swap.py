@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import DENSE_BITS, LUT_DTYPES, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.runtime.palettized import (
     PALETTIZED,
@@ -66,7 +66,7 @@ def is_tied(model: Any) -> bool:
     return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
 
 
-def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] = ()) -> list[Swap]:
+def plan_swaps(model: Any, *, embedding_bits: int, skip: tuple[str, ...] = ()) -> list[Swap]:
     """All linears and embeddings of a dense causal LM with their roles, and its other matrices, in model order.
 
     `skip` holds module paths or shell patterns. Raises UserError for a pattern that matches nothing, or if nothing is
@@ -82,7 +82,7 @@ def plan_swaps(model: Any, *, embedding_bits: int | None, skip: tuple[str, ...] 
         unused -= hits
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
         reason = f"matches --skip {sorted(hits)[0]}" if hits else ""
-        if not reason and role != LINEAR and embedding_bits is None:
+        if not reason and role != LINEAR and embedding_bits == DENSE_BITS:
             reason = "embedding_bits is 16: embeddings stay dense"
         if not reason and role == EMBEDDING and module is not embedding:
             reason = "an embedding that is not the token embedding"
@@ -225,7 +225,7 @@ def palettize_skeleton(
                 f"{name} is a {type(module).__name__}, which the format does not know; quantization_config must skip it, "
                 "or the file was altered"
             )
-        if role != LINEAR and spec.embedding_bits is None:
+        if role != LINEAR and spec.embedding_bits == DENSE_BITS:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         unknown -= {name} if role == LINEAR else set()
         swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))

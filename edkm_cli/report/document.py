@@ -160,10 +160,7 @@ def training_section(run: RunFiles) -> Markup | None:
 
 def _objective(settings: Mapping[str, Any]) -> str:
     """What a run was trained on, in words."""
-    labels = settings.get("label_weight")
-    if labels is None and "label_weight" in settings:  # the default: the teacher only on text that the model wrote
-        labels = 0.0 if settings.get("data") == ["self"] else 1.0
-    given = (labels, settings.get("hidden_weight"))
+    given = (settings.get("label_weight"), settings.get("hidden_weight"))
     labels, hidden = (value if isinstance(value, (int, float)) else 0 for value in given)
     if not settings.get("distill", True):
         return "the next-token loss"

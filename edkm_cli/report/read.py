@@ -85,7 +85,9 @@ def read_run(directory: str | Path) -> RunFiles:
     metrics = _read_metrics(found / "metrics.jsonl")
     if (found / "report.json").is_file():
         report = _checked_report(found / "report.json")
-        return RunFiles(found, report["model"], report, report["config"], _texts(report), metrics)
+        resolved = report.get("resolved")
+        settings = report["config"] | (resolved if isinstance(resolved, dict) else {})
+        return RunFiles(found, report["model"], report, settings, _texts(report), metrics)
     mark = _read_json(found / MARKER) if (found / MARKER).is_file() else {}
     settings = mark.get("fingerprint")
     return RunFiles(

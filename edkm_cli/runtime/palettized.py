@@ -203,7 +203,6 @@ class _RowScaled(_Packed):
 
     def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
         nn.Module.__init__(self)
-        assert spec.embedding_bits is not None
         self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
         if own:
             self._register(spec.embedding_tensors(rows, columns))

@@ -293,7 +293,6 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
 
     @property
     def _bits(self) -> int:
-        assert self.spec.embedding_bits is not None
         return self.spec.embedding_bits
 
 

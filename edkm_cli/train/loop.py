@@ -92,6 +92,7 @@ def train(
     Args:
         model: a causal LM with `ClusteredLinear` layers, on the world's device; sharded, or the same on all processes.
         objective: what is minimized.
+        config: resolved (`edkm_cli.preflight.resolve`).
         blocks: training data; a step takes `batch_size * gradient_accumulation` blocks for each process.
         staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
             newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.

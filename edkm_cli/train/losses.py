@@ -139,8 +139,9 @@ class Objective:
 
     @classmethod
     def of(cls, config: CompressConfig, teacher: Any | None) -> Objective:
-        """What a configuration asks for."""
-        return cls(teacher, label_weight=config.labels, hidden_weight=config.hidden_weight)
+        """What a resolved configuration asks for."""
+        assert config.label_weight is not None, "the configuration must be resolved"
+        return cls(teacher, label_weight=config.label_weight, hidden_weight=config.hidden_weight)
 
     def loss(self, student: Any, batch: Batch | Tensor) -> Tensor:
         """Of one micro-batch, or of ids (batch, sequence) int64 alone: a scalar whose gradient goes to the student.

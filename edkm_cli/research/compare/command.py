@@ -109,7 +109,7 @@ def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
     tokens = {
         "training": training_tokens(parse_sources(config.data), tokenizer),
     }
-    measured = evaluation_documents(_measuring(config), tokenizer)
+    measured = evaluation_documents(_measuring(config), parse_sources(config.data), tokenizer)
     tokens |= {f"evaluation.{index}": tokenize(found, tokenizer) for index, found in enumerate(measured.values())}
     save_file(tokens, path)
     return {"tokens_sha256": digest(tokens.items())}
@@ -133,7 +133,7 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         "model": config.model,
         "model_files": _model_files(config.model),
         "data": list(config.data),
-        "texts": list(evaluation_names(_measuring(config))),
+        "texts": list(evaluation_names(_measuring(config), parse_sources(config.data))),
         "context": config.context,
         "eval_windows": config.eval_windows,
         "device": choose_device(config.device),

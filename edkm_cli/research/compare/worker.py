@@ -13,6 +13,7 @@ import json
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
-from edkm_cli.format import read_spec, write_json
+from edkm_cli.format import DENSE_BITS, read_spec, write_json
 from edkm_cli.hf import load as load_compressed
-from edkm_cli.preflight import calibration_batches, choose_start
+from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Observer, Progress, Track
 from edkm_cli.research.baselines import load
 from edkm_cli.research.baselines.autoround import quantize as autoround
@@ -178,16 +179,15 @@ def _ours(
     """Run `edkm compress` into `directory` and load what it wrote."""
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
+    config = replace(config, **report["resolved"])
     # Both begin with the same blocks.
-    limits = [config.calibration_tokens] * (config.importance != "none") + [config.fitted_tokens] * (
-        choose_start(config, sharded=False) != "kmeans"
-    )
+    limits = [config.calibration_tokens] * (config.importance != "none")
+    limits += [config.start_tokens or 0] * (config.start != "kmeans")
     texts = [calibration_batches(tokens, config, limit) for limit in limits]
     spec = read_spec(directory)
     assert spec is not None
-    start = choose_start(config, sharded=False)
     row = {
-        "training": END_TO_END if config.steps else BLOCKS if start == "reconstructed" else NOTHING,
+        "training": END_TO_END if config.steps else BLOCKS if config.start == "reconstructed" else NOTHING,
         "bits": config.bits,
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
@@ -198,7 +198,7 @@ def _ours(
             sum(value for name, value in report["seconds"].items() if name not in ("load", "evaluate")), 3
         ),
         "note": "embeddings as they came"
-        if spec.embedding_bits is None
+        if spec.embedding_bits == DENSE_BITS
         else f"embeddings at {spec.embedding_bits} bits",
         "directory": str(directory),
     }

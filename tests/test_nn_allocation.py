@@ -12,20 +12,21 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
-from edkm_cli.initialize.allocation import allocate, expected_rise
-from edkm_cli.nn.allotment import (
+from edkm_cli.nn.allocation import (
+    allocate,
     average_with,
     choose,
     embedding_bits_saved,
+    expected_rise,
     size_bits,
     spread_evenly,
-    widths,
+    tried_bits,
 )
 from edkm_cli.nn.swap import Swap, decoder_bits_per_weight
 from helpers import assert_same_run, settings
 from processes import stop_after
 
-SPEC = QuantizationSpec(3, "row:1", "float16", None)
+SPEC = QuantizationSpec(3, "row:1", "float16", 16)
 
 
 def rises_of(swaps, sensitivities):
@@ -80,8 +81,8 @@ def test_what_embeddings_save_counts_stored_ones_only():
     assert embedding_bits_saved([replace(embedding, reason="stays")], 8, 6) == 0
 
 
-def test_widths_stay_in_range():
-    assert [list(widths(bits)) for bits in (1, 3, 3.5, 8)] == [[1, 2], [2, 3, 4], [2, 3, 4, 5], [7, 8]]
+def test_the_bits_that_are_tried_stay_in_range():
+    assert [list(tried_bits(bits)) for bits in (1, 3, 3.5, 8)] == [[1, 2], [2, 3, 4], [2, 3, 4, 5], [7, 8]]
 
 
 def test_the_expected_rise_is_half_the_weighted_squared_error():

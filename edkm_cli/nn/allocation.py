@@ -1,0 +1,212 @@
+"""Allocation: which linears get how many bits, in the room of a model that has an average number of bits in each.
+
+Each linear is clustered at several numbers of bits. With the squared gradients F of the loss (the diagonal Fisher matrix of
+`initialize/importance.py`) the expected rise of the loss is `1/2 sum_i F_i (w_i - w~_i)^2`, the second-order term that a
+Hessian of that diagonal gives (SqueezeLLM, arXiv 2306.07629, section 4.1).
+
+The choice is greedy: all linears start at the fewest bits, and the next bit goes where it lowers the expected loss most for
+the room that it takes, tables counted. An error falls by about four with each bit, so that gains shrink, and for shrinking
+gains this is the best choice there is, up to the room that is left over at the end.
+
+By default two of the eight bits of an embedding's weight go to the linears. On SmolLM2-135M at 3 bits that leaves the size
+as it is and nearly halves the distance from the uncompressed model (docs/log.md): the rows of the output embedding
+compensate their errors, and the linears are rounded far more coarsely.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.clustering import kmeans_start, snap
+from edkm_cli.config import CompressConfig
+from edkm_cli.errors import UserError
+from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.granularity import Granularity
+from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
+from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
+from edkm_cli.progress import Track, no_progress
+
+UNIFORM, SENSITIVITY = "uniform", "sensitivity"
+_MOST_BITS = 4  # above, errors are small everywhere
+_EMBEDDING_BITS, _FEWER_EMBEDDING_BITS = 8, 6
+_REACH = 1  # numbers of bits tried beyond those next to the average
+_BANDS = 128  # rows of tables that a sensitivity is measured on, at the least, where a matrix has so many
+
+
+def choose_allocation(config: CompressConfig, start: str) -> str:
+    """What `--allocation` means beside a start. `auto` is by sensitivity where a fraction of a bit is asked for, and up to
+    4 bits beside the reconstructed start, which aims at the best model, too."""
+    if config.allocation != "auto":
+        return config.allocation
+    suits = config.importance == "gradient" and config.target is None
+    best = suits and start == "reconstructed" and config.bits <= _MOST_BITS
+    return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
+
+
+def choose_embedding_bits(config: CompressConfig, allocation: str) -> int:
+    """What `--embedding-bits` means: where bits go where they are worth most, two of an embedding's eight are worth more in
+    the linears (docs/log.md)."""
+    if config.embedding_bits is not None:
+        return config.embedding_bits
+    return _FEWER_EMBEDDING_BITS if allocation == SENSITIVITY else _EMBEDDING_BITS
+
+
+def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool) -> tuple[QuantizationSpec, float]:
+    """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
+    any that take the same room. What embeddings save goes to the linears where their bits were `chosen`, not asked for."""
+    assert config.embedding_bits is not None
+    spec = QuantizationSpec(
+        bits=math.floor(config.bits),
+        granularity=Granularity.parse(config.granularity),
+        lut_dtype=config.lut_dtype,
+        embedding_bits=config.embedding_bits,
+        embedding_group=config.embedding_group or None,
+        skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
+    )
+    linears = [swap for swap in swaps if swap.clustered]
+    average: float = config.bits
+    more = embedding_bits_saved(swaps, _EMBEDDING_BITS, config.embedding_bits) if chosen else 0
+    if more:
+        average = average_with(linears, spec, average, more)
+    return spec.with_bits(spread_evenly(linears, spec, average)), average
+
+
+def tried_bits(average: float) -> range:
+    """The numbers of bits among which linears are given one.
+
+    >>> list(tried_bits(3.0)), list(tried_bits(2.5)), list(tried_bits(1.0))
+    ([2, 3, 4], [1, 2, 3, 4], [1, 2])
+    """
+    return range(max(MIN_BITS, math.floor(average) - _REACH), min(MAX_BITS, math.ceil(average) + _REACH) + 1)
+
+
+def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
+    """Bits of a linear's indices and tables. Between whole numbers of bits it is the mean, weighted by nearness."""
+    low, high = math.floor(bits), math.ceil(bits)
+    if low != high:
+        return (high - bits) * size_bits(swap, spec, low) + (bits - low) * size_bits(swap, spec, high)
+    rows, columns = swap.shape[:2]
+    lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
+    return rows * columns * spec.granularity.bits_per_weight(rows, columns, bits=low, lut_bits=lut_bits)
+
+
+def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
+    """Bits that embeddings and output head take less at `fewer` bits a weight than at the `usual` number."""
+    stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
+    return sum(8 * rows * (packed_width(columns, usual) - packed_width(columns, fewer)) for rows, columns in stored)
+
+
+def average_with(swaps: Sequence[Swap], spec: QuantizationSpec, bits: float, more: float) -> float:
+    """The average at which linears take `more` bits in sum than at `bits` each; at most one above `bits`."""
+    room = sum(size_bits(swap, spec, bits) for swap in swaps) + more
+    low, most = bits, min(bits + 1.0, MAX_BITS)
+    while low < most:  # sizes grow in proportion between whole numbers
+        high = min(math.floor(low) + 1.0, most)
+        at_low, at_high = (sum(size_bits(swap, spec, at) for swap in swaps) for at in (low, high))
+        if at_high >= room:
+            return low + (high - low) * (room - at_low) / (at_high - at_low)
+        low = high
+    return most
+
+
+def spread_evenly(swaps: Sequence[Swap], spec: QuantizationSpec, average: float) -> dict[str, int]:
+    """Bits without any measurement, in the same room: for planning, where only sizes count."""
+    low, high = math.floor(average), math.ceil(average)
+    if low == high:
+        return {} if low == spec.bits else {swap.name: low for swap in swaps}
+    return choose(swaps, {swap.name: {low: 1.0, high: 0.0} for swap in swaps}, spec, average)
+
+
+def choose(
+    swaps: Sequence[Swap], rises: Mapping[str, Mapping[int, float]], spec: QuantizationSpec, average: float
+) -> dict[str, int]:
+    """Module path -> bits, in the room of `average` bits for each linear.
+
+    `rises[path][bits]` is what the loss is expected to rise by. Ties fall to the linear that comes first.
+    """
+    chosen = {swap.name: min(rises[swap.name]) for swap in swaps}
+    room = sum(size_bits(swap, spec, average) for swap in swaps)
+    room -= sum(size_bits(swap, spec, chosen[swap.name]) for swap in swaps)
+    waiting: list[tuple[float, int]] = []
+
+    def step_bits(swap: Swap) -> float:
+        """The room that one more bit takes."""
+        bits = chosen[swap.name]
+        return size_bits(swap, spec, bits + 1) - size_bits(swap, spec, bits)
+
+    def offer(number: int) -> None:
+        """Put the next bit of a linear in the queue, by what it gains for its room."""
+        swap = swaps[number]
+        by_bits, bits = rises[swap.name], chosen[swap.name]
+        if bits + 1 in by_bits:
+            heapq.heappush(waiting, (-(by_bits[bits] - by_bits[bits + 1]) / step_bits(swap), number))
+
+    for number in range(len(swaps)):
+        offer(number)
+    while waiting:
+        _, number = heapq.heappop(waiting)
+        needed = step_bits(swaps[number])
+        if needed <= room * (1 + 1e-12):  # one that does not fit stays as it is; smaller ones may
+            room -= needed
+            chosen[swaps[number].name] += 1
+            offer(number)
+    return chosen
+
+
+def expected_rise(weight: Tensor, centroids: Tensor, importance: Tensor, spec: QuantizationSpec) -> float:
+    """`1/2 sum F (w - w~)^2` of a weight (out, in) that snaps to its tables (groups, 2**bits)."""
+    snapped = snap(weight, centroids, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
+    difference = (weight.detach().float() - snapped).square_().mul_(importance.to(weight.device))
+    return 0.5 * float(difference.sum(dtype=torch.float64))
+
+
+def sampled_rows(weight: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Rows of a weight (out, in) that stand for all of them, ascending: whole tables, some hundred of them or all. A mean
+    over so many is within a few percent, and errors differ by factors of four from one number of bits to the next."""
+    tile = spec.granularity.tile(weight.shape[0], weight.shape[1])[0]
+    bands = torch.arange(weight.shape[0], device=weight.device).view(-1, tile)
+    return bands[:: max(1, bands.shape[0] // _BANDS)].flatten()
+
+
+@torch.no_grad()
+def allocate(
+    model: Any,
+    swaps: Sequence[Swap],
+    importance: Mapping[str, Tensor],
+    spec: QuantizationSpec,
+    average: float,
+    *,
+    track: Track = no_progress,
+) -> dict[str, int]:
+    """The bits of each linear of a dense model, by module path.
+
+    Args:
+        swaps: the linears.
+        importance: of each linear's weights, (out, in), the squared gradients of one loss.
+        spec: geometry and number format of the tables.
+        average: bits, at least 1 and at most 8; the result takes no more room than a model with so many everywhere.
+
+    Raises UserError where the importance is missing or not that of weights.
+    """
+    rises: dict[str, dict[int, float]] = {}
+    for swap in track(list(swaps), "sensitivity", len(swaps)):
+        weight, weighing = model.get_submodule(swap.name).weight, importance.get(swap.name)
+        if weighing is None or weighing.shape != weight.shape:
+            raise UserError(
+                f"--allocation sensitivity needs the squared gradients of {swap.name}, but there are none; use "
+                "--importance gradient, and --skip for modules that the text does not reach"
+            )
+        rows = sampled_rows(weight, spec)
+        weights, weighing = weight.detach()[rows], weighing[rows]
+        share = weights.shape[0] / weight.shape[0]
+        rises[swap.name] = {}
+        for bits in tried_bits(average):
+            tables = kmeans_start(weights, 2**bits, granularity=spec.granularity, importance=weighing, name=swap.name)
+            rises[swap.name][bits] = expected_rise(weights, tables, weighing, spec) / share
+    return choose(swaps, rises, spec, average)

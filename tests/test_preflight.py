@@ -1,0 +1,158 @@
+"""What a configuration resolves to: each decision once, the same for all who read it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from edkm_cli import models
+from edkm_cli.compress import compress
+from edkm_cli.config import CompressConfig
+from edkm_cli.data import parse_sources
+from edkm_cli.dryrun.plan import dry_run
+from edkm_cli.errors import UserError
+from edkm_cli.preflight import Launch, plan_run, resolve
+from edkm_cli.report.read import read_run
+from helpers import settings
+
+HERE, TWO = Launch(), Launch(processes=2, sharded=True)
+
+
+def resolved(launch=HERE, **changes):
+    config = CompressConfig(**changes)
+    return resolve(config, launch, parse_sources(list(config.data)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({}, True),
+        ({"data": ("builtin",)}, False),
+        ({"data": ("self=1",)}, True),
+        ({"data": ("self=0.5", "builtin=0.5")}, False),
+        ({"label_weight": 1.0}, False),
+        ({"data": ("builtin",), "label_weight": 0.0}, True),
+        ({"mode": "soft"}, False),
+        ({"lora_rank": 4}, False),
+        ({"sharding": "full"}, False),
+        ({"distill": False}, False),
+        ({"start": "kmeans"}, False),
+        ({"assignments": "free"}, False),
+        ({"data": ("builtin",), "assignments": "held"}, True),
+    ],
+    ids=str,
+)
+def test_assignments_are_held_where_the_teacher_alone_is_learnt(changes, held):
+    assert resolved(**changes).assignments == ("held" if held else "free")
+
+
+@pytest.mark.parametrize(
+    ("data", "labels"), [("self", 0.0), ("self=1", 0.0), ("builtin", 1.0), (("self=0.5", "builtin=0.5"), 1.0)], ids=str
+)
+def test_text_that_the_model_writes_has_no_labels_however_it_is_named(data, labels):
+    assert resolved(data=data).label_weight == labels
+    assert resolved(data=data, label_weight=0.25).label_weight == 0.25
+    assert resolved(data=data, distill=False).label_weight == 1.0  # there is nothing else to learn
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharded", "start"),
+    [
+        ({"steps": 0}, False, "reconstructed"),
+        ({"steps": 0}, True, "compensated"),
+        ({}, False, "reconstructed"),
+        ({}, True, "compensated"),
+        ({"sharding": "full"}, False, "compensated"),  # one process of a recipe for many
+        ({"mode": "soft", "iterations": 0}, False, "compensated"),
+        ({"mode": "soft"}, False, "compensated"),
+        ({"lora_rank": 4}, False, "kmeans"),
+        ({"start": "kmeans"}, False, "kmeans"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_best_start_that_a_run_can_have(changes, sharded, start):
+    assert resolved(TWO if sharded else Launch(), **changes).start == start
+
+
+@pytest.mark.parametrize("setting", [{"start": "reconstructed"}, {"assignments": "held"}], ids=str)
+@pytest.mark.parametrize("changes", [{"mode": "hard"}, {"lora_rank": 2}, {"sharding": "full"}], ids=str)
+def test_what_needs_whole_weights_is_refused_without_them(setting, changes):
+    (name,) = setting
+    with pytest.raises(UserError, match=f"straight-through without LoRA or sharding; use {name} auto"):
+        CompressConfig(**setting, **changes)
+    if "sharding" in changes:  # as accelerate is configured
+        with pytest.raises(UserError, match=f"use {name} auto") as caught:
+            resolved(TWO, **setting)
+        assert caught.value.everywhere
+
+
+def test_nothing_is_left_open_and_what_is_resolved_stays():
+    once = resolved()
+    assert "auto" not in {getattr(once, name) for name in ("start", "allocation", "assignments", "sharding", "dtype")}
+    assert resolve(once, Launch(), parse_sources(["self"])) == once
+
+
+def test_processes_count_as_accumulation_does():
+    four = resolved(Launch(processes=4), steps=10, gradient_accumulation=1)
+    assert four.start_tokens == resolved(steps=10, gradient_accumulation=4).start_tokens == 40 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "allocation", "bits"),
+    [
+        ({}, "sensitivity", 6),
+        ({"embedding_bits": 16}, "sensitivity", 16),
+        ({"embedding_bits": 4}, "sensitivity", 4),
+        ({"bits": 5}, "uniform", 8),
+        ({"lora_rank": 2}, "uniform", 8),
+        ({"lora_rank": 2, "bits": 3.5}, "sensitivity", 6),
+        ({"allocation": "uniform", "embedding_bits": 16}, "uniform", 16),
+    ],
+    ids=str,
+)
+def test_embeddings_get_the_bits_that_the_allocation_leaves_them(changes, allocation, bits):
+    config = resolved(**changes)
+    assert (config.allocation, config.embedding_bits) == (allocation, bits)
+
+
+@pytest.mark.parametrize("bits", [16, 5])
+def test_the_checkpoint_says_null_for_dense_embeddings(model_directory, bits):
+    spec = plan_run(CompressConfig(model=str(model_directory), embedding_bits=bits), Launch()).spec
+    assert spec.to_mapping()["embedding_bits"] == (None if bits == 16 else bits)
+    assert type(spec).from_mapping(spec.to_mapping()) == spec
+    with pytest.raises(UserError, match="2 to 8 or null, got 16"):
+        type(spec).from_mapping({**spec.to_mapping(), "embedding_bits": 16})
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"), [({"bits": 2.5}, "a whole number of --bits"), ({"bits": 3}, "--allocation uniform")], ids=str
+)
+def test_what_is_recommended_for_sharding_is_not_refused_next(model_directory, changes, remedy):
+    config = CompressConfig(model=str(model_directory), data=("builtin",), allocation="sensitivity", **changes)
+    with pytest.raises(UserError, match=f"use {remedy}"):
+        plan_run(config, TWO)
+    plan_run(replace(config, bits=3, allocation="uniform"), TWO)
+
+
+def test_labels_beside_a_distillation_that_is_off_are_refused():
+    with pytest.raises(UserError, match="label_weight 0 stands beside distillation"):
+        CompressConfig(distill=False, label_weight=0.0)
+
+
+def test_the_report_says_what_was_resolved(model_directory, text_file, tmp_path):
+    config = settings(model_directory, text_file, tmp_path / "out", steps=0, start_tokens=None, bits=5)
+    report = compress(config)
+    assert report["config"]["start"] == "auto"
+    assert report["resolved"]["start"] == "reconstructed"
+    assert report["resolved"]["embedding_bits"] == 8
+    assert report["resolved"] == json.loads((tmp_path / "out" / "report.json").read_text())["resolved"]
+    assert dry_run(config)["resolved"] == report["resolved"]
+    assert read_run(tmp_path / "out").settings["label_weight"] == 1.0
+
+
+def test_one_model_without_weights_is_made_for_a_run(model_directory, text_file, tmp_path, monkeypatch):
+    made = []
+    skeleton = models.skeleton
+    monkeypatch.setattr(models, "skeleton", lambda *a, **k: made.append(1) or skeleton(*a, **k))
+    dry_run(settings(model_directory, text_file, tmp_path / "out"))
+    assert len(made) == 1
