@@ -20,8 +20,9 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE, MeasuredText, Measurements
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory, finished_report
+from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
+from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
@@ -48,7 +49,7 @@ from edkm_cli.train.losses import FrozenTeacher, Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
-from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none, require_same
+from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none
 
 
 def compress(
@@ -73,10 +74,6 @@ def compress(
     world = open_world(choose_device(config.device), sharding=config.sharding, timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        finished = world.on_main(lambda: finished_report(config.output, asdict(config))) if resume else None
-        if finished is not None:
-            watch.say(f"{config.output} is finished already")
-            return finished
         return Run(config, world, watch, planned).run(overwrite=overwrite, resume=resume)
 
 
@@ -100,31 +97,41 @@ class Run:
         return not self.config.steps and self.world.size == 1
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        output = self._open_output(overwrite=overwrite, resume=resume)
-        try:
-            return self._run(output, resume=resume)
-        finally:
-            if output is not None:
-                output.release()
+        config = self.config
+        inputs = [
+            *input_paths("--model", config.model),
+            *input_paths("--data", *config.data),
+            *input_paths("--eval-data", *config.eval_data),
+        ]
+        opened = OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=self.world)
+        with opened as output:
+            output.rehearse(needed_bytes(self.plan))
+            return self._run(output)
 
-    def _run(self, output: OutputDirectory | None, *, resume: bool) -> dict[str, Any]:
+    def _run(self, output: OutputDirectory) -> dict[str, Any]:
         torch.manual_seed(self.config.seed)
         tokenizer, dense = self._load()
         identity = self._identity(dense)
+        if (report := output.finished("report.json", identity)) is not None:
+            self.watch.say(f"{self.config.output} is finished already")
+            return report
         with self.clock.phase("evaluate"):
             why_not = self.measured.measure_original(dense, self.world)
         if why_not:
             self.watch.say(f"KL and agreement are not measured: {why_not}")
-        unfinished = resume and self._finds_unfinished(output, identity)
-        staging = self._begin(output, identity, keep=unfinished)
-        model, objective = self._start(dense, staging, resumed=unfinished)
+        unfinished = output.unfinished(identity)
+        if unfinished is not None:
+            self.measured.restore(unfinished["measured"])
+        staging = output.begin(keep=unfinished is not None)
+        output.mark(identity, measured=self.measured.state())
+        model, objective = self._start(dense, staging, resumed=unfinished is not None)
         del dense
         if self.exports_start:
             with self.clock.phase("evaluate"):
                 self.first_windows = self.measured.first_windows(model, self.world)
         elif "start" not in self.measured.state():
             self._measure("start", model)
-            self._mark(output, identity)
+            output.mark(identity, measured=self.measured.state())
         offloaded = self._train(model, objective, staging)
         del objective
         self._export(model, tokenizer, staging)
@@ -134,23 +141,6 @@ class Run:
         return self.world.on_main(lambda: self._finish(output, staging, offloaded))
 
     # The steps.
-
-    def _open_output(self, *, overwrite: bool, resume: bool) -> OutputDirectory | None:
-        """The output directory, checked, held against other runs, with room on its disk; on the first process."""
-        opened: list[OutputDirectory] = []
-
-        def check() -> None:
-            output = OutputDirectory(self.config.output, overwrite=overwrite, resume=resume)
-            output.hold()
-            try:
-                output.rehearse(needed_bytes(self.plan))
-            except BaseException:
-                output.release()
-                raise
-            opened.append(output)
-
-        self.world.on_main(check)
-        return opened[0] if opened else None
 
     def _load(self) -> tuple[Any, Any]:
         """(tokenizer, the dense model); the texts, too."""
@@ -218,15 +208,6 @@ class Run:
         identity = fingerprint(self.config, sha256, self.data.sha256, processes=self.world.size)
         return {**identity, "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts)}
 
-    def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
-        """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
-        found = self.world.on_main(lambda: output.marked() if output else None)
-        if found is None:
-            return False
-        require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
-        self.measured.restore(found["measured"])
-        return True
-
     def _measure(self, stage: str, model: Any) -> None:
         with self.clock.phase("evaluate"):
             self.measured.measure(stage, model, self.world)
@@ -267,18 +248,6 @@ class Run:
             trainable=True,
             trust_remote_code=self.config.trust_remote_code,
         )
-
-    def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
-        """The directory that the result is written to until it is whole, on all processes."""
-
-        staging = Path(self.world.on_main(lambda: str(output.begin(keep=keep)) if output else ""))
-        self._mark(output, identity)
-        return staging
-
-    def _mark(self, output: OutputDirectory | None, identity: dict[str, Any]) -> None:
-        """Record what this run is and what it has measured so far."""
-        facts = {"fingerprint": identity, "perplexity": self.measured.perplexity, "measured": self.measured.state()}
-        self.world.on_main(lambda: output.mark(facts) if output else None)
 
     def _train(self, model: Any, objective: Objective, staging: Path) -> dict[str, Any]:
         config = self.config
@@ -325,9 +294,8 @@ class Run:
         with self.clock.phase("export"):
             write_checkpoint(model, tokenizer, staging, self.plan.spec, track=self.watch.track, world=self.world)
 
-    def _finish(self, output: OutputDirectory | None, staging: Path, offloaded: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, output: OutputDirectory, staging: Path, offloaded: dict[str, Any]) -> dict[str, Any]:
         """On the first process: load what was written, measure it, report, and put it in its place."""
-        assert output is not None
         with self.clock.phase("export"):
             exported = load(
                 staging,

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import configs_directory
+from edkm_cli.config import cache_directory, configs_directory
 from edkm_cli.distributed import local
 from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
@@ -50,13 +50,6 @@ class ModelSource:
         if not self.is_local:
             return None
         return Path(self.location) / self.gguf_file if self.gguf_file else Path(self.location)
-
-
-def cache_directory() -> Path:
-    """Where scripts/get_smollm2.sh puts its model: $EDKM_CACHE, or edkm/ in the user's cache directory."""
-    if "EDKM_CACHE" in os.environ:
-        return Path(os.environ["EDKM_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
 
 
 def config_digest(config: Any) -> str:

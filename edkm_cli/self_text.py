@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
-from edkm_cli.models import cache_directory, config_digest
+from edkm_cli.models import config_digest
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 

@@ -13,7 +13,7 @@ import edkm_cli
 import kill_worker
 from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.export.directory import MARKER, OutputDirectory, settle
+from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
 from edkm_cli.format import sha256_of
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
@@ -171,18 +171,28 @@ def contents(directory):
     return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("former", [{}, {"model.safetensors": "old", "notes/mine.txt": "old"}])
+def finish(path, files):
+    """A finished result of ours with these files."""
+    output = OutputDirectory(path, overwrite=True)
+    staging = output.begin()
+    output.mark({})
+    for name, text in files.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).write_text(text)
+    output.commit()
+
+
+@pytest.mark.parametrize("former", [{}, {"model.safetensors": "old", "edkm/former": "old"}])
 def test_wherever_a_commit_is_killed_the_output_is_old_or_new_and_the_rest_can_be_done(start, tmp_path, former):
     new, number, killed = {"model.safetensors": "new", "edkm/events": "new"}, 0, True
     while killed:
         number += 1
         path = tmp_path / str(number) / "out"
-        for name, text in former.items():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_text(text)
+        if former:
+            finish(path, former)
         output = OutputDirectory(path, overwrite=True)
         staging = output.begin()
-        output.mark({"fingerprint": {}})
+        output.mark({})
         for name, text in {**new, f"{CHECKPOINTS}/step-000030/state.json": "state"}.items():
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             (staging / name).write_text(text)
@@ -195,10 +205,12 @@ def test_wherever_a_commit_is_killed_the_output_is_old_or_new_and_the_rest_can_b
             assert {name: found[name] for name in new} == new
             settle(path)
         else:
-            assert {name: text for name, text in found.items() if name != MARKER} == former
-            assert contents(staging) == before  # and nothing of the training is lost
+            assert {name: text for name, text in found.items() if name != FILES} == former
+            assert before.items() <= contents(staging).items()  # and nothing of the training is lost
             OutputDirectory(path, overwrite=True).commit()
-        assert contents(path) == new
+        found = contents(path)
+        assert set(json.loads(found.pop(FILES))["files"]) == set(new)
+        assert found == new
         assert os.listdir(path.parent) == ["out"]
     assert number > 5
 

@@ -8,8 +8,7 @@ import textwrap
 import pytest
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.lock import Lock
+from edkm_cli.export.directory import Lock, OutputDirectory
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def unfinished(tmp_path):
     """An output whose unfinished run has a checkpoint."""
     output = OutputDirectory(tmp_path / "out")
     output.begin()
-    output.mark({"fingerprint": {}})
+    output.mark({})
     (output.partial / "checkpoints" / "step-000050").mkdir(parents=True)
     return tmp_path / "out"
 
@@ -39,12 +38,10 @@ def test_overwrite_gives_them_up(unfinished):
 
 def test_a_second_run_is_told_who_holds_the_directory(tmp_path):
     first, second = OutputDirectory(tmp_path / "out"), OutputDirectory(tmp_path / "out")
-    first.hold()
-    with pytest.raises(UserError, match=f"process {os.getpid()} on "):
-        second.hold()
-    first.release()
-    second.hold()
-    second.release()
+    with first, pytest.raises(UserError, match=f"process {os.getpid()} on "), second:
+        pass
+    with second:
+        pass
     assert not list(tmp_path.iterdir())
 
 
@@ -53,7 +50,7 @@ def test_a_killed_process_lets_go(tmp_path):
     script = """
         import os, signal, sys
         from pathlib import Path
-        from edkm_cli.export.lock import Lock
+        from edkm_cli.export.directory import Lock
         Lock(Path(sys.argv[1])).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -75,7 +72,7 @@ def test_a_system_without_atomic_exchange_still_commits(tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", none)
     for text in ("old", "new"):
         output = OutputDirectory(tmp_path / "out", overwrite=True)
-        (output.begin() / "file").write_text(text)
+        (output.begin() / "report.json").write_text(text)
         output.mark({})
         output.commit()
-    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert (tmp_path / "out" / "report.json").read_text() == "new"

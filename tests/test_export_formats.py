@@ -248,7 +248,7 @@ def test_a_number_beyond_the_dtype_is_named_and_nothing_is_left(tmp_path):
 def test_the_output_is_kept_and_is_not_the_source(rows, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     assert "exists and is not empty" in refused("export", rows, "--to", "dense", "--output", tmp_path)
-    assert "must be another directory than the source" in refused(
+    assert "must be another place than the source" in refused(
         "export", rows, "--to", "dense", "--output", rows, "--overwrite"
     )
 

@@ -48,7 +48,7 @@ def test_fifty_steps_lower_loss_and_perplexity_and_peft_loads_what_is_written(pa
     assert report["perplexity"]["adapted"] < 0.8 * report["perplexity"]["compressed"]
     assert json.loads(json.dumps(report)) == json.loads((adapter / "finetune.json").read_text())
     assert sorted(os.listdir(adapter)) == [
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "finetune.json", "metrics.jsonl",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "edkm-files.json", "finetune.json", "metrics.jsonl",
     ]  # fmt: skip
     loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
     with torch.no_grad(), loaded.disable_adapter():

@@ -7,6 +7,7 @@ leave either a whole store or none.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -23,7 +24,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from edkm_cli.allocator import return_small_blocks
+from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
@@ -34,12 +38,8 @@ Say = Callable[[str], None]
 
 
 def cache_root() -> Path:
-    """$EDKM_TOKEN_CACHE; else `tokens/` in $EDKM_CACHE, or in edkm/ of the user's cache directory."""
-    if "EDKM_TOKEN_CACHE" in os.environ:
-        return Path(os.environ["EDKM_TOKEN_CACHE"])
-    if "EDKM_CACHE" in os.environ:
-        return Path(os.environ["EDKM_CACHE"]) / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm" / "tokens"
+    """$EDKM_TOKEN_CACHE; else `tokens/` in the cache directory."""
+    return Path(os.environ.get("EDKM_TOKEN_CACHE") or cache_directory() / "tokens")
 
 
 def cached_store(
@@ -199,25 +199,19 @@ def _encode(part: Part) -> Encoded:
 
 @contextmanager
 def locked(path: Path, say: Say = lambda text: None) -> Iterator[None]:
-    """Hold a lock that ends with this process, however it ends: `lockf`'s, which the processes that it starts do not share.
-    Where the system has none, two runs may do the work twice; the rename then lets the first one win."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    try:
-        file = open(path, "a")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise disk_error(error, path.parent) from error
+    """Hold a lock that ends with this process, however it ends. Where the file system has none, two runs may do the work
+    twice; the rename then lets the first one win."""
+    lock = FileLock(path)
     try:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+            lock.acquire(blocking=False)
+        except Timeout:
             say("another run is tokenizing the same data; waiting for it")
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
+            lock.acquire()
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise disk_error(error, path.parent) from error
+    try:
         yield
     finally:
-        file.close()
+        lock.release()

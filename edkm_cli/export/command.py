@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.options import Options
+from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.parity import Parity, require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import write_json
@@ -68,28 +68,24 @@ def export_model(
     with Compressed(directory, trust_remote_code=options.trust_remote_code) as source:
         form.check(source, options)
         tokens = _tokens(source, data) if verify == "perplexity" else None
-        place = OutputDirectory(output, overwrite=overwrite)
-        if place.path.resolve() == source.directory.resolve():
-            raise UserError(f"--output must be another directory than the source, got {output}; choose another")
-        place.hold()
-        try:
+        inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", data)]
+        with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
             place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
             folder = place.begin()
-            place.mark({"format": to, "source": str(source.directory)})
-            form.write(source, folder, options, track)
-            parity = require_parity(source, folder, form, options, track=track)
-            measured = None
-            if tokens is not None:
-                windows = Windows(tokens, context, max_windows)
-                measured = _perplexities(source, folder, form, options, windows, parity, track)
-            facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
-            write_json(folder / RECORD, facts)
-            place.commit()
-        except BaseException:
-            shutil.rmtree(place.partial, ignore_errors=True)
-            raise
-        finally:
-            place.release()
+            try:
+                place.mark({"format": to, "source": str(source.directory)})
+                form.write(source, folder, options, track)
+                parity = require_parity(source, folder, form, options, track=track)
+                measured = None
+                if tokens is not None:
+                    windows = Windows(tokens, context, max_windows)
+                    measured = _perplexities(source, folder, form, options, windows, parity, track)
+                facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
+                write_json(folder / RECORD, facts)
+                place.commit()
+            except BaseException:
+                place.discard()
+                raise
         return {
             "source": str(source.directory),
             "output": str(place.path),

@@ -6,49 +6,76 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from edkm_cli.config import CHECKPOINTS
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.export.lock import Lock
+from edkm_cli.export import ownership
+from edkm_cli.export.ownership import FILES, MARKER
 from edkm_cli.format import json_text, sync, write_json
-from edkm_cli.train.state import CHECKPOINTS
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-MARKER = "edkm-run.json"
-_UNMARKED = f"{MARKER}.tmp"
 
 
 class OutputDirectory:
     """`DIR` receives a complete result or nothing: all is written to `DIR.partial`, then renamed.
 
-    Training checkpoints of an unfinished run are removed by `overwrite` or by the success of the run, and by nothing
-    else.
+    A context: inside, other runs are kept out. All processes of `world` call alike; the first one touches the disk.
+    Only what runs of ours wrote is ever removed (`edkm_cli.export.ownership`): a finished result by `overwrite`, once the
+    new one is whole; training checkpoints of an unfinished run by `overwrite` or by the success of the run.
 
-    Raises UserError on construction where the place cannot take a result: it exists and is not empty (without
-    `overwrite`), is a file, cannot be written to, or an unfinished run has checkpoints there (without `overwrite`, and
-    not to `resume` it).
+    Args:
+        inputs: (option, path) of everything that the run reads, beside which the result must lie.
+        resume: an unfinished run may be there, to go on with, or a finished one.
+
+    Raises UserError on construction where the place cannot take a result: it lies in an input or holds one, is a file, is
+    not empty (without `overwrite`), holds what no run of ours wrote, cannot be written to, or an unfinished run has
+    checkpoints there (without `overwrite`, and not to `resume` it).
     """
 
-    def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False):
-        self.path = Path(path).expanduser().absolute()
-        self.partial = self.path.with_name(self.path.name + ".partial")
-        self._overwrite = overwrite
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        inputs: Iterable[tuple[str, Path]] = (),
+        overwrite: bool = False,
+        resume: bool = False,
+        world: World = ALONE,
+    ):
+        self.path = Path(os.path.realpath(Path(path).expanduser()))  # a link stays, what it leads to is replaced
+        self.partial = self.path.with_name(self.path.name + ".partial") if self.path.name else self.path
+        self._overwrite, self._resume, self._world = overwrite, resume, world
         self._lock = Lock(self.path)
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
-        if self.path.is_dir() and any(self.path.iterdir()) and not overwrite:
-            raise UserError(f"--output {self.path} exists and is not empty; choose another, or give --overwrite")
+        world.on_main(lambda: self._check([*inputs, *ownership.cache_paths()]))
+
+    def _check(self, inputs: list[tuple[str, Path]]) -> None:
+        ownership.require_apart("--output", self.path, inputs)
+        ownership.require_apart("--output", self.partial, inputs)
+        if not self.path.name or (self.path.exists() and not self.path.is_dir()):
+            raise UserError(f"--output must be a directory of its own, but {self.path} is not; choose another")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            if not self._overwrite and not (self._resume and ownership.listing(self.path)):
+                raise UserError(f"--output {self.path} exists and is not empty; choose another, or give --overwrite")
+            if self._overwrite:
+                ownership.require_ours(
+                    self.path, f"--overwrite removes only what edkm wrote: {self.path} is to be replaced"
+                )
         parent = next(folder for folder in self.path.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output needs a directory that can be written to, but {parent} cannot; choose another")
-        if self.partial.exists() and not _is_ours(self.partial):
-            raise UserError(
-                f"{self.partial} is needed for the unfinished result, but holds something else; move it away"
-            )
-        if not resume:
-            self._require_no_checkpoints()
+        if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
+            raise UserError(f"{self.partial} is needed for the unfinished result, but is none; move it away")
+        if self.partial.exists() and (not self._resume or self.marked() is None):
+            ownership.require_ours(self.partial, f"{self.partial} is needed for the unfinished result")
+            if not self._resume:
+                self._require_no_checkpoints()
 
     def _require_no_checkpoints(self) -> None:
         kept = sorted(path.name for path in (self.partial / CHECKPOINTS).glob("step-*") if path.suffix != ".tmp")
@@ -58,33 +85,32 @@ class OutputDirectory:
                 "--resume, give --overwrite to throw it away, or choose another --output"
             )
 
-    def hold(self) -> None:
-        """Keep other runs out until `release`. Raises UserError naming the run that holds the directory already."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
+    def __enter__(self) -> OutputDirectory:
+        """Raises UserError naming the run that holds the directory already."""
 
-    def release(self) -> None:
-        """Let other runs in."""
+        def hold() -> None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+
+        self._world.on_main(hold)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     def rehearse(self, needed_bytes: int) -> None:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
         and the disk has room for the result."""
+        self._world.on_main(lambda: self._rehearse(needed_bytes))
+
+    def _rehearse(self, needed_bytes: int) -> None:
         folder = next(folder for folder in self.path.parents if folder.exists())
-        trial = folder / f".{self.path.name}.rehearsal"  # always the same: a killed run leaves one at most
         try:
-            shutil.rmtree(trial, ignore_errors=True)
-            trial.mkdir()
-            probe = trial / "probe"
-            probe.write_bytes(b"edkm")
-            sync(probe)
-            os.rename(probe, trial / "renamed")
+            ownership.rehearse(folder, self.path.name)
         except OSError as error:
             raise UserError(
                 f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
             ) from error
-        finally:
-            shutil.rmtree(trial, ignore_errors=True)
         free = shutil.disk_usage(folder).free
         if free < needed_bytes:
             raise UserError(
@@ -92,52 +118,100 @@ class OutputDirectory:
                 "free some or choose another place"
             )
 
+    def finished(self, report: str, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """To resume: the report, by its file's name, of a finished run with this identity; None where there is none. What
+        is left to clear away there after a kill is cleared away.
+
+        Raises UserError where the finished run is another one (without `overwrite`), naming what differs.
+        """
+
+        def read() -> dict[str, Any] | None:
+            if not self._resume or not ownership.listing(self.path):
+                return None
+            changes = differences(ownership.listing(self.path).get("identity") or {}, identity)
+            if changes and self._overwrite:
+                return None
+            if changes:
+                raise UserError(
+                    f"--resume: {self.path} is finished, but {changes}; choose another --output, or give --overwrite"
+                )
+            settle(self.path)
+            return ownership.read_object(self.path / report)
+
+        return self._world.on_main(read)
+
+    def unfinished(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """To resume: what `mark` recorded of an unfinished run with this identity; None where there is none.
+
+        Raises UserError where the unfinished run is another one, naming what differs.
+        """
+
+        def read() -> dict[str, Any] | None:
+            facts = self.marked() if self._resume else None
+            changes = differences(facts["identity"], identity) if facts is not None else ""
+            if changes:
+                raise UserError(
+                    f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}; give the "
+                    "same ones, or start again without --resume"
+                )
+            return facts
+
+        return self._world.on_main(read)
+
+    def marked(self) -> dict[str, Any] | None:
+        """What `mark` recorded in an unfinished run, or None where there is none, or none that can be read."""
+        facts = ownership.read_object(self.partial / MARKER)
+        return facts if isinstance(facts.get("identity"), dict) else None
+
     def begin(self, *, keep: bool = False) -> Path:
         """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with.
 
         Raises UserError where checkpoints would be removed that nobody has given up.
         """
-        if self.partial.exists() and not keep:
-            self._require_no_checkpoints()
-            _remove(self.partial)
-        self.partial.mkdir(parents=True, exist_ok=True)
-        return self.partial
 
-    def marked(self) -> dict[str, Any] | None:
-        """What `mark` recorded in an unfinished run, or None where there is none, or none that can be read."""
-        try:
-            found = json.loads((self.partial / MARKER).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        parts = [found.get(name) for name in ("fingerprint", "perplexity")] if isinstance(found, dict) else [None]
-        return found if all(isinstance(part, dict) for part in parts) else None
+        def make() -> str:
+            if self.partial.exists() and not keep:
+                self._require_no_checkpoints()
+                ownership.remove(self.partial)
+            (self.partial / FILES).unlink(missing_ok=True)  # of a run that was killed while it put its result in place
+            self.partial.mkdir(parents=True, exist_ok=True)
+            return str(self.partial)
 
-    def mark(self, facts: dict[str, Any]) -> None:
+        return Path(self._world.on_main(make))
+
+    def mark(self, identity: Mapping[str, Any], **facts: Any) -> None:
         """Record what the unfinished run is; a directory with this file is ours to remove."""
-        write_json(self.partial / MARKER, facts)
+        self._world.on_main(lambda: write_json(self.partial / MARKER, {"identity": identity, **facts}))
 
     def commit(self) -> None:
-        """Put the finished result in its place. An earlier result disappears only after the new one is there.
+        """On the first process: put the finished result in its place. An earlier one disappears only after it is there.
 
         Wherever this is interrupted, `DIR` is the old result or the new one, whole (where the system cannot swap two
         directories, it may also be absent), and training state goes last: what was interrupted goes on from it, or is
-        finished by `settle`.
+        finished by `settle`. Raises UserError, and leaves the result in `DIR.partial`, where something foreign has come
+        into `DIR` meanwhile.
         """
+        if self.path.exists():
+            ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
+        facts = ownership.read_object(self.partial / MARKER)
+        write_json(self.partial / FILES, {"identity": facts.get("identity"), "files": ownership.files_of(self.partial)})
         for file in self.partial.iterdir():
             sync(file)
         sync(self.partial)
         if not self.path.exists():
             os.rename(self.partial, self.path)
-        else:
-            # What is about to be replaced carries the mark, too, so that a run after a kill here can clean up.
-            shutil.copyfile(self.partial / MARKER, self.path / MARKER)
-            if not _exchange(self.partial, self.path):
-                old = self.path.with_name(self.path.name + ".old")
-                os.rename(self.path, old)
-                os.rename(self.partial, self.path)
-                os.rename(old, self.partial)
+        elif not _exchange(self.partial, self.path):
+            old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
+            os.rename(self.path, old)
+            os.rename(self.partial, self.path)
+            os.rename(old, self.partial)
         sync(self.path.parent)
         settle(self.path)
+
+    def discard(self) -> None:
+        """Remove the unfinished result, as far as it is ours."""
+        if self.partial.is_dir():
+            ownership.remove(self.partial)
 
 
 def settle(path: Path) -> None:
@@ -148,27 +222,18 @@ def settle(path: Path) -> None:
     if not (path / MARKER).is_file():
         return
     partial = path.with_name(path.name + ".partial")
-    if partial.is_dir() and _is_ours(partial):
-        _remove(partial)
-    shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
+    if partial.is_dir():
+        ownership.remove(partial)
+    ownership.remove(path, below=f"{CHECKPOINTS}/")
     (path / MARKER).unlink(missing_ok=True)  # another process may look at the finished run, too
     sync(path)
 
 
-def _is_ours(directory: Path) -> bool:
-    """Whether a run began it: it has the mark, or nothing but what a kill while it was marked leaves."""
-    names = {entry.name for entry in directory.iterdir()}
-    return MARKER in names or not names - {_UNMARKED}
-
-
-def _remove(directory: Path) -> None:
-    """Remove a directory of ours, its mark last: what a kill leaves of it is still known as ours."""
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != MARKER:
-            entry.unlink()
-    shutil.rmtree(directory)
+def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """What differs between the identity of a run and what is asked for; empty where nothing does."""
+    wanted = json.loads(json_text(wanted))  # as it is read from the file: infinity is null there, tuples are lists
+    names = [name for name in sorted({*recorded, *wanted}) if recorded.get(name) != wanted.get(name)]
+    return ", ".join(f"{name} was {recorded.get(name)!r} and is {wanted.get(name)!r}" for name in names)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -180,15 +245,38 @@ def _exchange(first: Path, second: Path) -> bool:
     return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
-def finished_report(output: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished run with this configuration in `output`, if there is one; what is left to clear away there
-    after a kill is cleared away."""
-    path = Path(output).expanduser().absolute()
-    try:
-        found = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("config") != json.loads(json_text(config)):
-        return None
-    settle(path)
-    return found
+class Lock:
+    """A file beside the output directory that one process at a time holds locked. It says who that is.
+
+    The operating system frees the lock when its process ends, however it ends, so a file that is left over holds nothing.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path.with_name(f".{path.name}.lock") if path.name else path
+        self._directory, self._lock = path, FileLock(self.path)
+
+    def acquire(self) -> None:
+        """Raises UserError naming the holder where another process has it. A file system without locks is left alone."""
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            facts = ownership.read_object(self.path)
+            holder = "another process"
+            if {"process", "host", "since"} <= facts.keys():
+                holder = f"process {facts['process']} on {facts['host']} since {facts['since']}"
+            raise UserError(
+                f"--output {self._directory} is being written by {holder}; wait for it, or choose another directory"
+            ) from None
+        except OSError:
+            return
+        if self.path.stat().st_size and "process" not in ownership.read_object(self.path):
+            self._lock.release()
+            raise UserError(f"{self.path} is needed to keep other runs out, but holds something else; move it away")
+        facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self.path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
+    def release(self) -> None:
+        """Let go, and remove the file."""
+        if self._lock.is_locked:
+            self.path.unlink(missing_ok=True)
+            self._lock.release()

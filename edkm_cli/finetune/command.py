@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,19 @@ from edkm_cli import data
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
-from edkm_cli.export.directory import OutputDirectory, settle
+from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.ownership import input_paths
 from edkm_cli.finetune.adapters import (
     adapted_layers,
     adapter_card,
     add_adapter,
     load_adapter,
-    recorded,
     save_adapter,
     trained_parameters,
 )
 from edkm_cli.finetune.config import FinetuneConfig, require_data
 from edkm_cli.finetune.session import Session
-from edkm_cli.format import digest, json_text, write_json
+from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, choose_dtype
 from edkm_cli.progress import Observer
 from edkm_cli.train.loop import require_accumulation, train
@@ -34,7 +33,7 @@ from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
-from edkm_cli.train.state import fingerprint, require_same
+from edkm_cli.train.state import fingerprint
 
 REPORT = "finetune.json"
 _ROOM_BYTES = 50_000_000  # beside the tensors: metrics, trackers
@@ -61,10 +60,6 @@ def finetune(
     world = open_world(choose_device(config.device), sharding="none", timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        finished = world.on_main(lambda: _finished(Path(directory), config)) if resume else None
-        if finished is not None:
-            watch.say(f"{config.output} is finished already")
-            return finished
         return _Run(Path(directory), config, world, watch).run(overwrite=overwrite, resume=resume)
 
 
@@ -90,34 +85,36 @@ class _Run:
             raise UserError("--data self is what the model says already; name a text to learn")
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        opened: list[OutputDirectory] = []
+        config = self.config
+        inputs = [
+            *input_paths("DIR", self.session.directory),
+            *input_paths("--data", *config.data),
+            *input_paths("--eval-data", *config.eval_data),
+        ]
+        opened = OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=self.world)
+        with opened as output:
+            return self._run(output)
 
-        def hold() -> None:
-            opened.append(OutputDirectory(self.config.output, overwrite=overwrite, resume=resume))
-            opened[0].hold()
-
-        self.world.on_main(hold)
-        output = opened[0] if opened else None
-        try:
-            return self._run(output, resume=resume)
-        finally:
-            if output is not None:
-                output.release()
-
-    def _run(self, output: OutputDirectory | None, *, resume: bool) -> dict[str, Any]:
+    def _run(self, output: OutputDirectory) -> dict[str, Any]:
         session, training = self.session, self.training
         with session.clock.phase("load"):
             model = self.adapted_model()
-            self.world.on_main(lambda: output.rehearse(self._needed_bytes(model)) if output else None)
+            output.rehearse(self._needed_bytes(model))
             session.open_texts(token_limit=int(1.1 * self._tokens()) + training.sequence_length)
             blocks = session.data.blocks(training.sequence_length, seed=training.seed)
             if training.packing:
                 require_attention_within_documents(model)
         plan, identity = self.plan(model), self._identity(model)
-        unfinished = resume and self._finds_unfinished(output, identity)
-        if not unfinished:
+        if (report := output.finished(REPORT, identity)) is not None:
+            self.watch.say(f"{self.config.output} is finished already")
+            return report
+        unfinished = output.unfinished(identity)
+        if unfinished is not None:
+            session.found.update(unfinished["measured"])
+        else:
             session.measure("compressed", model)
-        staging = self._begin(output, identity, keep=unfinished)
+        staging = output.begin(keep=unfinished is not None)
+        output.mark(identity, measured=session.found)
         with session.clock.phase("train"):
             offloaded = train(
                 model,
@@ -174,30 +171,9 @@ class _Run:
         }
         return {**identity, **own}
 
-    def _finds_unfinished(self, output: OutputDirectory | None, identity: dict[str, Any]) -> bool:
-        """Whether there is an unfinished run to go on with. Raises UserError if it is another run's."""
-        found = self.world.on_main(lambda: output.marked() if output else None)
-        if found is None:
-            return False
-        require_same(found["fingerprint"], identity, Path(f"{self.config.output}.partial"))
-        self.session.found.update(found["measured"])
-        return True
-
-    def _begin(self, output: OutputDirectory | None, identity: dict[str, Any], *, keep: bool) -> Path:
-        """The directory that the result is written to until it is whole, on all processes."""
-
-        def begin() -> str:
-            assert output is not None
-            staging = output.begin(keep=keep)
-            session = self.session
-            output.mark({"fingerprint": identity, "perplexity": session.perplexity, "measured": session.found})
-            return str(staging)
-
-        return Path(self.world.on_main(begin))
-
     def _finish(
         self,
-        output: OutputDirectory | None,
+        output: OutputDirectory,
         staging: Path,
         model: Any,
         plan: dict[str, Any],
@@ -205,7 +181,6 @@ class _Run:
         offloaded: dict[str, Any],
     ) -> dict[str, Any]:
         """On the first process: write the adapter, read it back, measure what was read, and put it in its place."""
-        assert output is not None
         session = self.session
         probe = session.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
@@ -246,13 +221,3 @@ class _Run:
 @torch.no_grad()
 def _logits(model: Any, ids: Tensor) -> Tensor:
     return model.eval()(input_ids=ids, use_cache=False).logits
-
-
-def _finished(directory: Path, config: FinetuneConfig) -> dict[str, Any] | None:
-    """The report of a finished run of this with these settings in `--output`, if there is one."""
-    path = Path(config.output).expanduser().absolute()
-    report = recorded(path, REPORT)
-    if report.get("config") != json.loads(json_text(asdict(config))) or report.get("model") != str(directory):
-        return None
-    settle(path)
-    return report

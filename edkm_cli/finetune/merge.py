@@ -16,6 +16,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.ownership import input_paths
 from edkm_cli.finetune.adapters import adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
@@ -51,13 +52,15 @@ def merge(
     check_adapter(adapter)
     config = with_data(config, adapter)
     run = _Run(directory, adapter, config, observer or Observer())
-    output = OutputDirectory(config.output, overwrite=overwrite)
-    output.hold()
-    try:
+    inputs = [
+        *input_paths("DIR", directory),
+        *input_paths("--adapter", adapter),
+        *input_paths("--data", *config.data),
+        *input_paths("--eval-data", *config.eval_data),
+    ]
+    with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite) as output:
         output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
         return run.run(output)
-    finally:
-        output.release()
 
 
 def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from edkm_cli.config import cache_directory
+
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -36,9 +38,8 @@ class _Unavailable(Exception):
 
 
 def _cache_directory() -> Path:
-    """The user's own cache directory: created 0700; refused if someone else owns or can write it."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = Path(base) / "edkm"
+    """Our own part of the cache directory: created 0700; refused if someone else owns or can write it."""
+    directory = cache_directory() / "kernels"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):

@@ -22,13 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CHECKPOINTS, CompressConfig
 from edkm_cli.distributed import ALONE, World, assign, full, local
 from edkm_cli.errors import UserError
 from edkm_cli.format import SafetensorsWriter, json_text, sha256_of, sync, write_json
-
-# Where they are, in the unfinished result.
-CHECKPOINTS = "checkpoints"
 
 # What may differ between a run and its resumption without changing the result.
 _FREE = (
@@ -52,17 +49,6 @@ def fingerprint(config: CompressConfig, model_sha256: str, tokens_sha256: str, *
     settings = json.loads(json_text(settings))  # as it is read from the mark: infinity is null there
     sequences = config.batch_size * config.gradient_accumulation * processes
     return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": tokens_sha256}
-
-
-def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
-    """Raises UserError naming every setting that differs."""
-    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    if names:
-        changes = ", ".join(f"{name} was {found.get(name)!r} and is {wanted.get(name)!r}" for name in names)
-        raise UserError(
-            f"--resume needs the settings, model and data of the run in {where}, but {changes}; "
-            "give the same ones, or start again without --resume"
-        )
 
 
 class Checkpoints:

@@ -1,0 +1,192 @@
+"""What may be replaced or removed: only what an earlier run of ours wrote, which its own files say.
+
+A finished directory lists its files with their digests in edkm-files.json; one that is being written has edkm-run.json,
+and holds files that runs write. A page, a figure or a result of `--json` says inside what wrote it. All else is foreign: it
+is never touched, and where it stands in the way it is named before any work. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from edkm_cli import __version__
+from edkm_cli.config import CHECKPOINTS, cache_directory
+from edkm_cli.errors import UserError
+
+MARKER, FILES = "edkm-run.json", "edkm-files.json"
+GENERATOR = f"edkm {__version__}"
+_GENERATORS = (b'<meta name="generator" content="edkm ', b"Software\0edkm ", b"<dc:title>edkm ")  # a page, PNG, SVG
+_MOST_BYTES = 2**28  # of a result that is read to see whose it is
+
+# Names of the files that a run writes into its unfinished result, as paths from there.
+_WRITTEN = re.compile(
+    r"(edkm-run|edkm-files|config|generation_config|(processor_|preprocessor_)config|tokenizer(_config)?|special_tokens_map"
+    r"|added_tokens|vocab|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
+    r"|model\.safetensors\.index)\.json(\.tmp)?"
+    r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|(merges|vocab)\.txt"
+    r"|chat_template\.jinja|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py"
+    r"|checkpoints/([\w.-]+/)*[\w.-]+\.(safetensors|json|jsonl)(\.tmp)?|(edkm|wandb|[\w-]+\.mlpackage)/.+"
+)
+
+
+def entries(directory: Path) -> Iterator[str]:
+    """Paths from `directory` of all files and links below it; links are not followed."""
+    for folder, folders, files in os.walk(directory):
+        for name in (*files, *(name for name in folders if Path(folder, name).is_symlink())):
+            yield Path(folder, name).relative_to(directory).as_posix()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def listing(directory: Path) -> dict[str, Any]:
+    """What edkm-files.json of a finished directory says: `files` (path -> bytes and sha256) and what the run recorded."""
+    content = read_object(directory / FILES)
+    return content if isinstance(content.get("files"), dict) else {}
+
+
+def foreign(directory: Path) -> list[str]:
+    """Paths from `directory` of everything in it that no run of ours wrote, or that was changed since; sorted."""
+    files, begun = listing(directory).get("files", {}), (directory / MARKER).is_file()
+    return sorted(name for name in entries(directory) if not _is_ours(directory, name, files, begun=begun))
+
+
+def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) -> bool:
+    path = directory / name
+    if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp"):
+        return path.is_file() and not path.is_symlink()
+    if name not in files:
+        unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
+        return unfinished and _WRITTEN.fullmatch(name) is not None and not path.is_symlink()
+    return not path.is_symlink() and path.is_file() and entry_of(path) == files[name]
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """Size and digest of a file, as edkm-files.json has them."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def files_of(directory: Path) -> dict[str, Any]:
+    """The list of a result that is about to be put in place: what its run wrote, without what it will clear away."""
+    names = [name for name in entries(directory) if _WRITTEN.fullmatch(name) and (directory / name).is_file()]
+    kept = [name for name in names if not name.startswith((MARKER, FILES, f"{CHECKPOINTS}/"))]
+    return {name: entry_of(directory / name) for name in sorted(kept)}
+
+
+def adopt(path: Path) -> None:
+    """Add a file that was written beside a finished run's to its list, or bring its digest up to date there."""
+    content = listing(path.parent)
+    if content:
+        content["files"][path.name] = entry_of(path)
+        target = path.parent / FILES
+        partial = target.with_name(f"{FILES}.tmp")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, target)
+
+
+def require_ours(directory: Path, why: str) -> None:
+    """Raises UserError naming what in a directory is foreign, as the end of the sentence `why`."""
+    names = foreign(directory)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UserError(
+            f"{why}, but holds something else: {names[0]}{more}, which no run of this edkm wrote as it is; move it away, or "
+            "choose another --output"
+        )
+
+
+def remove(directory: Path, below: str = "") -> None:
+    """Remove what is ours of a directory (of its folder `below`), its marks last: what a kill leaves of it is still known
+    as ours. What is foreign stays, with the folders that lead to it."""
+    strange = set(foreign(directory))
+    names = [name for name in entries(directory) if name not in strange and name.startswith(below)]
+    for name in sorted(names, key=(FILES, MARKER).__contains__):
+        (directory / name).unlink(missing_ok=True)
+    for folder, _, _ in os.walk(directory / below, topdown=False):
+        if not os.listdir(folder):
+            os.rmdir(folder)
+
+
+def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]]:
+    """(option, path) of everything on this machine that the names of models and texts stand for; a weight (`=0.5`), a
+    configuration or a split after a name is left out. What is no path gives nothing."""
+    paths = []
+    for name in map(str, filter(None, names)):
+        texts = (name, name.rpartition("=")[0], re.split("[:@]", name)[0])
+        there = next((path for text in texts if text and (path := Path(text).expanduser()).exists()), None)
+        found = [there] if there is not None else [Path(match) for match in glob.glob(texts[1] or name, recursive=True)]
+        paths += [(option, path) for path in found]
+    return paths
+
+
+def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    """Raises UserError where an output is, contains or lies inside something that is read. Links are followed."""
+    target = Path(os.path.realpath(target.expanduser()))
+    for name, given in inputs:
+        there = Path(os.path.realpath(given.expanduser()))
+        if target == there:
+            relation = "is"
+        elif there.is_relative_to(target):
+            relation = "contains"
+        elif target.is_relative_to(there):
+            relation = "lies inside"
+        else:
+            continue
+        raise UserError(
+            f"{option} must be another place than the source, but {target} {relation} {name} {there}; choose another"
+        )
+
+
+def cache_paths() -> list[tuple[str, Path]]:
+    """The cache directories, which are inputs, too."""
+    tokens = [Path(os.environ["EDKM_TOKEN_CACHE"])] if os.environ.get("EDKM_TOKEN_CACHE") else []
+    return [("the cache", path) for path in (cache_directory(), *tokens)]
+
+
+def require_replaceable(option: str, path: Path) -> None:
+    """Raises UserError for a file that exists and does not say that edkm wrote it, unless it is empty."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    if any(sign in head for sign in _GENERATORS) or path.name in listing(path.parent).get("files", {}):
+        return
+    if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES:
+        content = read_object(path)
+        wrote = content.get("versions")
+        if head.strip() == b"{}" or (isinstance(wrote, dict) and "edkm-cli" in wrote):
+            return
+    raise UserError(f"{option} {path} exists, and edkm did not write it; move it away, or choose another")
+
+
+def rehearse(folder: Path, name: str) -> None:
+    """Write, sync and rename a file below `folder`, as the end of a run will. Raises OSError where that fails, and
+    FileExistsError where something foreign stands where it is tried."""
+    trial = folder / f".{name}.rehearsal"  # always the same: a killed run leaves one at most
+    probe, renamed = trial / "probe", trial / "renamed"
+    if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):
+        raise FileExistsError(f"{trial} is needed for a moment, but holds something else; move it away")
+    try:
+        trial.mkdir(exist_ok=True)
+        with open(probe, "wb") as file:
+            file.write(b"edkm")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(probe, renamed)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
