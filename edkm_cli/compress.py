@@ -123,7 +123,7 @@ class Run:
         if unfinished is not None:
             self.measured.restore(unfinished["measured"])
         staging = output.begin(keep=unfinished is not None)
-        output.mark(identity, measured=self.measured.state())
+        output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
         model, objective = self._start(dense, staging, resumed=unfinished is not None)
         del dense
         if self.exports_start:
@@ -131,7 +131,7 @@ class Run:
                 self.first_windows = self.measured.first_windows(model, self.world)
         elif "start" not in self.measured.state():
             self._measure("start", model)
-            output.mark(identity, measured=self.measured.state())
+            output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
         offloaded = self._train(model, objective, staging)
         del objective
         self._export(model, tokenizer, staging)

@@ -148,7 +148,7 @@ class OutputDirectory:
 
         def read() -> dict[str, Any] | None:
             facts = self.marked() if self._resume else None
-            changes = differences(facts["identity"], identity) if facts is not None else ""
+            changes = differences(facts["fingerprint"], identity) if facts is not None else ""
             if changes:
                 raise UserError(
                     f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}; give the "
@@ -161,7 +161,7 @@ class OutputDirectory:
     def marked(self) -> dict[str, Any] | None:
         """What `mark` recorded in an unfinished run, or None where there is none, or none that can be read."""
         facts = ownership.read_object(self.partial / MARKER)
-        return facts if isinstance(facts.get("identity"), dict) else None
+        return facts if isinstance(facts.get("fingerprint"), dict) else None
 
     def begin(self, *, keep: bool = False) -> Path:
         """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with.
@@ -181,7 +181,7 @@ class OutputDirectory:
 
     def mark(self, identity: Mapping[str, Any], **facts: Any) -> None:
         """Record what the unfinished run is; a directory with this file is ours to remove."""
-        self._world.on_main(lambda: write_json(self.partial / MARKER, {"identity": identity, **facts}))
+        self._world.on_main(lambda: write_json(self.partial / MARKER, {"fingerprint": identity, **facts}))
 
     def commit(self) -> None:
         """On the first process: put the finished result in its place. An earlier one disappears only after it is there.
@@ -194,7 +194,7 @@ class OutputDirectory:
         if self.path.exists():
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
-        write_json(self.partial / FILES, {"identity": facts.get("identity"), "files": ownership.files_of(self.partial)})
+        write_json(self.partial / FILES, {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)})
         for file in self.partial.iterdir():
             sync(file)
         sync(self.partial)

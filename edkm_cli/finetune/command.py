@@ -114,7 +114,7 @@ class _Run:
         else:
             session.measure("compressed", model)
         staging = output.begin(keep=unfinished is not None)
-        output.mark(identity, measured=session.found)
+        output.mark(identity, perplexity=session.perplexity, measured=session.found)
         with session.clock.phase("train"):
             offloaded = train(
                 model,
