@@ -16,7 +16,7 @@ class TemplateError(Exception):
 
 
 def render_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None, first_answer: int | None = None
+    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None, first_answer: int = 0
 ) -> list[tuple[str, tuple[Span, ...]]]:
     """(text, the answers' spans in it) of a conversation: one, or one for each answer where the template writes an
     answer in another way once the conversation has gone on (as reasoning models' do: they leave out old thoughts).
@@ -24,9 +24,9 @@ def render_chat(
     An answer ends with what ends its turn. Turns before `first_answer`, empty ones, and those with a `weight` of 0 are
     prompt. Raises TemplateError.
     """
-    whole = _render(tokenizer, messages, tools)
+    whole = render_text(tokenizer, messages, tools)
     assistant = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    turns = [index for index in assistant if index >= (first_answer or 0) and _is_answer(messages[index])]
+    turns = [index for index in assistant if index >= first_answer and _is_answer(messages[index])]
     marked = _generation_spans(tokenizer, messages, tools, whole)
     if marked is not None and (len(marked) == len(assistant) or len(turns) == len(assistant)):
         if len(turns) < len(assistant):
@@ -34,7 +34,7 @@ def render_chat(
         return [(whole, tuple(marked))]
     spans, texts = [], []
     for index in turns:
-        after = _render(tokenizer, messages[: index + 1], tools)
+        after = render_text(tokenizer, messages[: index + 1], tools)
         spans.append((_prompt_length(tokenizer, messages[:index], tools, after), len(after)))
         texts.append(after)
     if all(whole.startswith(text) for text in texts):
@@ -51,12 +51,12 @@ def _is_answer(turn: dict[str, Any]) -> bool:
 def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, text: str) -> int:
     """How many characters of a text that ends with an answer are what came before it. Raises TemplateError."""
     if before:
-        prompt = _render(tokenizer, before, tools, ask=True)
+        prompt = render_text(tokenizer, before, tools, ask=True)
         if text.startswith(prompt):
             return len(prompt)
     else:  # many templates refuse a conversation without messages: their call for an answer is what they add to any other
         question = [{"role": "user", "content": "?"}]
-        asked, plain = (_render(tokenizer, question, tools, ask=ask) for ask in (True, False))
+        asked, plain = (render_text(tokenizer, question, tools, ask=ask) for ask in (True, False))
         call = asked.removeprefix(plain)
         if call and asked != call and call in text:
             return text.index(call) + len(call)
@@ -66,12 +66,8 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
     )
 
 
-def render_whole(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None) -> str:
-    """The text of a conversation. Raises TemplateError."""
-    return _render(tokenizer, messages, tools)
-
-
-def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
+def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
+    """The text of a conversation; `ask`: with the template's call for an answer. Raises TemplateError."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
     except Exception as error:  # whatever a template raises

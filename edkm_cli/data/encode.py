@@ -144,9 +144,9 @@ class Encoder:
         if not texts:
             return []
         options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
-        found = self.tokenizer(texts, add_special_tokens=False, **options)
+        rows = self.tokenizer(texts, add_special_tokens=False, **options)
         result = []
-        for ids, offsets, document in zip(found["input_ids"], found["offset_mapping"], documents, strict=True):
+        for ids, offsets, document in zip(rows["input_ids"], rows["offset_mapping"], documents, strict=True):
             start, end = np.array(offsets, np.int64).reshape(-1, 2).T
             reached = np.concatenate([[0], np.maximum.accumulate(end)[:-1]]) if len(ids) else end
             # Blanks that a tokenizer leaves out of a token's offsets are a part of it all the same.

@@ -25,14 +25,14 @@ def marks(texts: list[str], *, sampled: bool = False) -> np.ndarray:
 
     `sampled`: of one in 16 passages and lines only, chosen by what they say, so the same one is chosen everywhere.
     """
-    found = [_digest(text.strip()) for text in texts]
+    digests = [_digest(text.strip()) for text in texts]
     for text in texts:
         for line, passage in _passages(text):
             if passage and _is_kept(passage, sampled):
-                found.append(_digest(passage))
+                digests.append(_digest(passage))
             if _SHORTEST <= len(line) < _PASSAGE and _is_kept(line, sampled):
-                found.append(_digest(line, "line"))
-    return np.unique(np.array(found, np.uint64))
+                digests.append(_digest(line, "line"))
+    return np.unique(np.array(digests, np.uint64))
 
 
 def looked_for(texts: list[str], *, sampled: bool = False) -> np.ndarray:
@@ -51,7 +51,8 @@ def looked_for(texts: list[str], *, sampled: bool = False) -> np.ndarray:
         for line, passage in lines:
             alone = _digest(line) if len(line) >= _SHORTEST else None
             if passage and _is_kept(passage, sampled):
-                of_text.add((found := _digest(passage), alone or found))
+                digest = _digest(passage)
+                of_text.add((digest, alone or digest))
             elif not passage and alone:
                 of_text.add((alone, alone))
         counts.update(of_text)
@@ -75,5 +76,5 @@ def _is_kept(text: str, sampled: bool) -> bool:
 
 
 def _digest(text: str, kind: str = "") -> int:
-    found = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, person=kind.encode())
-    return int.from_bytes(found.digest(), "little")
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, person=kind.encode())
+    return int.from_bytes(digest.digest(), "little")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edkm_cli.data.chat import TemplateError, render_chat, render_whole
+from edkm_cli.data.chat import TemplateError, render_chat, render_text
 from edkm_cli.errors import UserError
 
 _ALPACA_PROMPT = (
@@ -59,6 +59,14 @@ def alpaca_prompt(record: Mapping[str, Any]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Chat:
+    """Messages that a chat template is to render, and the first of them that may be an answer."""
+
+    messages: list[dict[str, Any]]
+    first_answer: int = 0
+
+
 def render(
     record: Any, where: str, *, tokenizer: Any = None, column: str | None = None, whole: bool = False
 ) -> list[Document]:
@@ -73,57 +81,75 @@ def render(
 
     Raises UserError for a record of no known kind, and where a chat template is missing or refuses it.
     """
-    found = _render(record, where, tokenizer, column, whole)
-    return [replace(document, answers=None) for document in found] if whole else found
+    content = _content_of(record, where, column)
+    if content is None or (isinstance(content, _Chat) and not content.messages):
+        return []
+    if isinstance(content, Document):
+        return [replace(content, answers=None) if whole else content]
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"{where} is a conversation, but the model's tokenizer has no chat template; use an instruction-tuned model, "
+            "or records with 'prompt' and 'completion'"
+        )
+    tools = record.get("tools") or None
+    try:
+        if whole:
+            return [Document(render_text(tokenizer, content.messages, tools), templated=True)]
+        rendered = render_chat(tokenizer, content.messages, tools=tools, first_answer=content.first_answer)
+    except TemplateError as error:
+        raise UserError(
+            f"the model's chat template cannot render {where}: {error}; mend that record or leave it out"
+        ) from error
+    return [Document(text, answers, templated=True) for text, answers in rendered]
 
 
-def _render(record: Any, where: str, tokenizer: Any, column: str | None, whole: bool) -> list[Document]:
+def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat | None:
+    """What a record holds; None where it is of a known kind, and null."""
     if isinstance(record, str):
-        return [Document(_clean(record))]
+        return Document(_clean(record))
     if not isinstance(record, Mapping):
         raise UserError(f"a record must be a string or an object with fields, but {where} is a {type(record).__name__}")
+    if column is not None and column not in record:
+        raise UserError(f"--data-column must be a field of the records, which are {_fields(record)}, got {column!r}")
     if column is not None:
-        return _column(record, column, where, tokenizer, whole)
+        value = record[column]
+        return _Chat(_messages(value, column, where)) if isinstance(value, list) else _plain(value, column, where)
     for name in _CHATS:
         if record.get(name) is not None:
-            return _conversation(_messages(record[name], name, where), None, record, where, tokenizer, whole)
-    if _has(record, "prompt", "completion"):
-        return _completion(record, where, tokenizer, whole)
-    if _has(record, "instruction", "output"):
-        fields = {name: _text(record.get(name), name, where) for name in ("instruction", "input", "output")}
-        return [_answered(alpaca_prompt(fields), fields["output"])]
+            return _Chat(_messages(record[name], name, where))
+    known = any(name in record for name in ("text", *_CHATS))
+    for fields in (("prompt", "completion"), ("instruction", "output")):
+        if not all(name in record for name in fields):
+            continue
+        known = True
+        prompt, answer = (record[name] for name in fields)
+        if isinstance(prompt, list) and isinstance(answer, list) and fields[0] == "prompt":
+            before, after = _messages(prompt, "prompt", where), _messages(answer, "completion", where)
+            return _Chat(before + after, len(before))
+        if prompt is not None or answer is not None:
+            names = fields if fields[0] == "prompt" else (*fields, "input")
+            texts = {name: _text(record.get(name), name, where) for name in names}
+            return _answered(texts["prompt"] if "prompt" in texts else alpaca_prompt(texts), texts[fields[1]])
     if record.get("text") is not None:
-        return [Document(_text(record["text"], "text", where))]
-    if _is_null(record):
-        return []
+        return _plain(record["text"], "text", where)
+    if known:
+        return None
     raise UserError(
         "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion', or Alpaca's "
         f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column"
     )
 
 
-def _has(record: Mapping[str, Any], first: str, second: str) -> bool:
-    """Whether a record has both fields, one of them not null."""
-    return first in record and second in record and (record[first] is not None or record[second] is not None)
-
-
-def _is_null(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of a known kind, and null."""
-    pairs = (("prompt", "completion"), ("instruction", "output"))
-    return any(name in record for name in ("text", *_CHATS)) or any(a in record and b in record for a, b in pairs)
-
-
-def _column(record: Mapping[str, Any], column: str, where: str, tokenizer: Any, whole: bool) -> list[Document]:
-    if column not in record:
-        raise UserError(f"--data-column must be a field of the records, which are {_fields(record)}, got {column!r}")
-    value = record[column]
-    if isinstance(value, list):
-        return _conversation(_messages(value, column, where), None, record, where, tokenizer, whole)
-    return [Document(_text(value, column, where))]
-
-
 def _fields(record: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, list(record)[:12])) or "no fields"
+
+
+def _plain(value: Any, name: str, where: str) -> Document:
+    return Document(_text(value, name, where))
+
+
+def _answered(prompt: str, completion: str) -> Document:
+    return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),) if completion else ())
 
 
 def _text(value: Any, name: str, where: str) -> str:
@@ -142,19 +168,6 @@ def _clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _answered(prompt: str, completion: str) -> Document:
-    prompt = _clean(prompt)
-    return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),) if completion else ())
-
-
-def _completion(record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
-    prompt, completion = record["prompt"], record["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
-        return _conversation(before + after, len(before), record, where, tokenizer, whole)
-    return [_answered(_text(prompt, "prompt", where), _text(completion, "completion", where))]
 
 
 def _messages(turns: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -198,31 +211,3 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, list):
         return [_cleaned(item) for item in value]
     return _clean(value) if isinstance(value, str) else value
-
-
-def _conversation(
-    messages: list[dict[str, Any]],
-    first_answer: int | None,
-    record: Mapping[str, Any],
-    where: str,
-    tokenizer: Any,
-    whole: bool,
-) -> list[Document]:
-    """Rendered by the chat template. `first_answer`: only messages from there on are answers."""
-    if not messages:
-        return []
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"{where} is a conversation, but the model's tokenizer has no chat template; use an instruction-tuned model, "
-            "or records with 'prompt' and 'completion'"
-        )
-    tools = record.get("tools") or None
-    try:
-        if whole:
-            return [Document(render_whole(tokenizer, messages, tools=tools), templated=True)]
-        rendered = render_chat(tokenizer, messages, tools=tools, first_answer=first_answer)
-    except TemplateError as error:
-        raise UserError(
-            f"the model's chat template cannot render {where}: {error}; mend that record or leave it out"
-        ) from error
-    return [Document(text, answers, templated=True) for text, answers in rendered]

@@ -103,15 +103,15 @@ def parse_sources(names: Iterable[str], option: str = "--data") -> list[Source]:
 def repeated(sources: Sequence[Source]) -> dict[str, str]:
     """Of each source whose files, or whose data set, an earlier one has, too: its name, and one of them."""
     seen: set[object] = set()
-    found = {}
+    twice_named = {}
     for source in sources:
         texts: dict[object, str] = {path.resolve(): str(path) for path in source.files}
         texts = texts or {(source.kind, source.repository or source.name, source.config, source.split): source.name}
         twice = [text for key, text in texts.items() if key in seen]
         if twice:
-            found[source.name] = twice[0]
+            twice_named[source.name] = twice[0]
         seen.update(texts)
-    return found
+    return twice_named
 
 
 def parse_source(name: str, option: str = "--data") -> Source:
@@ -126,7 +126,13 @@ def parse_source(name: str, option: str = "--data") -> Source:
         repository, config = NAMED[short]
         source = Source(text, "hub", repository=repository, config=config, split=split or None)
     else:
-        source = _files(text, option) or _hub(text) or _nothing(text, option)
+        named = _files(text, option) or _hub(text)
+        if named is None:
+            raise UserError(
+                f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory "
+                f"({', '.join(SUFFIXES)}), or a data set of the hub as owner/name[:config][@split], got {text!r}"
+            )
+        source = named
     return replace(source, weight=weight, option=option)
 
 
@@ -146,30 +152,30 @@ def _weight(name: str, option: str) -> tuple[str, float | None]:
 def _files(text: str, option: str) -> Source | None:
     """Local files; None where the text does not look like any."""
     path = ready_file(text)
+    hub = _HUB.fullmatch(text)
+    endings = ", ".join(SUFFIXES)
     if path.is_dir() and text:
         if (path / "README.md").is_file() and _has_front_matter(path / "README.md"):
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
-        found = sorted(file for file in path.rglob("*") if _is_data(file, path))
-        if not found:
-            raise UserError(f"{option} names a directory without files that end in {', '.join(SUFFIXES)}: {path}")
-        return Source(text, "files", files=tuple(found))
-    if path.is_file():
-        if suffix_of(path) not in SUFFIXES:
-            raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
+        files = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        if not files:
+            raise UserError(f"{option} names a directory without files that end in {endings}: {path}")
+        return Source(text, "files", files=tuple(files))
+    if any(sign in text for sign in "*?[") and not path.is_file() and not (hub and hub["split"]):
+        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        files = [file for file in files if suffix_of(file) in SUFFIXES]
+        if not files:
+            raise UserError(f"{option} pattern matches no file that ends in {endings}: {text}")
+        return Source(text, "files", files=tuple(files))
+    known = suffix_of(path) in SUFFIXES
+    if path.is_file() and known:
         return Source(text, "files", files=(path,))
-    hub = _HUB.fullmatch(text)
-    if any(sign in text for sign in "*?[") and not (hub and hub["split"]):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        found = [file for file in found if file.is_file() and suffix_of(file) in SUFFIXES]
-        if not found:
-            raise UserError(f"{option} pattern matches no file that ends in {', '.join(SUFFIXES)}: {text}")
-        return Source(text, "files", files=tuple(found))
-    if (hub and (hub["split"] or hub["config"])) or _split_directory(text)[0] is not None:
+    if not path.is_file() and ((hub and (hub["split"] or hub["config"])) or _local_set(text) is not None):
         return None
-    if suffix_of(path) in SUFFIXES or text.startswith((".", "/", "~")):
+    if not path.is_file() and (known or text.startswith((".", "/", "~"))):
         raise UserError(f"{option} names a file that does not exist: {path}; check the path")
-    if path.suffix and "/" not in text:
-        raise UserError(f"{option} files must end in {', '.join(SUFFIXES)}, perhaps with .gz or .zst, got {path}")
+    if path.is_file() or (path.suffix and "/" not in text):
+        raise UserError(f"{option} files must end in {endings}, perhaps with .gz or .zst, got {path}")
     return None
 
 
@@ -177,26 +183,17 @@ def _hub(text: str) -> Source | None:
     match = _HUB.fullmatch(text)
     if match:
         return Source(text, "hub", repository=match["repository"], config=match["config"], split=match["split"])
-    directory, config, split = _split_directory(text)
-    if directory is None:
-        return None
-    return Source(text, "hub", repository=str(directory), config=config, split=split)
+    return _local_set(text)
 
 
-def _split_directory(text: str) -> tuple[Path | None, str | None, str | None]:
+def _local_set(text: str) -> Source | None:
     """`DIRECTORY[:config][@split]` of a local copy of a data set, in the hub's layout."""
     rest, _, split = text.partition("@")
     name, _, config = rest.partition(":")
     directory = Path(name).expanduser()
-    found = bool(name) and directory.is_dir()
-    return (directory, config or None, split or None) if found else (None, None, None)
-
-
-def _nothing(text: str, option: str) -> Source:
-    raise UserError(
-        f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory ({', '.join(SUFFIXES)}), or a "
-        f"data set of the hub as owner/name[:config][@split], got {text!r}"
-    )
+    if not name or not directory.is_dir():
+        return None
+    return Source(text, "hub", repository=str(directory), config=config or None, split=split or None)
 
 
 def _is_data(file: Path, root: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The training data of a run: its sources, each as a store of tokens, and what is told of them."""
+"""The training data of a run: its sources, each as a store of tokens, and what a report says of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,17 @@ from edkm_cli.data.text import Documents
 from edkm_cli.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-_TOLD_SECONDS = 20.0  # between two words of how far tokenizing is
+_REPORT_SECONDS = 20.0  # between two lines on how far tokenizing is
 
 
+@dataclass(frozen=True)
 class TrainingData:
-    """Sources as stores of tokens, in the order they were named."""
+    """Sources as stores of tokens, in the order they were named. `padding`: the id that fills a packed sequence up."""
 
-    def __init__(self, sources: Sequence[Source], stores: Sequence[TokenStore], options: DataOptions, padding: int = 0):
-        self.sources, self.stores, self._options, self._padding = list(sources), list(stores), options, padding
+    sources: Sequence[Source]
+    stores: Sequence[TokenStore]
+    options: DataOptions
+    padding: int = 0
 
     @property
     def weights(self) -> list[float] | None:
@@ -58,9 +61,9 @@ class TrainingData:
             sequence_length,
             seed=seed,
             weights=self.weights,
-            packing=self._options.packing if packing is None else packing,
-            long_records=self._options.long_records,
-            padding=self._padding,
+            packing=self.options.packing if packing is None else packing,
+            long_records=self.options.long_records,
+            padding=self.padding,
         )
 
     def calibration_batches(self, length: int, *, limit: int, seed: int) -> list[Tensor]:
@@ -80,13 +83,10 @@ class TrainingData:
     def summary(self, blocks: Blocks) -> dict[str, Any]:
         """What became of the data: for each source what was read, learnt, masked and left out, and over all how many
         tokens are in no sequence (`dropped`), documents in several (`split`), and places without a token (`padded`)."""
-        rows = [
-            {"name": source.name, **asdict(store.counts)}
-            for source, store in zip(self.sources, self.stores, strict=True)
-        ]
-        for row, source in zip(rows, self.sources, strict=True):
-            if source.weight is not None:
-                row["weight"] = source.weight
+        rows = []
+        for source, store in zip(self.sources, self.stores, strict=True):
+            weight = {} if source.weight is None else {"weight": source.weight}
+            rows.append({"name": source.name, **asdict(store.counts), **weight})
         return {
             "sources": rows,
             "sequences": len(blocks),
@@ -95,7 +95,7 @@ class TrainingData:
             "padded": blocks.padded,
         }
 
-    def found_in(self, documents: Documents) -> tuple[int, int]:
+    def overlap(self, documents: Documents) -> tuple[int, int]:
         """(how many of a measured text's documents and passages are trained on, of how many looked for)."""
         sampled = all(store.sampled for store in self.stores)  # then no other can be found
         wanted = looked_for(documents.documents, sampled=sampled)
@@ -110,14 +110,14 @@ class TrainingData:
 def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: Say) -> dict[str, tuple[int, int]]:
     """Of each measured text, by name, how many of its documents and lines are trained on, too, and of how many; a warning
     is said of each that has some."""
-    found = {name: trained.found_in(documents) for name, documents in measured.items()}
-    for name, (some, of) in found.items():
-        if some:
+    shared = {name: trained.overlap(documents) for name, documents in measured.items()}
+    for name, (trained_on, of) in shared.items():
+        if trained_on:
             say(
-                f"WARNING: {some} of {of} documents and lines of {name}, on which perplexity is measured, are in the "
+                f"WARNING: {trained_on} of {of} documents and lines of {name}, on which perplexity is measured, are in the "
                 "training data, too: the perplexity will look better than it is; take them out of one of the two"
             )
-    return found
+    return shared
 
 
 def open_training_data(
@@ -186,12 +186,12 @@ def _open(
 
     def parts() -> Any:
         say(f"tokenizing {source.name}, once")
-        told, read = time.monotonic(), 0
+        reported, read = time.monotonic(), 0
         for part in read_split(source, TRAIN, options):
             yield part
             read += part.size
-            if time.monotonic() - told > _TOLD_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
                 say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
         if _identity(source) != before:
             raise _has_changed(source)
