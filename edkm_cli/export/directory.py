@@ -194,7 +194,9 @@ class OutputDirectory:
         if self.path.exists():
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
-        write_json(self.partial / FILES, {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)})
+        write_json(
+            self.partial / FILES, {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)}
+        )
         for file in self.partial.iterdir():
             sync(file)
         sync(self.partial)
