@@ -46,7 +46,8 @@ def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
     return "\n".join(text)
 
 
-_STAGES = {
+# What is measured of a text, in the order of a run -> what it is called.
+STAGES = {
     "original": "uncompressed",
     "dense": "uncompressed, trained equally",
     "start": "compressed, not trained",
@@ -78,11 +79,12 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
     then the distance of the last stage from the uncompressed model, where it was measured."""
     texts = texts_of(report)
     rows = []
-    for stage, label in _STAGES.items():
+    for stage, label in STAGES.items():
         values = [text.get(stage) for text in texts]
         if None not in values:
             pairs = [
-                (f"{value:,.3f}", f"{value / text['original']:.2f}x") for value, text in zip(values, texts, strict=True)
+                (f"{value:,.3f}", f"{value / text['original']:.2f}x" if "original" in text else "")
+                for value, text in zip(values, texts, strict=True)
             ]
             rows.append([label, *(cell for pair in pairs for cell in pair)])
     if all("exported_over_dense" in text for text in texts):

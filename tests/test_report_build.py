@@ -273,7 +273,7 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("content", "message"),
-        [("{", "cannot be read"), ("[]", "must hold a JSON object"), ("{}", "perplexity must be a dict")],
+        [("{", "cannot be read"), ("[]", "must be a JSON file with an object"), ("{}", "perplexity must be a dict")],
     )
     def test_broken_report(self, copied, content, message):
         (copied / "report.json").write_text(content)

@@ -19,8 +19,8 @@ from edkm_cli.report.charts import (
 from edkm_cli.report.layers import Histogram, LayerError, Weights
 from edkm_cli.report.markup import Markup, section, style, table, tag, unfold
 from edkm_cli.report.read import RunFiles, number
-from edkm_cli.report.texts import STAGE_NAMES, fixed, perplexity_section
-from edkm_cli.summaries import duration, megabytes, text_names
+from edkm_cli.report.texts import fixed, perplexity_section
+from edkm_cli.summaries import STAGES, duration, megabytes, text_names
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
 _MODES = {
@@ -69,10 +69,10 @@ def _sentence(run: RunFiles) -> str:
     trained = f"after {report['steps']:,} training steps" if report["steps"] else "without training"
     if not {"original", "exported"} <= measured.keys():
         return f"{smaller.capitalize()}, {trained}."
-    factors = [_factor(text.perplexity) for text in run.texts]
+    factors = [_factor(text) for text in run.texts]
     if len(factors) < 2 or None in factors:
         return f"{smaller.capitalize()} at {_factor(measured):.2f} times the perplexity, {trained}."
-    names = text_names([text.name for text in run.texts])
+    names = text_names([text["data"] for text in run.texts])
     parts = [f"{factor:.2f} times on {name}" for factor, name in zip(factors, names, strict=True)]
     return f"{smaller.capitalize()}, {trained}; the perplexity is {', '.join(parts)}."
 
@@ -89,7 +89,7 @@ def tiles(run: RunFiles) -> Markup:
     shown: list[tuple[str, str, str]] = []
     last = next((stage for stage in ("exported", "trained", "start", "original") if stage in measured), None)
     if last is not None:
-        more = f"{STAGE_NAMES[last]}; original {fixed(measured['original'])}" if "original" in measured else ""
+        more = f"{STAGES[last]}; original {fixed(measured['original'])}" if "original" in measured else ""
         shown.append(("perplexity", fixed(measured[last]), more))
     if report:
         ratio = report["original_weights_bytes"] / report["weights_bytes"]
