@@ -170,7 +170,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
                 f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error}); "
                 "remove the line"
             ) from error
-        flat = {}
+        flat: dict[str, Any] = {}
         for key, value in values.items():
             flat |= {f"{key}: {name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
         records[step] = {key: usable for key, value in flat.items() if (usable := number(value)) is not None}
