@@ -45,15 +45,20 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
     named = gpu_memory is not None or gpus is not None
     if named and config.device == "cpu":
         raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
-    device = "cuda" if named else choose_device(config.device).split(":")[0]
+    device = "cuda" if named else choose_device(config.device)
     processes = gpus or launched()
     launch = Launch(device, processes, wants_sharding(config.sharding, processes), torch.get_num_threads())
     if gpu_memory is not None:
         return Machine(launch, parse_bytes(gpu_memory), None)
-    if device == "cuda":
-        number = torch.device(config.device).index if config.device.startswith("cuda:") else 0
-        return Machine(launch, torch.cuda.get_device_properties(number or 0).total_memory, physical_bytes())
-    return Machine(launch, physical_bytes(), None)
+    return this_machine(launch)
+
+
+def this_machine(launch: Launch) -> Machine:
+    """The machine that this process runs on."""
+    if not launch.gpu:
+        return Machine(launch, physical_bytes(), None)
+    number = torch.device(launch.device).index or 0
+    return Machine(launch, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
 
 
 def resident_bytes() -> int:

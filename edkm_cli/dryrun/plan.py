@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.dryrun.machine import Machine, choose_machine, physical_bytes
+from edkm_cli.dryrun.machine import choose_machine, this_machine
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
@@ -74,7 +74,7 @@ def choose_memory(plan: RunPlan) -> str:
 
     Rehearses the run unless arithmetic alone shows that there is room.
     """
-    config, machine = plan.config, Machine(plan.launch, physical_bytes(), None)
+    config, machine = plan.config, this_machine(plan.launch)
     if config.memory != "auto" or plan.launch.gpu:
         return "speed" if config.memory == "auto" else config.memory
     if _more_than_enough_bytes(plan) * plan.launch.processes <= machine.memory_bytes:
