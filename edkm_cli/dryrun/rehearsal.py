@@ -41,7 +41,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.initialize.tables import ONE_HOT_NUMBERS, fits_tables
+from edkm_cli.initialize.tables import fits_tables
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.decoder import decoder_layers
@@ -232,13 +232,13 @@ class Rehearsal:
         return torch.empty(granularity.groups(*shape), k, device=META)
 
     def _hold(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
-        """What compensation holds before a layer: first the Hessian, its sorted copy and four float64 matrices of its
-        factorization, then two of these, the weight three times, and its LUTs, or one-hot matrices to fit them, or the
+        """What compensation holds before a layer: first the Hessian, its sorted copy and two float64 matrices of its
+        factorization, then two of these, the weight three times, and its LUTs, or what fits them, or the
         errors of its choices. To correct a weight, its inputs three times more, and the stream that its output is added
         to."""
         square, size = layer.in_features**2, layer.out_features * layer.in_features
         converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
-        factoring = 40 * square + converted
+        factoring = 24 * square + converted
         moving = 20 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
         fitting = 0
         groups, k = layer.centroids.shape
@@ -246,7 +246,7 @@ class Rehearsal:
             k = 2 ** max(tried_bits(self.plan.average_bits))
         widened = 4 * size * (layer.weight.dtype != torch.float32)
         if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
-            fitting = 16 * square + 5 * size + 12 * min(ONE_HOT_NUMBERS, size * k) + 20 * groups * k * k + 2 * widened
+            fitting = 8 * square + 9 * size + 8 * (layer.out_features + 2 * groups) * layer.centroids.shape[1] ** 2 + widened
         improving = 16 * square + 17 * size + 12 * groups * k + widened
         correcting = 0
         if corrected:

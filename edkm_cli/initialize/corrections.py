@@ -127,8 +127,9 @@ class Corrections:
         if stream is not None:
             error = self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
             crossed += _RESIDUAL * sum_of_products(error, self.weighted(inputs))
-        change = crossed[:, order].to(factor.dtype) @ factor.t() @ factor
-        return (weight + change[:, order.argsort()].float()).to(layer.weight.dtype)
+        factor = factor.float()  # what it is multiplied with is less exact
+        change = crossed[:, order] @ factor.t() @ factor
+        return (weight + change[:, order.argsort()]).to(layer.weight.dtype)
 
     def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
         """(X' - X) X^T, (in, in): once for the matrices that get the same X, which got the same X', too."""

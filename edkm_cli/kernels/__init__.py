@@ -16,6 +16,7 @@ from torch import Tensor
 
 from edkm_cli.kernels import (
     build,
+    code_sums_torch,
     columns_c,
     columns_torch,
     descent_c,
@@ -62,6 +63,7 @@ __all__ = [
     "relative_temperature",
     "round_columns",
     "snap",
+    "sum_by_code",
     "sum_by_entry",
     "to_groups",
 ]
@@ -185,6 +187,12 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
     """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `descent_torch.descend`."""
     fast = errors.dtype == torch.float32 and layout_c.supports(errors)
     (descent_c if fast else descent_torch).descend(indices, errors, luts, hessian, sweeps)
+
+
+def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
+    """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `code_sums_torch.sum_by_code`."""
+    fast = hessian.dtype == torch.float32 and layout_c.supports(hessian)
+    return (descent_c if fast else code_sums_torch).sum_by_code(indices, hessian, k)
 
 
 def finds_optimum() -> bool:

@@ -1,0 +1,61 @@
+/* Sums of a symmetric matrix by the codes of its rows and columns: code_sums_torch.py.
+ *
+ * For each row of codes, rows of H are added up by code, 64 columns at a time, then the columns of these sums. Of H only
+ * the blocks on the diagonal and below are read. Some rows share what is read, a block of which stays in the first cache.
+ */
+#include <stdlib.h>
+
+#include "lanes.h"
+
+enum { ACROSS = 64, VECTORS = ACROSS / LANES, SUMS = 1 << 17 };
+
+/* products[a][code of j] of a row, and with `twice` its mirror image, too, from sums (k, ACROSS), which are zeroed. */
+static void add_columns(double *products, float *sums, const uint8_t *code, int64_t across, int64_t k, int twice) {
+    for (int64_t a = 0; a < k; a++)
+        for (int64_t j = 0; j < across; j++) {
+            const double sum = sums[a * ACROSS + j];
+            products[a * k + code[j]] += sum;
+            if (twice) products[code[j] * k + a] += sum;
+        }
+    memset(sums, 0, k * ACROSS * sizeof(float));
+}
+
+/* indices (rows, columns); hessian (columns, columns); products (rows, k, k) float64, zero at first; a unit is a row.
+ * Returns 0, or 1 where there is no memory for the sums. */
+int edkm_sum_by_code(
+    const uint8_t *indices, const float *hessian, double *products, int64_t columns, int64_t k, int64_t first, int64_t last
+) {
+    const int64_t band = SUMS / (k * ACROSS) > 0 ? SUMS / (k * ACROSS) : 1;
+    float *sums = aligned_alloc(64, band * k * ACROSS * sizeof(float));
+    float *block = aligned_alloc(64, ACROSS * ACROSS * sizeof(float));
+    const int failed = !sums || !block;
+    if (!failed) memset(sums, 0, band * k * ACROSS * sizeof(float));
+    for (int64_t top = first; !failed && top < last; top += band) {
+        const int64_t rows = smaller(band, last - top);
+        for (int64_t left = 0; left < columns; left += ACROSS) {
+            const int64_t across = smaller(ACROSS, columns - left);
+            for (int64_t from = left; from < columns; from += ACROSS) {
+                const int64_t down = smaller(ACROSS, columns - from);
+                if (across < ACROSS) memset(block, 0, ACROSS * ACROSS * sizeof(float));
+                for (int64_t i = 0; i < down; i++)
+                    memcpy(block + i * ACROSS, hessian + (from + i) * columns + left, across * sizeof(float));
+                for (int64_t r = 0; r < rows; r++) {
+                    const uint8_t *code = indices + (top + r) * columns + from;
+                    vf *of_row = (vf *)(sums + r * k * ACROSS);
+                    for (int64_t i = 0; i < down; i++)
+                        for (int v = 0; v < VECTORS; v++)
+                            of_row[code[i] * VECTORS + v] += ((const vf *)(block + i * ACROSS))[v];
+                }
+                if (from > left && from + ACROSS < columns) continue; /* the diagonal block counts once, the sum of others twice */
+                for (int64_t r = 0; r < rows; r++)
+                    add_columns(
+                        products + (top + r) * k * k, sums + r * k * ACROSS, indices + (top + r) * columns + left, across, k,
+                        from > left
+                    );
+            }
+        }
+    }
+    free(sums);
+    free(block);
+    return failed;
+}
