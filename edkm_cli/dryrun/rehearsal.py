@@ -246,7 +246,9 @@ class Rehearsal:
             k = 2 ** max(tried_bits(self.plan.average_bits))
         widened = 4 * size * (layer.weight.dtype != torch.float32)
         if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
-            fitting = 8 * square + 9 * size + 8 * (layer.out_features + 2 * groups) * layer.centroids.shape[1] ** 2 + widened
+            fitting = (
+                8 * square + 9 * size + 8 * (layer.out_features + 2 * groups) * layer.centroids.shape[1] ** 2 + widened
+            )
         improving = 16 * square + 17 * size + 12 * groups * k + widened
         correcting = 0
         if corrected:
