@@ -214,47 +214,6 @@ def test_what_is_proposed_fits(too_small):
         assert again["peak_memory_bytes"]["total"] == proposal["total_bytes"]
 
 
-@pytest.mark.parametrize("machine", [{"gpu_memory": "1KB"}, {"gpu_memory": "1KB", "gpus": 2}, {}], ids=str)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"compare_dense": True},
-        {"assignments": "held"},
-        {"start": "reconstructed"},
-        {"start": "compensated"},
-        {"start": "kmeans"},
-        {"allocation": "sensitivity"},
-        {"bits": 3.5},
-        {"bits": 3.5, "assignments": "held", "compare_dense": True, "start": "reconstructed"},
-        {"target": "any-precision", "embedding_bits": 16},
-        {"mode": "soft", "dtype": "bfloat16"},
-        {"lora_rank": 4, "offload": "cpu"},
-        {"optimizer": "adamw-8bit", "dtype": "float32"},
-        {"data": ("self",), "compare_dense": True},
-        {"steps": 0, "bits": 2.5},
-    ],
-    ids=str,
-)
-def test_a_plan_that_does_not_fit_is_told_and_not_refused(tmp_path_factory, machine, changes, monkeypatch):
-    """Other settings are tried, among them combinations that no run could have: they are left out."""
-    monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda: 1000)  # none of them is rehearsed
-    shape = {
-        "sequence_length": 64,
-        "context": 64,
-        "calibration_tokens": 64,
-        "start_tokens": 64,
-        "batch_size": 2,
-        "steps": 2,
-    }
-    directory = tmp_path_factory.getbasetemp() / "even"
-    if not directory.exists():
-        tiny_llama(hidden=32, inner=64).save_pretrained(directory)
-    values = {"model": str(directory), "data": ("builtin",), "device": "auto", **shape, **changes}
-    found = dry_run(CompressConfig(**values), **machine)
-    assert (found["fits"], found["proposals"]) == (False, [])
-    assert "none of the other settings tried fits either" in plan_summary(found)
-
-
 class TestParts:
     """What settings change, on a GPU."""
 
