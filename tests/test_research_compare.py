@@ -55,7 +55,7 @@ def settings(model_directory, text_file, output, **changes):
 def workers_in_this_process():
     """Spares each worker the seconds that importing torch takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "_run", lambda arguments: compare_worker.main(arguments[3:]))
+        patch.setattr(compare_module, "_worker", lambda *arguments: compare_worker.main([*map(str, arguments)]))
         yield
 
 

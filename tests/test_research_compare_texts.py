@@ -73,7 +73,7 @@ def compared(tmp_path_factory, text_file):
         device="cpu",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "_run", lambda arguments: compare_worker.main(arguments[3:]))
+        patch.setattr(compare_module, "_worker", lambda *arguments: compare_worker.main([*map(str, arguments)]))
         return compare(config), model, folder, (first, other)
 
 

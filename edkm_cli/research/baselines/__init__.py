@@ -17,7 +17,7 @@ from edkm_cli.errors import UserError
 
 METHODS = {
     name: f"edkm_cli.research.baselines.{name}"
-    for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat")
+    for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat", "autoround")
 }
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -30,8 +31,8 @@ from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
 from edkm_cli.report.charts import save
-from edkm_cli.research.baselines import autoround, load
-from edkm_cli.research.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.research.baselines import load
+from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.research.compare.llama_cpp import file_facts
 from edkm_cli.research.compare.table import draw
 from edkm_cli.settings import coerce, from_mapping
@@ -39,10 +40,11 @@ from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "data", "eval_data", "device", "trust_remote_code")
-_COLUMNS = ("training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "texts")
-_FIRST = ("perplexity", "kl_per_token", "top1_agreement", "windows")
-_COSTS = ("calibration_tokens", "training_tokens", "seconds", "evaluation_seconds", "peak_memory_bytes", "note")
-_NOTHING: dict[str, Any] = dict.fromkeys((*_COLUMNS, *_FIRST, *_COSTS))
+_NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
+    "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "texts", "perplexity", "kl_per_token",
+    "top1_agreement", "windows", "calibration_tokens", "training_tokens", "seconds", "evaluation_seconds",
+    "peak_memory_bytes", "note",
+))  # fmt: skip
 
 
 def compare(
@@ -70,9 +72,9 @@ def compare(
         for index, (entry, setting) in enumerate(zip(config.entries(), settings, strict=True)):
             say(f"[{index + 1}/{len(settings)}] {entry.label}")
             path = directory / f"{entry.slug}.json"
-            setting = {**setting, **fingerprint}
-            result = _result(path, setting, tokens, predictions, overwrite=overwrite, say=say)
-            rows.append(_row(entry, result))
+            result = _result(path, setting | fingerprint, tokens, predictions, overwrite=overwrite, say=say)
+            named = {"method": entry.method, "label": entry.label, "options": dict(entry.options)}
+            rows.append({**named, **_NOTHING, **result.get("row", {}), "error": result.get("error")})
     if all(row["error"] for row in rows):
         raise UserError(f"no method succeeded; the first ended with: {rows[0]['error']}")
     result = {
@@ -85,11 +87,6 @@ def compare(
     write_json(directory / "compare.json", result)
     save(draw(result), directory / "compare.svg")
     return result
-
-
-def _row(entry: Entry, result: dict[str, Any]) -> dict[str, Any]:
-    named = {"method": entry.method, "label": entry.label, "options": dict(entry.options)}
-    return {**named, **_NOTHING, **result.get("row", {}), "error": result.get("error")}
 
 
 def _make_directory(config: CompareConfig) -> Path:
@@ -106,11 +103,10 @@ def _make_directory(config: CompareConfig) -> Path:
 def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
     """Tokenize all texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
     tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
-    tokens = {
-        "training": training_tokens(parse_sources(config.data), tokenizer),
-    }
-    measured = evaluation_documents(_measuring(config), parse_sources(config.data), tokenizer)
-    tokens |= {f"evaluation.{index}": tokenize(found, tokenizer) for index, found in enumerate(measured.values())}
+    sources = parse_sources(config.data)
+    measured = evaluation_documents(_measuring(config), sources, tokenizer)
+    tokens = {"training": training_tokens(sources, tokenizer)}
+    tokens |= {f"evaluation.{index}": tokenize(text, tokenizer) for index, text in enumerate(measured.values())}
     save_file(tokens, path)
     return {"tokens_sha256": digest(tokens.items())}
 
@@ -159,10 +155,10 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
             raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
     shared = ("model", "data", "bits", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code")
     try:
-        found = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
+        ours = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
-    return {name: value for name, value in asdict(found).items() if name != "output"}
+    return {name: value for name, value in asdict(ours).items() if name != "output"}
 
 
 def _gguf_settings(entry: Entry) -> dict[str, Any]:
@@ -178,42 +174,31 @@ def _gguf_settings(entry: Entry) -> dict[str, Any]:
 
 def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     """`arguments` of the method's `quantize`, `calibration` text, and `granularity` for the table."""
-    quantize = (autoround if entry.method == AUTOROUND else load(entry.method)).quantize
-    hints = get_type_hints(quantize)
-    own = [name for name, parameter in inspect.signature(quantize).parameters.items() if _is_option(parameter)]
-    if "granularity" in own:
-        own = [name for name in own if name != "group_size"]  # which these take and leave alone
-    options = {}
+    quantize = load(entry.method).quantize
+    hints, parameters = get_type_hints(quantize), inspect.signature(quantize).parameters.values()
+    keywords = [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY and one.name != "track"]
+    defaults = {one.name: one.default for one in keywords}
+    if "granularity" in defaults:
+        del defaults["group_size"]  # which these take and leave alone
+    kinds = {name: hints[name] for name in defaults} | dict.fromkeys(_CALIBRATION, int)
+    given = {name: getattr(config, name) for name in ("bits", "group_size", "seed", "steps", *_CALIBRATION)}
     for name, value in entry.options:
-        if name not in (*own, *_CALIBRATION):
-            known = ", ".join(dict.fromkeys((*own, *_CALIBRATION)))
-            raise UserError(f"{entry.method} has the options {known}, got {entry.label!r}")
+        if name not in kinds:
+            raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
         try:
-            options[name] = coerce(name, value, hints.get(name, int))
+            given[name] = coerce(name, value, kinds[name])
         except ValueError as error:
             raise UserError(f"methods, {entry.label!r}: {error}") from error
-    general = {name: getattr(config, name) for name in ("bits", "group_size", "seed", "steps", "sequence_length")}
-    arguments = {name: value for name, value in (general | options).items() if name in own}
-    defaults = {name: inspect.signature(quantize).parameters[name].default for name in own}
-    if "granularity" in own:
-        granularity = arguments.get("granularity", defaults["granularity"])
-    else:
-        group_size = arguments["group_size"]
-        granularity = f"group:{group_size}" if group_size else "row:1"
-    samples = options.get("calibration_samples", config.calibration_samples)
-    length = options.get("sequence_length", config.sequence_length)
-    for name, value, low in (("calibration_samples", samples, 1), ("sequence_length", length, 2)):
-        if value < low:
-            raise UserError(f"methods, {entry.label!r}: {name} must be at least {low}, got {value}")
+    for name, low in zip(_CALIBRATION, (1, 2), strict=True):
+        if given[name] < low:
+            raise UserError(f"methods, {entry.label!r}: {name} must be at least {low}, got {given[name]}")
+    arguments = {name: given.get(name, default) for name, default in defaults.items()}
+    groups = f"group:{arguments['group_size']}" if arguments.get("group_size") else "row:1"
     return {
-        "arguments": {**defaults, **arguments},
-        "calibration": {"samples": samples, "sequence_length": length},
-        "granularity": str(granularity),
+        "arguments": arguments,
+        "calibration": {"samples": given["calibration_samples"], "sequence_length": given["sequence_length"]},
+        "granularity": str(arguments.get("granularity", groups)),
     }
-
-
-def _is_option(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name != "track"
 
 
 def _model_files(name: str) -> dict[str, list[int]] | None:
@@ -262,10 +247,6 @@ def _result(
     return result
 
 
-def _worker(*arguments: str | Path) -> int:
-    return _run([sys.executable, "-m", "edkm_cli.research.compare.worker", *map(str, arguments)])
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     """A result's file; None where there is none."""
     try:
@@ -275,21 +256,19 @@ def _read(path: Path) -> dict[str, Any] | None:
     return stored if isinstance(stored, dict) and isinstance(stored.get("settings"), dict) else None
 
 
-def _run(arguments: list[str]) -> int:
+def _worker(*arguments: str | Path) -> int:
     """Run a worker to its end; what it prints goes to standard error. SIGTERM is passed on to it."""
     with preemption() as stop:
-        process = subprocess.Popen(arguments, stdout=2)
+        program = [sys.executable, "-m", "edkm_cli.research.compare.worker"]
+        process = subprocess.Popen([*program, *map(str, arguments)], stdout=2)
         try:
             while process.poll() is None:
                 if stop.is_set():
                     process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(0.5)
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
-            if process.poll() is None:
-                process.kill()
+            process.kill()  # does nothing to one that has ended
             process.wait()
     if stop.is_set():
         raise Preempted("SIGTERM: finished methods are kept; the same command goes on")

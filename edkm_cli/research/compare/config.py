@@ -38,8 +38,8 @@ from edkm_cli.settings import (
     shown,
 )
 
-UNCOMPRESSED, OURS, AUTOROUND, GGUF = "fp16", "edkm", "autoround", "gguf"
-METHODS = (UNCOMPRESSED, *BASELINES, AUTOROUND, GGUF, OURS)
+UNCOMPRESSED, OURS, GGUF = "fp16", "edkm", "gguf"
+METHODS = (UNCOMPRESSED, *BASELINES, GGUF, OURS)
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,16 @@ class CompareConfig:
 
     def _contradictions(self) -> list[str]:
         """What no single value shows."""
-        found = []
+        contradictions = []
         if not self.data:
-            found.append("data must name at least one data set or file")
+            contradictions.append("data must name at least one data set or file")
         if len(set(self.eval_data)) < len(self.eval_data):
-            found.append(f"eval_data must name each text once, got {', '.join(self.eval_data)}")
+            contradictions.append(f"eval_data must name each text once, got {', '.join(self.eval_data)}")
         if not self.methods:
-            found.append(f"methods must name at least one of {', '.join(METHODS)}")
-        if faults(self):
-            return found
-        labels = [entry.label for entry in self.entries()]
-        return found + [f"methods names {label} twice" for label in dict.fromkeys(labels) if labels.count(label) > 1]
+            contradictions.append(f"methods must name at least one of {', '.join(METHODS)}")
+        labels = [] if faults(self) else [entry.label for entry in self.entries()]
+        twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
+        return contradictions + [f"methods names {label} twice" for label in twice]
 
     def entries(self) -> list[Entry]:
         return [Entry.parse(text) for text in self.methods]

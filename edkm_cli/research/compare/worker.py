@@ -34,14 +34,14 @@ from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Observer, Progress, Track
 from edkm_cli.research.baselines import load
-from edkm_cli.research.baselines.autoround import quantize as autoround
 from edkm_cli.research.baselines.outcome import decoder_linears
-from edkm_cli.research.compare.config import AUTOROUND, GGUF, OURS, UNCOMPRESSED
+from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED
 from edkm_cli.settings import from_mapping
 
 # What a method trains.
 NOTHING, BLOCKS, END_TO_END = "none", "block by block", "end to end"
 EMBEDDING_BYTES = 2  # a baseline's embeddings and norms are stored as they came, in 16 bits
+FREE = {"training": NOTHING, "calibration_tokens": 0, "training_tokens": 0, "seconds": 0.0, "note": ""}
 
 
 def measure(
@@ -105,33 +105,22 @@ def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: P
 
 def _uncompressed(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     model = _dense(settings)
-    row = {
-        "training": NOTHING,
-        "bits": 16,
-        "granularity": "",
-        "decoder_bits_per_weight": 16.0,
-        "weights_bytes": EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters()),
-        "calibration_tokens": 0,
-        "training_tokens": 0,
-        "seconds": 0.0,
-        "note": "",
-    }
-    return row, model
+    size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    return {**FREE, "bits": 16, "granularity": "", "decoder_bits_per_weight": 16.0, "weights_bytes": size}, model
 
 
 def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """A file of llama.cpp, decoded."""
     source = models.resolve(settings["file"])
-    wanted, found = (models.load_config(models.resolve(settings["model"])), models.load_config(source))
+    configs = [models.load_config(one).get_text_config() for one in (models.resolve(settings["model"]), source)]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        ours, theirs = (getattr(one.get_text_config(), name, None) for one in (wanted, found))
+        ours, theirs = (getattr(config, name, None) for config in configs)
         if ours != theirs:
             raise UserError(
                 f"{settings['file']} must be a file of {settings['model']}, but its {name} is {theirs}, not {ours}"
             )
     model = models.load_dense(source, dtype="float32", device=settings["device"], progress=False)
-    costs = {"calibration_tokens": 0, "training_tokens": 0, "seconds": 0.0}
-    return {"training": NOTHING, **settings["facts"], **costs}, model
+    return {**FREE, **settings["facts"]}, model
 
 
 def _dense(settings: dict[str, Any]) -> Any:
@@ -153,12 +142,12 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     model = _dense(settings)
     quantized = sum(layer.weight.numel() for layer in decoder_linears(model).values())
     others = sum(parameter.numel() for parameter in model.parameters()) - quantized
-    quantize = autoround if settings["method"] == AUTOROUND else load(settings["method"]).quantize
+    quantize = load(settings["method"]).quantize
     torch.manual_seed(arguments["seed"])
     start = time.perf_counter()
     outcome = quantize(model, batches, track=track, **arguments)
     seconds = time.perf_counter() - start
-    trained = BLOCKS if settings["method"] == AUTOROUND else END_TO_END
+    trained = BLOCKS if settings["method"] == "autoround" else END_TO_END
     row = {
         "training": trained if outcome.training_tokens else NOTHING,
         "bits": arguments["bits"],
@@ -180,10 +169,11 @@ def _ours(
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
     config = replace(config, **report["resolved"])
-    # Both begin with the same blocks.
-    limits = [config.calibration_tokens] * (config.importance != "none")
-    limits += [config.start_tokens or 0] * (config.start != "kmeans")
-    texts = [calibration_batches(tokens, config, limit) for limit in limits]
+    limits = (
+        config.calibration_tokens if config.importance != "none" else 0,
+        (config.start_tokens or 0) if config.start != "kmeans" else 0,
+    )
+    text = calibration_batches(tokens, config, max(limits)) if any(limits) else []  # both begin with the same blocks
     spec = read_spec(directory)
     assert spec is not None
     row = {
@@ -192,7 +182,7 @@ def _ours(
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
         "weights_bytes": report["weights_bytes"],
-        "calibration_tokens": max((sum(batch.numel() for batch in text) for text in texts), default=0),
+        "calibration_tokens": sum(batch.numel() for batch in text),
         "training_tokens": report["training_tokens"],
         "seconds": round(
             sum(value for name, value in report["seconds"].items() if name not in ("load", "evaluate")), 3
