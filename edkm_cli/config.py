@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.contradictions import contradictions
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import LUT_DTYPES, Granularity
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
@@ -87,7 +87,7 @@ class CompressConfig:
         "float16",
         "Number format of the lookup tables' entries.",
         COMPRESSION,
-        choices=("float16", "bfloat16", "float32", "float8_e4m3fn"),
+        choices=LUT_DTYPES,
     )
     lut_scale: float | None = setting(
         None, "Scale of all float8 tables, a power of two; default: one for each matrix.", COMPRESSION, positive=True

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import LUT_DTYPES, Granularity
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.settings import shown
 
@@ -31,12 +31,6 @@ SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
 MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
-LUT_DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 
 # safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -139,12 +133,22 @@ class QuantizationSpec:
 
     def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
         """The same, with these bits of linears by module path, in the lowest version that can hold them."""
-        own = {name: count for name, count in bits.items() if count != self.bits}
-        return replace(self, module_bits=own, format_version=0) if own or self.module_bits else self
+        others = {name: count for name, count in bits.items() if count != self.bits}
+        return replace(self, module_bits=others, format_version=0) if others or self.module_bits else self
 
     def bits_of(self, name: str) -> int:
         """Bits of an index of the linear `name`."""
         return self.module_bits.get(name, self.bits)
+
+    @property
+    def torch_lut_dtype(self) -> torch.dtype:
+        return getattr(torch, self.lut_dtype)
+
+    def linear_bits(self, out_features: int, in_features: int, bits: int) -> float:
+        """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
+        lut_bits = 8 * self.torch_lut_dtype.itemsize
+        per_weight = self.granularity.bits_per_weight(out_features, in_features, bits=bits, lut_bits=lut_bits)
+        return out_features * in_features * per_weight
 
     @property
     def scales_luts(self) -> bool:
@@ -158,7 +162,7 @@ class QuantizationSpec:
         groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
         tensors: dict[str, tuple[torch.dtype, tuple]] = {
             "indices": (torch.uint8, (out_features, packed_width(in_features, bits))),
-            "lut": (LUT_DTYPES[self.lut_dtype], (groups, 2**bits)),
+            "lut": (self.torch_lut_dtype, (groups, 2**bits)),
         }
         if self.scales_luts:
             tensors["lut_scale"] = (torch.float32, (1,))
@@ -209,8 +213,10 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
     except (ValueError, OSError, RecursionError) as error:
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(f"{path} must be a JSON file with an object, but cannot be read ({told}); {remedy}") from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(
+            f"{path} must be a JSON file with an object, but cannot be read ({reason}); {remedy}"
+        ) from error
     return value
 
 

@@ -2,7 +2,7 @@
 
 `tensor` is one LUT for the whole matrix, `row:G` one for every G output rows, `block:RxC` one for every tile of R rows
 by C columns. All three are tiles: `tensor` is a tile of (out, in), `row:G` a tile of (G, in). Groups are numbered tile
-row by tile row, left to right.
+row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from edkm_cli.errors import UserError
 
+LUT_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
 _PATTERN = re.compile(
     r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import LUT_DTYPES, Granularity
 
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
@@ -35,7 +35,7 @@ class Target:
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     bits: tuple[int, ...] = ALL_BITS
-    lut_dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+    lut_dtypes: tuple[str, ...] = LUT_DTYPES
     blocks: bool = False
     columns: int = 1
     rows: int = 1

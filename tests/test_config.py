@@ -87,7 +87,7 @@ def test_groups_bits_and_the_nearest_geometry():
 def test_the_choices_are_those_of_the_code_that_reads_them():
     from edkm_cli.clustering.linear import MODES
     from edkm_cli.clustering.schedule import SCHEDULES
-    from edkm_cli.format import LUT_DTYPES
+    from edkm_cli.granularity import LUT_DTYPES
     from edkm_cli.initialize.importance import IMPORTANCES
 
     declared = {of.name: set(setting_of(of).choices or ()) for of in fields(CompressConfig)}

@@ -1,12 +1,12 @@
 """Differentiable k-means clustering of weights: the paper's mathematics, and its closed form that needs no memory."""
 
+from edkm_cli.clustering.checks import relative_importance
 from edkm_cli.clustering.dense import dense_dkm
 from edkm_cli.clustering.fused import fused_dkm, iterate_centroids
 from edkm_cli.clustering.kmeans import kmeans_start
 from edkm_cli.clustering.linear import MODES, clustered_linear
-from edkm_cli.clustering.palette import lookup, lut_scale, nearest_indices, parse_lut_dtype, round_lut, snap
+from edkm_cli.clustering.palette import lookup, lut_reach, lut_scale, nearest_indices, parse_lut_dtype, round_lut, snap
 from edkm_cli.clustering.schedule import SCHEDULES, temperature_at
-from edkm_cli.clustering.weighting import relative_importance
 
 __all__ = [
     "MODES",
@@ -17,6 +17,7 @@ __all__ = [
     "iterate_centroids",
     "kmeans_start",
     "lookup",
+    "lut_reach",
     "lut_scale",
     "nearest_indices",
     "parse_lut_dtype",

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.clustering.checks import checked_tile
-from edkm_cli.clustering.weighting import checked_importance
+from edkm_cli.clustering.checks import checked_importance, checked_tile
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import EMPTY_MASS, TAU_FLOOR, centroid_dtype, from_groups, to_groups
 

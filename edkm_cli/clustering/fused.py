@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
-from edkm_cli.clustering.checks import checked_tile, require_finite
-from edkm_cli.clustering.weighting import checked_importance
+from edkm_cli.clustering.checks import checked_importance, checked_tile, require_finite
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Spread, Tile
 from edkm_cli.kernels.closed_form import Passes

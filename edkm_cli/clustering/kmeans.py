@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import kernels
-from edkm_cli.clustering.checks import check_k, non_finite
-from edkm_cli.clustering.weighting import usable_importance
+from edkm_cli.clustering.checks import check_k, non_finite, usable_importance
 from edkm_cli.granularity import Granularity
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
-from edkm_cli.clustering.checks import checked_tile, non_finite, require_finite
+from edkm_cli.clustering.checks import checked_importance, checked_tile, non_finite, require_finite
 from edkm_cli.clustering.fused import open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
-from edkm_cli.clustering.weighting import checked_importance
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import Tile
@@ -106,13 +105,6 @@ def _weight_gradients(
     return grad_weight if wanted[0] else None, grad_start.to(centroids.dtype)
 
 
-def _low_rank_gradients(low_rank: LowRank, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(dL/da, dL/db) from dL/d(weight + scaling * b @ a), (out, in)."""
-    a, b, scaling = low_rank
-    grad = grad.to(a.dtype)
-    return (b.t() @ grad).mul_(scaling), (grad @ a.t()).mul_(scaling)
-
-
 class _ClusteredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -171,7 +163,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
         del effective  # before the next tensor of its size
         if low_rank is not None and grad_weight is not None:
-            grad_a, grad_b = _low_rank_gradients(low_rank, grad_weight)
+            update = grad_weight.to(low_rank.a.dtype)  # dL/d(weight + scaling * b @ a), (out, in)
+            grad_a = (low_rank.b.t() @ update).mul_(low_rank.scaling)
+            grad_b = (update @ low_rank.a.t()).mul_(low_rank.scaling)
+            del update
     if needs_bias:
         grad_bias = flat.sum(0).to(ctx.bias_dtype)
     return (

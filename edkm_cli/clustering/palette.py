@@ -8,28 +8,26 @@ from torch import Tensor
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import checked_tile, non_finite
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import Granularity
-
-_LUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+from edkm_cli.granularity import LUT_DTYPES, Granularity
 
 
 def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A LUT dtype from its name (`float8_e4m3fn`) or itself. Raises UserError for any other."""
     if lut_dtype is None:
         return None
-    dtype = getattr(torch, lut_dtype, None) if isinstance(lut_dtype, str) else lut_dtype
-    if dtype not in _LUT_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in _LUT_DTYPES)
-        raise UserError(f"lut_dtype must be one of {names}, got {lut_dtype}")
-    return dtype
+    name = str(lut_dtype).removeprefix("torch.")
+    if name not in LUT_DTYPES:
+        raise UserError(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {lut_dtype}")
+    return getattr(torch, name)
 
 
 def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: float | None = None) -> Tensor | None:
     """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
 
     float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie.
-    The scale puts the largest entry of the matrix between 224 and 448, so that all entries down to 2**-14 of it keep
-    their three bits. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
+    The scale puts the largest entry of the matrix between half the dtype's largest number and that, so that all entries
+    down to 2**-14 of it keep their three bits. Being a power of two, it rounds nothing itself. A `fixed` one is taken as
+    it is.
     """
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None or dtype.itemsize > 1:
@@ -39,6 +37,11 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
     largest = centroids.detach().float().abs().amax() / torch.finfo(dtype).max
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+
+
+def lut_reach(lut_dtype: str | torch.dtype | None, scale: float) -> float:
+    """The largest number that a table of this dtype holds beside a scale."""
+    return torch.finfo(parse_lut_dtype(lut_dtype) or torch.float32).max * scale
 
 
 def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from edkm_cli.clustering import relative_importance
+from edkm_cli.clustering import lut_reach, lut_scale, relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -238,14 +238,13 @@ def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None
     """Raises UserError for tables that a fixed scale of float8 entries does not reach."""
     if clustering.lut_scale is None or centroids.is_meta:
         return
-    largest, reach = float(centroids.abs().max()), 448 * clustering.lut_scale
+    largest = float(centroids.abs().max())
+    reach = lut_reach(clustering.lut_dtype, clustering.lut_scale)
     if largest > reach:
-        scale = clustering.lut_scale
-        while 448 * scale < largest:
-            scale *= 2
+        scale = lut_scale(centroids, clustering.lut_dtype)
         raise UserError(
             f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}; use "
-            f"--lut-scale {scale:g}"
+            f"--lut-scale {float(scale or 0):g}"
         )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from edkm_cli.clustering import kmeans_start, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
@@ -91,9 +91,7 @@ def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
     low, high = math.floor(bits), math.ceil(bits)
     if low != high:
         return (high - bits) * size_bits(swap, spec, low) + (bits - low) * size_bits(swap, spec, high)
-    rows, columns = swap.shape[:2]
-    lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
-    return rows * columns * spec.granularity.bits_per_weight(rows, columns, bits=low, lut_bits=lut_bits)
+    return spec.linear_bits(swap.shape[0], swap.shape[1], low)
 
 
 def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:

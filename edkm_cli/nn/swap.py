@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS, LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.runtime.palettized import (
     PALETTIZED,
@@ -142,15 +142,12 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
     """Bits a weight over the compressed linears, LUTs included (but not the four bytes a matrix that scale float8 ones)."""
-    lut_bits = 8 * LUT_DTYPES[spec.lut_dtype].itemsize
     total = weights = 0.0
     for swap in swaps:
         if swap.clustered:
-            n = swap.shape[0] * swap.shape[1]
             rows, columns = swap.shape
-            bits = spec.bits_of(swap.name)
-            total += n * spec.granularity.bits_per_weight(rows, columns, bits=bits, lut_bits=lut_bits)
-            weights += n
+            total += spec.linear_bits(rows, columns, spec.bits_of(swap.name))
+            weights += rows * columns
     return total / weights
 
 

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.utils import set_weight_attrs
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
 from edkm_cli.runtime.lut_linear import row_scaled_embedding, row_scaled_linear
 from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
@@ -147,7 +147,7 @@ class PackedLinearMethod(LinearMethodBase):
                 raise _refused(str(error), remedy="") from None
             dense.append(name in self.spec.skipped)
         layer.edkm_room = room = _Room(pieces, shards, dense, self.spec)
-        dtypes = {"indices": torch.uint8, "lut": LUT_DTYPES[self.spec.lut_dtype], "lut_scale": torch.float32}
+        dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
             if size := sum(room.sizes(leaf)):
                 parameter = _fixed(_unfilled((size,), dtypes.get(leaf, params_dtype)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS, LUT_DTYPES, QuantizationSpec
+from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
@@ -77,7 +77,7 @@ def quantize(
     batches = [batch.to(device) for batch in batches]
     method = "edkm" if closed_form else "dkm"
     spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype, embedding_bits=DENSE_BITS)
-    geometry, table_bits = spec.granularity, 2**bits * 8 * LUT_DTYPES[lut_dtype].itemsize
+    geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
     swaps = [swap for swap in plan_swaps(model, embedding_bits=DENSE_BITS) if swap.clustered]
     check_geometry(swaps, geometry)
     size = stored_size(shapes_of(layers), bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
