@@ -110,10 +110,10 @@ class Marks:
 
     def near(self, visits: Iterable[Visit], *, hops: int) -> list[tuple[int, Any]]:
         """`(distance, thing)` for each mark at most `hops` away in all (our steps plus the mark's own), nearest first."""
-        found = []
+        nearby = []
         for node, output, distance in visits:
             for reference, further in node.metadata.get(self._key, {}).get(output, ()):
                 thing = reference()
                 if thing is not None and distance + further <= hops:
-                    found.append((distance + further, thing))
-        return sorted(found, key=lambda pair: pair[0])
+                    nearby.append((distance + further, thing))
+        return sorted(nearby, key=lambda pair: pair[0])

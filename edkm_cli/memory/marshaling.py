@@ -5,7 +5,7 @@ a storage as often as it was saved: `q_proj`, `k_proj` and `v_proj` save the sam
 tensor become two copies. `MarshalSavedTensors` moves a storage once and keeps, for every other saved tensor that reads
 it, a reference and a view (shape, stride, offset).
 
-    pack    tensor -> stays?      a parameter, an input the caller holds, already on the target  -> `Kept`
+    pack    tensor -> stays?      a parameter, an input the caller holds, already on the target  -> kept
                    -> moved yet?  graph search within `hops`, then identity of the storage       -> `View` of a record
                    -> else        region -> codecs -> host memory                                -> a new record
     unpack  `View` -> record: copied back once for all its views -> the view rebuilt
@@ -40,8 +40,8 @@ class _Record:
         self.version = tensor._version
         self.region = region
         self._stored = stored
-        self._readers: weakref.WeakSet[_Handle] = weakref.WeakSet()
-        self._have_read: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._have_read: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._restored: torch.Tensor | None = None
 
     def serves(self, tensor: torch.Tensor, view: View) -> bool:
@@ -52,11 +52,12 @@ class _Record:
             and self.region.covers(view)
         )
 
-    def add_reader(self, reader: _Handle) -> None:
+    def add_reader(self, reader: _Saved) -> None:
         self._readers.add(reader)
 
-    def read(self, reader: _Handle) -> torch.Tensor:
+    def read(self, reader: _Saved) -> torch.Tensor:
         """The view of one saved tensor. The copy on the device is dropped when every living reader has had it."""
+        assert reader.view is not None
         if self._restored is None:
             self._restored = self.region.scatter(self._stored.load())
         tensor = reader.view.rebuild(self._restored, low=self.region.low)
@@ -67,53 +68,37 @@ class _Record:
         return tensor
 
 
-class _Guard:
-    """Detects in-place writes between save and use, with autograd's own rule: the version counter.
+class _Saved:
+    """What autograd holds in place of a saved tensor: a view of a moved record, or the tensor itself, which stays.
 
-    All views of a tensor share its counter and keep their base alive, so a weak reference to the base is enough: once
-    it is dead nobody can write through it.
+    Detects in-place writes between save and use, with autograd's own rule: the version counter. All views of a tensor share
+    its counter and keep their base alive, so a weak reference to the base is enough: once it is dead nobody can write
+    through it.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, view: View | None = None, record: _Record | None = None) -> None:
+        self.view, self._record = view, record
         self._root = TensorWeakRef(tensor if tensor._base is None else tensor._base)
         self._version = tensor._version
         self._what = f"[{tensor.type()} {list(tensor.shape)}]"
+        # An output must not hold the node that holds this. What is detached shares the version counter.
+        self._tensor = tensor.detach() if record is None else None
+        if record is not None:
+            record.add_reader(self)
 
-    def check(self, alias: torch.Tensor | None = None) -> None:
-        """Raise RuntimeError if the tensor was written to. `alias` shares its counter, should the root be gone."""
-        root = self._root() if alias is None else alias
+    def unpack(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError if it was written to."""
+        root = self._root() if self._tensor is None else self._tensor
         if root is not None and root._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self._what} is at version {root._version}; expected version {self._version} instead "
                 "(found by MarshalSavedTensors)"
             )
-
-
-class _Handle:
-    """What autograd holds in place of a moved tensor."""
-
-    def __init__(self, tensor: torch.Tensor, view: View, record: _Record) -> None:
-        self.view = view
-        self._record = record
-        self._guard = _Guard(tensor)
-        record.add_reader(self)
-
-    def unpack(self) -> torch.Tensor:
-        self._guard.check()
+        if self._tensor is not None:
+            return self._tensor
+        assert self._record is not None
         return self._record.read(self)
-
-
-class _Kept:
-    """What autograd holds for a tensor that stays where it is."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._guard = _Guard(tensor)
-        self._tensor = tensor.detach()  # an output must not hold the node that holds this; shares the version counter
-
-    def unpack(self) -> torch.Tensor:
-        self._guard.check(self._tensor)
-        return self._tensor
 
 
 class MarshalSavedTensors:
@@ -200,18 +185,15 @@ class MarshalSavedTensors:
         """Give host memory kept for reuse back to the system."""
         self._mover.release_pools()
 
-    def _pack(self, tensor: torch.Tensor) -> _Handle | _Kept:
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         began = time.perf_counter()
         with self._lock:
             self.statistics.offered_tensors += 1
-            if self._stays(tensor):
-                packed: _Handle | _Kept = _Kept(tensor)
-            else:
-                packed = self._marshal(tensor)
+            packed = _Saved(tensor) if self._stays(tensor) else self._marshal(tensor)
             self.statistics.pack_seconds += time.perf_counter() - began
         return packed
 
-    def _unpack(self, packed: _Handle | _Kept) -> torch.Tensor:
+    def _unpack(self, packed: _Saved) -> torch.Tensor:
         began = time.perf_counter()
         with self._lock:
             tensor = packed.unpack()
@@ -237,7 +219,7 @@ class MarshalSavedTensors:
         self.statistics.kept_small_bytes += size_bytes if small else 0
         return True
 
-    def _marshal(self, tensor: torch.Tensor) -> _Handle:
+    def _marshal(self, tensor: torch.Tensor) -> _Saved:
         view = View.of(tensor)
         began = time.perf_counter()
         visits = [] if self._hops is None else walk(tensor, hops=self._hops)
@@ -251,7 +233,7 @@ class MarshalSavedTensors:
         else:
             self.statistics.duplicate_bytes += tensor.numel() * tensor.itemsize
         self._marks.add(visits, record)
-        return _Handle(tensor, view, record)
+        return _Saved(tensor, view, record)
 
     def _find(self, tensor: torch.Tensor, view: View, visits: list[Visit]) -> _Record | None:
         """The record that serves this tensor, by graph search first (it tells the distance), then by identity."""

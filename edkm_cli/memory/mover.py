@@ -1,10 +1,10 @@
 """Moving bytes off a device and back: pinned buffers from a reused pool, side streams, prefetch.
 
-One `Mover` serves all devices. What differs between them is a *lane*: `HostLane` copies at once (CPU tensors in the
-forced mode, and devices without streams), `CudaLane` copies on side streams and orders them with events. Everything
-else (the pool, the order of prefetching, the accounting) is the same code, and runs on a machine without a GPU.
+One `Mover` serves all devices, each by a *lane*: on CUDA it copies on side streams and orders the copies with events,
+elsewhere (CPU tensors in the forced mode) at once. All else (the pool, the order of prefetching, the accounting) is the
+same code, and runs on a machine without a GPU.
 
-The CUDA lane has not been measured on a GPU yet: `python scripts/bench_offload.py block --json FILE` will do it.
+The lane of a GPU has not been measured on a GPU yet: `python scripts/bench_offload.py block --json FILE` will do it.
 """
 
 from __future__ import annotations
@@ -69,36 +69,21 @@ class PinnedPool:
         self._free.clear()
 
 
-class HostLane:
-    """Copies at once, in the calling thread."""
+class Lane:
+    """Copies between a device and host buffers: on CUDA on two side streams (one each way), so that they overlap with
+    compute and with each other; elsewhere at once, in the calling thread. Events end copies; None where none is needed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.pool = PinnedPool(pin=False)
+        self._device, self._streams = device, device.type == "cuda"
+        self._out, self._in = (torch.cuda.Stream(device) if self._streams else None for _ in range(2))
+        self.pool = PinnedPool(pin=self._streams)
 
-    def outward(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` (uint8, on the device) into `buffer` (uint8, on the host)."""
-        buffer.copy_(source)
-
-    def inward(self, buffer: torch.Tensor, after: None) -> tuple[torch.Tensor, None]:
-        """Copy `buffer` to a new tensor on the device."""
-        return torch.empty_like(buffer, device=self._device).copy_(buffer), None
-
-    def wait(self, tensor: torch.Tensor, event: None) -> None:
-        """Nothing to wait for."""
-
-
-class CudaLane:
-    """Copies on two side streams (one each way), so that they overlap with compute and with each other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
-        self.pool = PinnedPool(pin=True)
-
-    def outward(self, buffer: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Start copying `source` to the pinned `buffer` once the work queued so far has written it."""
+    def outward(self, buffer: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy `source` (uint8, on the device) into `buffer` (uint8, on the host); on CUDA start to, once the work queued
+        so far has written it."""
+        if self._out is None:
+            buffer.copy_(source)
+            return None
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             buffer.copy_(source, non_blocking=True)
@@ -107,8 +92,10 @@ class CudaLane:
         source.record_stream(self._out)  # its memory is not reused before the copy has read it
         return event
 
-    def inward(self, buffer: torch.Tensor, after: torch.cuda.Event) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying `buffer` to the device, after the copy that filled it."""
+    def inward(self, buffer: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
+        """Copy `buffer` to a new tensor on the device; on CUDA start to, after the copy that filled it."""
+        if self._in is None:
+            return torch.empty_like(buffer, device=self._device).copy_(buffer), None
         self._in.wait_event(after)
         with torch.cuda.stream(self._in):
             out = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
@@ -117,17 +104,18 @@ class CudaLane:
             event.record(self._in)
         return out, event
 
-    def wait(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
+    def wait(self, tensor: torch.Tensor, event: Any) -> None:
         """Make the current stream wait for an inward copy, and keep the memory until that stream is done with it."""
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(event)
-        tensor.record_stream(current)
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            tensor.record_stream(current)
 
 
 class Moved:
     """A flat tensor held in host memory. Its buffer goes back to the pool when the last reference goes."""
 
-    def __init__(self, mover: Mover, lane: Any, source: torch.Tensor, number: int) -> None:
+    def __init__(self, mover: Mover, lane: Lane, source: torch.Tensor, number: int) -> None:
         self._mover, self._lane, self._dtype, self._number = mover, lane, source.dtype, number
         data = source.contiguous().view(torch.uint8)
         self._bytes = data.numel()
@@ -141,18 +129,15 @@ class Moved:
     def prefetch(self) -> None:
         """Start the copy back, if it has not been started."""
         if self._ready is None:
-            tensor, event = self._lane.inward(self._buffer, self._event)
-            self._event = event
-            self._ready = (tensor, event)
+            self._ready = self._lane.inward(self._buffer, self._event)
+            self._event = self._ready[1]
             self._mover.statistics.restored_bytes += self._bytes
 
     def load(self) -> torch.Tensor:
         """The tensor on its device, ready for the current stream; starts the copies that are probably next."""
         self.prefetch()
         assert self._ready is not None
-        tensor, event = self._ready
-        self._ready = None
-        self.loaded = True
+        (tensor, event), self._ready, self.loaded = self._ready, None, True
         self._mover.prefetch_before(self._number)
         self._lane.wait(tensor, event)
         return tensor.view(self._dtype)
@@ -174,13 +159,15 @@ class Mover:
     def __init__(self, statistics: Statistics, *, prefetch: int) -> None:
         self.statistics = statistics
         self._prefetch = prefetch
-        self._lanes: dict[torch.device, HostLane | CudaLane] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
         self._count = 0
 
     def store(self, flat: torch.Tensor) -> Moved:
         """Copy a 1-D tensor to host memory; on CUDA without waiting for the copy."""
-        moved = Moved(self, self._lane(flat.device), flat, self._count)
+        if flat.device not in self._lanes:
+            self._lanes[flat.device] = Lane(flat.device)
+        moved = Moved(self, self._lanes[flat.device], flat, self._count)
         self._by_number[self._count] = moved
         self._count += 1
         return moved
@@ -196,8 +183,3 @@ class Mover:
         """Give the memory of buffers that nobody uses back to the system."""
         for lane in self._lanes.values():
             lane.pool.clear()
-
-    def _lane(self, device: torch.device) -> HostLane | CudaLane:
-        if device not in self._lanes:
-            self._lanes[device] = CudaLane(device) if device.type == "cuda" else HostLane(device)
-        return self._lanes[device]

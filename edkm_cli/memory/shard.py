@@ -54,10 +54,10 @@ class Shard:
         return _Sharded(store(mine) if mine.numel() else None, flat, share, self._group)
 
     def _compare(self, data: torch.Tensor) -> None:
-        own = torch.tensor([self._sequence, data.numel(), _checksum(data)], dtype=torch.int64)
-        own = own.to(_collective_device(data.device, self._group))
-        everyone = [torch.empty_like(own) for _ in range(_world_size(self._group))]
-        dist.all_gather(everyone, own, group=self._group)
+        report = torch.tensor([self._sequence, data.numel(), _checksum(data)], dtype=torch.int64)
+        report = report.to(_collective_device(data.device, self._group))
+        everyone = [torch.empty_like(report) for _ in range(_world_size(self._group))]
+        dist.all_gather(everyone, report, group=self._group)
         reports = [report.tolist() for report in everyone]
         different = [learner for learner, report in enumerate(reports) if report != reports[0]]
         if different:
