@@ -25,6 +25,7 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.report.charts import bars, save
+from edkm_cli.summaries import table
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,7 +135,7 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
     Storages are numbered in order of appearance, or called what `names` calls them (by `data_ptr`).
     """
     names = dict(names)
-    found: list[dict[str, Any]] = []
+    saved: list[dict[str, Any]] = []
     queue, seen = [output.grad_fn], set()
     while queue:
         node = queue.pop(0)
@@ -146,7 +147,7 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
             tensor = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                found.append(
+                saved.append(
                     {
                         "operation": node.name(),
                         "argument": attribute.removeprefix("_saved_"),
@@ -156,27 +157,22 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
                         "storage": names.setdefault(storage.data_ptr(), f"storage {len(names)}"),
                     }
                 )
-    return found
+    return saved
 
 
 def format_table(result: dict[str, Any]) -> str:
     """Both tables as text."""
-    table1 = result["table1"]
     mib = 1 << 20
-    lines = [
-        "two views of one tensor       MiB",
-        f"  on the device            {table1['device_bytes'] / mib:8.2f}",
-        f"  on the CPU, plain        {table1['cpu_bytes_plain'] / mib:8.2f}",
-        f"  on the CPU, marshaled    {table1['cpu_bytes_marshaled'] / mib:8.2f}",
-        "",
-        "technique              bytes          MiB    reduction    seconds",
-    ]
-    lines += [
-        f"{row['technique']:<12} {row['bytes']:>15,} {row['bytes'] / mib:>12.4f} {row['reduction']:>11,.1f}x "
-        f"{row['seconds']:>9.2f}"
+    views = {"on the device": "device_bytes", "on the CPU, plain": "cpu_bytes_plain"}
+    views["on the CPU, marshaled"] = "cpu_bytes_marshaled"
+    rows = [
+        [row["technique"], f"{row['bytes']:,}", f"{row['bytes'] / mib:.4f}", f"{row['reduction']:,.1f}x",
+         f"{row['seconds']:.2f}"]
         for row in result["rows"]
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    first = table([[name, f"{result['table1'][key] / mib:.2f}"] for name, key in views.items()],
+                  header=["two views of one tensor", "MiB"])  # fmt: skip
+    return first + "\n\n" + table(rows, header=["technique", "bytes", "MiB", "reduction", "seconds"])
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
@@ -281,14 +277,8 @@ class _Layer:
         return torch.nn.functional.linear(self.x, clustered)
 
     def closed_form(self) -> Tensor:
-        return clustered_linear(
-            self.x,
-            self.weight,
-            self.centroids.float().unsqueeze(0),
-            granularity="tensor",
-            temperature=TEMPERATURE,
-            iterations=self._iterations,
-        )
+        options: dict[str, Any] = {"temperature": TEMPERATURE, "iterations": self._iterations}
+        return clustered_linear(self.x, self.weight, self.centroids.float()[None], granularity="tensor", **options)
 
     def measure(self, technique: str) -> dict[str, Any]:
         """Forward and backward once: bytes kept between the two, seconds, checksum of the gradient."""

@@ -6,9 +6,10 @@ of a few repeats.
 
 from __future__ import annotations
 
-import threading
-import time
+import timeit
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from edkm_cli import clustering, kernels
-from edkm_cli.environment import hardware, versions
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
+from edkm_cli.summaries import table
 
 Log = Callable[[str], None]
+Row = dict[str, Any]
 GRANULARITIES = ("tensor", "row:1", "block:8x64")
 _TEMPERATURE = 0.02
 _RUNS = 7
@@ -28,58 +31,27 @@ _COREMLTOOLS_WIDTH = 1024
 _GIB = 2**30
 
 
-class _PeakMemory:
-    """Memory in use above what was in use at the start: CUDA's own count, or the process's resident set, sampled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stop, self.bytes = device, threading.Event(), 0
-
-    @staticmethod
-    def _resident_bytes() -> int:
-        try:
-            return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
-        except OSError:  # not Linux: no cheap way to ask
-            return 0
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.002):
-            self.bytes = max(self.bytes, self._resident_bytes() - self._before)
-
-    def __enter__(self) -> _PeakMemory:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-        else:
-            self._before = self._resident_bytes()
-            self._thread = threading.Thread(target=self._sample, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        else:
-            self._stop.set()
-            self._thread.join()
+def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Memory that a call had above what was in use before; 0 where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # Linux: the highest mark falls to what is in use
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = peak_memory_bytes(device.type)
+    function()
+    return peak_memory_bytes(device.type) - before
 
 
 def _seconds(function: Callable[[], Any], device: torch.device, runs: int = _RUNS) -> float:
-    """The least time of `runs` calls: CUDA events on a GPU, the wall clock elsewhere."""
-    best = float("inf")
-    for _ in range(runs):
+    """The least time of `runs` calls, a GPU's work included."""
+
+    def call() -> None:
+        function()
         if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize(device)
-            best = min(best, begin.elapsed_time(end) / 1000)
-        else:
-            begin_seconds = time.perf_counter()
-            function()
-            best = min(best, time.perf_counter() - begin_seconds)
-    return best
+
+    return min(timeit.repeat(call, repeat=runs, number=1))
 
 
 def _saved_bytes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
@@ -98,58 +70,69 @@ def _saved_bytes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> t
     return result, sum(saved.values())
 
 
-def _measure(
-    method: str, granularity: str, weight: Tensor, others: tuple[Tensor, ...], forward: Callable[[], Tensor], runs: int
-) -> dict[str, Any]:
-    """One row: forward and backward apart, bytes saved between them, peak of both."""
-    device, grad = weight.device, torch.randn_like(weight)
-    with _PeakMemory(device) as peak:
-        result, saved = _saved_bytes(forward, (weight, *others))
-        torch.autograd.grad(result, weight, grad)
-    del result
-    forward_seconds = _seconds(forward, device, runs)
-    result = forward()
-    backward_seconds = _seconds(lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), device, runs)
+def _row(method: str, granularity: str, weight: Tensor, forward: float, backward: float, saved: int, peak: int) -> Row:
     return {
         "method": method,
         "granularity": granularity,
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "forward_seconds": forward_seconds,
-        "backward_seconds": backward_seconds,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
         "saved_bytes_per_weight": saved / weight.numel(),
-        "peak_memory_bytes": peak.bytes,
+        "peak_memory_bytes": peak,
     }
 
 
-def _straight_through(weight: Tensor, centroids: Tensor, granularity: str) -> dict[str, Any]:
+def _measure(
+    method: str, granularity: str, weight: Tensor, centroids: Tensor, forward: Callable[[], Tensor], runs: int = _RUNS
+) -> Row:
+    """Forward and backward apart, bytes saved between them, peak of both."""
+    grad, saved = torch.randn_like(weight), 0
+
+    def once() -> None:
+        nonlocal saved
+        result, saved = _saved_bytes(forward, (weight, centroids))
+        torch.autograd.grad(result, weight, grad)
+
+    peak = _peak_bytes(once, weight.device)
+    forward_seconds = _seconds(forward, weight.device, runs)
+    result = forward()
+    backward_seconds = _seconds(
+        lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), weight.device, runs
+    )
+    return _row(method, granularity, weight, forward_seconds, backward_seconds, saved, peak)
+
+
+def _fused(weight: Tensor, centroids: Tensor, **options: Any) -> Row:
+    def forward() -> Tensor:
+        return clustering.fused_dkm(weight, centroids, **options)[0]
+
+    forward()  # compiles kernels, fills caches
+    return _measure("fused", options["granularity"], weight, centroids, forward)
+
+
+def _straight_through(weight: Tensor, centroids: Tensor, granularity: str) -> Row:
     """The default training mode's own work in a step: snap, then snap again and the LUT's gradient."""
     tile = Granularity.parse(granularity).tile(weight.shape[0], weight.shape[1])
     plain, grad = weight.detach(), torch.randn_like(weight)
 
-    def backward() -> None:
+    def forward() -> None:
         kernels.snap(plain, centroids, tile, weight.dtype)
+
+    def backward() -> None:
+        forward()
         kernels.sum_by_entry(plain, centroids, grad, tile)
 
-    with _PeakMemory(weight.device) as peak:
-        backward()
-    return {
-        "method": "straight-through",
-        "granularity": granularity,
-        "shape": list(weight.shape),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "forward_seconds": _seconds(lambda: kernels.snap(plain, centroids, tile, weight.dtype), weight.device),
-        "backward_seconds": _seconds(backward, weight.device),
-        "saved_bytes_per_weight": 0.0,
-        "peak_memory_bytes": peak.bytes,
-    }
+    peak = _peak_bytes(backward, weight.device)
+    seconds, backward_seconds = _seconds(forward, weight.device), _seconds(backward, weight.device)
+    return _row("straight-through", granularity, weight, seconds, backward_seconds, 0, peak)
 
 
 def _starting_centroids(weight: Tensor, bits: int, granularity: str) -> Tensor:
     return clustering.kmeans_start(weight.detach().cpu(), 2**bits, granularity=granularity).to(weight.device)
 
 
-def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[Row]:
     """coremltools' DKM in float32 with one LUT for the tensor, and the fused one beside it, both at 1024 x 1024."""
     try:
         from coremltools.optimize.torch.palettization import fake_palettize  # noqa: F401
@@ -170,19 +153,10 @@ def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[dict[st
     layer: Any = next(module for module in model.modules() if hasattr(module, "weight_fake_quant"))
     parameter = layer.weight
     layer.weight_fake_quant(parameter)  # the first call makes the starting centroids
-    row = _measure("coremltools", "tensor", parameter, (), lambda: layer.weight_fake_quant(parameter), _RUNS)
-    fused_weight = weight.to(dtype).requires_grad_()
-    centroids = _starting_centroids(fused_weight, bits, "tensor")
-    options = {"granularity": "tensor", "temperature": _TEMPERATURE, "iterations": iterations}
-    fused = _measure(
-        "fused",
-        "tensor",
-        fused_weight,
-        (centroids,),
-        lambda: clustering.fused_dkm(fused_weight, centroids, **options)[0],  # type: ignore[arg-type]
-        _RUNS,
-    )
-    return [row, fused]
+    row = _measure("coremltools", "tensor", parameter, parameter, lambda: layer.weight_fake_quant(parameter))
+    beside = weight.to(dtype).requires_grad_()
+    centroids = _starting_centroids(beside, bits, "tensor")
+    return [row, _fused(beside, centroids, granularity="tensor", temperature=_TEMPERATURE, iterations=iterations)]
 
 
 def _linear_seconds(weight: Tensor, tokens: int, dtype: torch.dtype) -> float:
@@ -233,22 +207,12 @@ def bench_clustering(
     torch.manual_seed(0)
     weight = (torch.randn(width, width) * 0.02).to(place, weight_dtype).requires_grad_()
     linear_dtype = torch.float32 if place.type == "cpu" else weight_dtype
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    options: dict[str, Any] = {"temperature": _TEMPERATURE, "iterations": iterations}
     for granularity in granularities:
         centroids = _starting_centroids(weight, bits, granularity)
-        options: dict[str, Any] = {"granularity": granularity, "temperature": _TEMPERATURE, "iterations": iterations}
         log(f"fused, {granularity}")
-        clustering.fused_dkm(weight, centroids, **options)  # compiles kernels, fills caches
-        rows.append(
-            _measure(
-                "fused",
-                granularity,
-                weight,
-                (centroids,),
-                lambda c=centroids, o=options: clustering.fused_dkm(weight, c, **o)[0],  # type: ignore[misc]
-                _RUNS,
-            )
-        )
+        rows.append(_fused(weight, centroids, granularity=granularity, **options))
         log(f"straight-through, {granularity}")
         rows.append(_straight_through(weight, centroids, granularity))
     log(f"linear, {tokens} tokens")
@@ -257,17 +221,8 @@ def bench_clustering(
     if dense:
         log("dense, tensor (keeps about 530 bytes per weight)")
         centroids = _starting_centroids(weight, bits, "tensor")
-        options = {"granularity": "tensor", "temperature": _TEMPERATURE, "iterations": iterations}
-        rows.append(
-            _measure(
-                "dense",
-                "tensor",
-                weight,
-                (centroids,),
-                lambda: clustering.dense_dkm(weight, centroids, **options)[0],
-                1,
-            )
-        )
+        attention = partial(clustering.dense_dkm, weight, centroids, granularity="tensor", **options)
+        rows.append(_measure("dense", "tensor", weight, centroids, lambda: attention()[0], runs=1))
         log("coremltools")
         rows.extend(_coremltools(bits, iterations, weight_dtype))
     return {
@@ -288,29 +243,40 @@ def bench_clustering(
 
 def format_table(result: dict[str, Any]) -> str:
     """The result of `bench_clustering` as a text table."""
-    dense = next((r for r in result["rows"] if r["method"] == "dense"), None)
-    lines = [f"{'method':<17} {'granularity':<11} {'shape':<11} {'forward s':>10} {'backward s':>10} {'saved B/w':>9} "]
-    lines[0] += f"{'peak GiB':>8} {'vs linear':>9} {'vs dense':>8}"
-    for row in result["rows"]:
-        if "skipped" in row:
-            lines.append(f"{row['method']:<17} skipped: {row['skipped']}")
-            continue
-        seconds = row["forward_seconds"] + row["backward_seconds"]
-        same_shape = dense is not None and row["shape"] == dense["shape"]
-        full = row["shape"] == result["rows"][0]["shape"]
-        to_linear = f"{seconds / result['linear_forward_backward_seconds']:.3f}x" if full else ""
-        speedup = ""
-        if dense is not None and same_shape:
-            speedup = f"{(dense['forward_seconds'] + dense['backward_seconds']) / seconds:.0f}x"
-        shape = "x".join(str(n) for n in row["shape"])
-        lines.append(
-            f"{row['method']:<17} {row['granularity']:<11} {shape:<11} {row['forward_seconds']:>10.4f} "
-            f"{row['backward_seconds']:>10.4f} {row['saved_bytes_per_weight']:>9.3f} "
-            f"{row['peak_memory_bytes'] / _GIB:>8.3f} {to_linear:>9} {speedup:>8}"
+    measured = [row for row in result["rows"] if "skipped" not in row]
+    seconds = [row["forward_seconds"] + row["backward_seconds"] for row in measured]
+    dense = {str(row["shape"]): time for row, time in zip(measured, seconds, strict=True) if row["method"] == "dense"}
+    rows = []
+    for row, time in zip(measured, seconds, strict=True):
+        to_linear = time / result["linear_forward_backward_seconds"]
+        times = dense.get(str(row["shape"]), 0.0) / time
+        rows.append(
+            [
+                *(row["method"], row["granularity"], "x".join(map(str, row["shape"]))),
+                *(f"{row['forward_seconds']:.4f}", f"{row['backward_seconds']:.4f}"),
+                *(f"{row['saved_bytes_per_weight']:.3f}", f"{row['peak_memory_bytes'] / _GIB:.3f}"),
+                f"{to_linear:.3f}x" if row["shape"] == measured[0]["shape"] else "",
+                f"{times:.0f}x" if times else "",
+            ]
         )
-    lines.append(
-        f"linear, {result['linear_dtype']}, {result['tokens']} tokens, forward + backward: "
-        f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s; "
-        f"{result['hardware']['gpu'] or result['hardware']['cpu']}, {result['hardware']['threads']} threads"
+    header = [
+        "method",
+        "granularity",
+        "shape",
+        "forward s",
+        "backward s",
+        "saved B/w",
+        "peak GiB",
+        "vs linear",
+        "vs dense",
+    ]
+    where = result["hardware"]
+    return "\n".join(
+        [
+            table(rows, header=header),
+            *(f"{row['method']} skipped: {row['skipped']}" for row in result["rows"] if "skipped" in row),
+            f"linear, {result['linear_dtype']}, {result['tokens']} tokens, forward + backward: "
+            f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s; "
+            f"{where['gpu'] or where['cpu']}, {where['threads']} threads",
+        ]
     )
-    return "\n".join(lines)
