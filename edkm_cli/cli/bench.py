@@ -9,6 +9,7 @@ import typer
 
 from edkm_cli.cli.options import Device, JsonFile, check_json_target, finish
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import require_replaceable
 
 
 def bench_clustering_command(
@@ -104,6 +105,8 @@ def ablate_command(
 ) -> None:
     """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
     check_json_target(json_file)
+    if plot_file is not None:
+        require_replaceable("--plot", plot_file)
     if plot_file is not None and plot_file.suffix != ".svg":
         raise UserError(f"--plot must name a .svg file, got {plot_file}")
     from edkm_cli.preflight import choose_device

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish
+from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish, stamped
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import input_paths
 
 
 def eval_command(
@@ -54,7 +55,12 @@ def eval_command(
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
-    check_json_target(json_file)
+    inputs = [
+        *input_paths("MODEL", model),
+        *input_paths("--data", *(data or ())),
+        *input_paths("--task-path", task_path),
+    ]
+    check_json_target(json_file, [*inputs, *input_paths("--reference", reference)])
     from edkm_cli.evaluate.command import evaluate_model
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
@@ -80,7 +86,7 @@ def eval_command(
         batch_size=batch_size,
         track=Progress().track,
     )
-    finish(evaluation_summary(result), result, json_file)
+    finish(evaluation_summary(result), stamped(result), json_file)
 
 
 def inspect_command(
@@ -92,7 +98,7 @@ def inspect_command(
     json_file: JsonFile = None,
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
-    check_json_target(json_file)
+    check_json_target(json_file, input_paths("DIRECTORY", directory))
     from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
 
     result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
@@ -102,7 +108,7 @@ def inspect_command(
 
         result["verified"] = verify_checkpoint(directory, trust_remote_code=trust_remote_code)
         text += f"\nverified: {result['verified']['tensors']} tensors are those that were exported"
-    finish(text, result, json_file)
+    finish(text, stamped(result), json_file)
 
 
 def report_command(
@@ -122,14 +128,14 @@ def report_command(
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
-    check_json_target(json_file)
+    check_json_target(json_file, input_paths("DIRECTORY", directory))
     from edkm_cli.progress import Progress
     from edkm_cli.report.build import build_report
 
     result = build_report(
         directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
     )
-    finish(result["page"], result, json_file)
+    finish(result["page"], stamped(result), json_file)
     if open_page:
         import webbrowser
 
@@ -172,7 +178,7 @@ def generate_command(
     json_file: JsonFile = None,
 ) -> None:
     """Continue a text, or talk, with a compressed or uncompressed model."""
-    check_json_target(json_file)
+    check_json_target(json_file, input_paths("MODEL", model))
     from edkm_cli.generate import Sampling, converse, generate_text, load_writer
     from edkm_cli.preflight import choose_device
 
@@ -195,7 +201,7 @@ def generate_command(
         result = converse(writer, system=system, ask=_ask, **options)
     else:
         result = generate_text(writer, prompt, chat=talks, system=system, **options)
-    finish("", result, json_file)
+    finish("", stamped(result), json_file)
 
 
 def _say(text: str) -> None:

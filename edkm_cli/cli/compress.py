@@ -17,6 +17,8 @@ from edkm_cli.cli.options import (
     finish,
     first_process,
     require_model,
+    settings_paths,
+    stamped,
 )
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
@@ -54,7 +56,7 @@ def compress_command(
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
     require_model(settings.model)
-    check_json_target(json_file)
+    check_json_target(json_file, settings_paths(settings, "--model", settings.model))
     if dry_run:
         _dry_run(settings, gpu_memory, gpus, json_file)
         return
@@ -86,4 +88,4 @@ def _dry_run(settings: CompressConfig, gpu_memory: str | None, gpus: int | None,
     from edkm_cli.summaries import plan_summary
 
     result = dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
-    finish(plan_summary(result), result, json_file)
+    finish(plan_summary(result), stamped(result), json_file)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edkm_cli.cli.options import JsonFile, RemoteCode, check_json_target, finish
+from edkm_cli.export.ownership import input_paths
 
 
 def export_command(
@@ -42,7 +43,7 @@ def export_command(
     json_file: JsonFile = None,
 ) -> None:
     """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
-    check_json_target(json_file)
+    check_json_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", data)])
     from edkm_cli.export.command import export_model
     from edkm_cli.export.formats.options import Options
     from edkm_cli.progress import Progress

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import JsonFile, Overwrite, Resume, check_json_target, configured, finish, first_process
+from edkm_cli.cli.options import (
+    JsonFile,
+    Overwrite,
+    Resume,
+    check_json_target,
+    configured,
+    finish,
+    first_process,
+    settings_paths,
+    stamped,
+)
+from edkm_cli.export.ownership import input_paths
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_finetune_config, build_merge_config
 from edkm_cli.settings import MODEL, SCALE
 
@@ -30,14 +41,14 @@ def finetune_command(
     json_file: JsonFile = None,
 ) -> None:
     """Train an adapter (LoRA) on a compressed model, whose weights stay packed and as they are."""
-    check_json_target(json_file)
+    check_json_target(json_file, settings_paths(settings, "DIR", directory))
     from edkm_cli.finetune.command import finetune, plan_finetune
     from edkm_cli.progress import Observer, Progress
     from edkm_cli.summaries import finetune_plan_summary, finetune_summary
 
     if dry_run:
         plan = plan_finetune(directory, settings)
-        finish(finetune_plan_summary(plan), plan, json_file)
+        finish(finetune_plan_summary(plan), stamped(plan), json_file)
         return
     progress = Progress()
     result = finetune(
@@ -59,7 +70,8 @@ def merge_command(
     json_file: JsonFile = None,
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
-    check_json_target(json_file)
+    inputs = [*settings_paths(settings, "DIR", directory), *input_paths("--adapter", settings.adapter)]
+    check_json_target(json_file, inputs)
     from edkm_cli.finetune.merge import merge
     from edkm_cli.progress import Observer, Progress
     from edkm_cli.summaries import merge_summary

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from edkm_cli import __version__
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import cache_paths, input_paths, replace_file, require_apart, require_replaceable
 from edkm_cli.settings import MODEL, OUTPUT, PANELS, setting_of
 
 _Config = TypeVar("_Config")
@@ -72,7 +74,9 @@ def configured(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def parsed(*, config: Path | None, **values: Any) -> None:
             flags = {of.name: _given(values, of) for of in fields(kind)}  # type: ignore[arg-type]
-            command(build(config, flags), **values)
+            settings = build(config, flags)
+            require_apart("--output", Path(settings.output), input_paths("--config", config))  # type: ignore[attr-defined]
+            command(settings, **values)
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         parameters = [*_options(kind), _parameter("config", _CONFIG_FILE), *own]
@@ -167,8 +171,8 @@ def require_model(model: str) -> None:
         raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
 
 
-def check_json_target(json_file: Path | None) -> None:
-    """Fail before the work, not after it."""
+def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = ()) -> None:
+    """Fail before the work, not after it. `inputs` are (option, path) of what the command reads."""
     if json_file is None or _is_stream(json_file):
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
@@ -178,6 +182,19 @@ def check_json_target(json_file: Path | None) -> None:
         )
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UserError(f"--json must name a file that can be written, but {json_file} cannot; choose another")
+    require_apart("--json", target, [*inputs, *cache_paths()])
+    require_replaceable("--json", target)
+
+
+def settings_paths(settings: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
+    """(option, path) of what a command with these settings reads: its model, and its texts."""
+    texts = [*input_paths("--data", *settings.data), *input_paths("--eval-data", *settings.eval_data)]
+    return [*input_paths(option, model), *texts]
+
+
+def stamped(result: dict[str, Any]) -> dict[str, Any]:
+    """A result that says what wrote it, by which its file is known as ours."""
+    return {**result, "versions": result.get("versions") or {"edkm-cli": __version__}}
 
 
 def _is_stream(path: Path) -> bool:
@@ -193,14 +210,14 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
     print(text, flush=True)
     if json_file is None:
         return
-    from edkm_cli.format import json_text, write_json
+    from edkm_cli.format import json_text
 
     try:
         if _is_stream(json_file):
             with open(json_file, "w", encoding="utf-8") as stream:
                 stream.write(json_text(result))
         else:
-            write_json(Path(os.path.realpath(json_file)), result)
+            replace_file(Path(os.path.realpath(json_file)), json_text(result))
     except BrokenPipeError:
         raise
     except OSError as error:

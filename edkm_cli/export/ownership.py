@@ -23,7 +23,7 @@ from edkm_cli.errors import UserError
 
 MARKER, FILES = "edkm-run.json", "edkm-files.json"
 GENERATOR = f"edkm {__version__}"
-_GENERATORS = (b'<meta name="generator" content="edkm ', b"Software\0edkm ", b"<dc:title>edkm ")  # a page, PNG, SVG
+_GENERATORS = (b'<meta name="generator" content="edkm ', b"<desc>edkm ")  # a page, a figure
 _MOST_BYTES = 2**28  # of a result that is read to see whose it is
 
 # Names of the files that a run writes into its unfinished result, as paths from there.
@@ -91,12 +91,11 @@ def files_of(directory: Path) -> dict[str, Any]:
 def adopt(path: Path) -> None:
     """Add a file that was written beside a finished run's to its list, or bring its digest up to date there."""
     content = listing(path.parent)
-    if content:
+    if content and path.name != FILES:
         content["files"][path.name] = entry_of(path)
-        target = path.parent / FILES
-        partial = target.with_name(f"{FILES}.tmp")
+        partial = path.with_name(f"{FILES}.tmp")
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, target)
+        os.replace(partial, path.with_name(FILES))
 
 
 def require_ours(directory: Path, why: str) -> None:
@@ -168,10 +167,29 @@ def require_replaceable(option: str, path: Path) -> None:
         return
     if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES:
         content = read_object(path)
-        wrote = content.get("versions")
-        if head.strip() == b"{}" or (isinstance(wrote, dict) and "edkm-cli" in wrote):
+        signs = (("versions", "edkm-cli"), ("settings", "edkm_version"))
+        if head.strip() == b"{}" or any(
+            isinstance(content.get(key), dict) and sign in content[key] for key, sign in signs
+        ):
             return
     raise UserError(f"{option} {path} exists, and edkm did not write it; move it away, or choose another")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file of ours in one step, beside nothing of anyone else's; where its directory is a finished result, it then
+    belongs to that."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        if not isinstance(error, FileExistsError):
+            partial.unlink(missing_ok=True)
+        raise
+    adopt(path)
 
 
 def rehearse(folder: Path, name: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import replace_file, require_replaceable
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.document import page
 from edkm_cli.report.layers import Weights, measure_weights
@@ -41,7 +42,7 @@ def build_report(
             trust_remote_code=trust_remote_code,
             track=track,
         )
-    _write(target, page(run, measured))
+    replace_file(target, page(run, measured))
     return {
         "directory": str(run.directory),
         "page": str(target),
@@ -74,10 +75,5 @@ def _target(run: RunFiles, output: str | Path | None) -> Path:
         raise UserError(
             f"--output must name a file in a directory that can be written to, got {target}; choose another"
         )
+    require_replaceable("--output", target)
     return target
-
-
-def _write(path: Path, content: str) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from edkm_cli.export.ownership import GENERATOR, replace_file
 from edkm_cli.report.markup import Markup, join, style, tag
 
 Point = tuple[float, float]
@@ -210,7 +211,7 @@ def save(chart: Markup, path: str | Path) -> None:
     """Write a chart as a file of its own."""
     start, end, rest = chart.partition(">")
     start = start.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    Path(path).write_text(f"{start}{end}{style()}{rest}\n", encoding="utf-8")
+    replace_file(Path(path), f"{start}{end}<desc>{GENERATOR}</desc>{style()}{rest}\n")
 
 
 def _wide(words: str) -> float:

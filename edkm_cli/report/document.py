@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edkm_cli.export.ownership import GENERATOR
 from edkm_cli.report.charts import (
     MOST_LINES,
     Series,
@@ -35,6 +36,7 @@ def page(run: RunFiles, weights: Weights | None) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", name="generator", content=GENERATOR),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("title", f"{run.name}: edkm report"),

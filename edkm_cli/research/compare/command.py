@@ -28,6 +28,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.data import parse_sources, tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
+from edkm_cli.export.ownership import cache_paths, input_paths, require_apart, require_replaceable
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
 from edkm_cli.report.charts import save
@@ -64,7 +65,12 @@ def compare(
     no method succeeded. Raises Preempted after SIGTERM.
     """
     settings = [settings_of(entry, config) for entry in config.entries()]
+    inputs = [*input_paths("--model", config.model), *input_paths("--data", *config.data, *config.eval_data)]
+    require_apart("--output", Path(config.output), [*inputs, *cache_paths()])
     directory = _make_directory(config)
+    for name in (*(f"{entry.slug}.json" for entry in config.entries()), "compare.json", "compare.svg"):
+        require_replaceable("--output", directory / name)
+        require_replaceable("--output", directory / f"{name}.tmp")
     rows = []
     with tempfile.TemporaryDirectory(prefix="edkm-compare-") as folder:
         tokens, predictions = Path(folder) / "tokens.safetensors", Path(folder) / "predictions"
@@ -221,10 +227,6 @@ def _result(
 ) -> dict[str, Any]:
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
     stored = _read(path)
-    if stored is None and path.exists() and not overwrite:
-        raise UserError(
-            f"{path} must hold the result of a method, but holds something else; move it away, or give --overwrite"
-        )
     same = stored is not None and stored["settings"] == settings and not overwrite
     if stored is not None and same and "row" in stored:
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")
