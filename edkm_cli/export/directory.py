@@ -58,8 +58,10 @@ class OutputDirectory:
     def _check(self, inputs: list[tuple[str, Path]]) -> None:
         ownership.require_apart("--output", self.path, inputs)
         ownership.require_apart("--output", self.partial, inputs)
-        if not self.path.name or (self.path.exists() and not self.path.is_dir()):
-            raise UserError(f"--output must be a directory of its own, but {self.path} is not; choose another")
+        if not self.path.name:
+            raise UserError(f"--output must be a directory of its own, got {self.path}; choose another")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):
             if not self._overwrite and not (self._resume and ownership.listing(self.path)):
                 raise UserError(f"--output {self.path} exists and is not empty; choose another, or give --overwrite")
