@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -53,6 +55,9 @@ STAGES = {
     "start": "compressed, not trained",
     "trained": "compressed and trained",
     "exported": "read back from disk",
+    "compressed": "compressed",  # of a fine-tuning: before it
+    "adapted": "with the adapter",
+    "merged": "merged",
 }
 
 
@@ -109,58 +114,61 @@ def windows_of(report: dict[str, Any]) -> str:
 
 def summary(report: dict[str, Any]) -> str:
     """What `edkm compress` prints at its end."""
-    seconds = report["seconds"]
     ratio = report["original_weights_bytes"] / report["weights_bytes"]
-    facts = [
-        ["weights", f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})"],
-        ["ratio", f"{ratio:.2f}x smaller"],
-        ["decoder", f"{report['decoder_bits_per_weight']:.3f} bits per weight, lookup tables included"],
-        ["whole model", f"{report['model_bits_per_weight']:.3f} bits per weight"],
-        [
-            "modules",
-            f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed{_reasons(report)}",
-        ],
-        ["training", f"{report['steps']} steps, {report['training_tokens']:,} tokens"],
-        *([["data", _data(report["data"])]] if "data" in report else []),
-        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
-        ["peak memory", megabytes(report["peak_memory_bytes"])],
-    ]
-    width = max(len(fact[0]) for fact in facts)
-    return "\n".join(
-        [
-            "",
-            f"{report['model']} -> {report['output']}",
-            "",
-            f"perplexity ({windows_of(report)})",
-            *("  " + line for line in table(perplexity_rows(report)).splitlines()),
-            *(f"  {reason}" for reason in _not_compared(report)),
-            "",
-            *(f"{name.ljust(width)}  {value}" for name, value in facts),
-        ]
+    counts = f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed{_reasons(report)}"
+    return _ended(
+        f"{report['model']} -> {report['output']}",
+        report,
+        {
+            "weights": f"{megabytes(report['weights_bytes'])} (16-bit: {megabytes(report['original_weights_bytes'])})",
+            "ratio": f"{ratio:.2f}x smaller",
+            "decoder": f"{report['decoder_bits_per_weight']:.3f} bits per weight, lookup tables included",
+            "whole model": f"{report['model_bits_per_weight']:.3f} bits per weight",
+            "modules": counts,
+            "training": f"{report['steps']} steps, {report['training_tokens']:,} tokens",
+            **({"data": _data(report["data"])} if "data" in report else {}),
+        },
     )
 
 
-def _not_compared(report: dict[str, Any]) -> list[str]:
-    """Why the distance from the uncompressed model is not in the report."""
-    return [f"KL not measured: {row['not_compared']}" for row in texts_of(report)[:1] if "not_compared" in row]
-
-
-def _data(found: dict[str, Any]) -> str:
-    """What became of the training data, token by token, and what is wrong with the text that was measured."""
-    total = {
-        key: sum(row[key] for row in found["sources"]) for key in ("documents", "tokens", "trained", "masked", "empty")
+def _ended(title: str, report: dict[str, Any], facts: dict[str, str]) -> str:
+    """What a run prints at its end: perplexities, facts, and what it took."""
+    seconds = report["seconds"]
+    phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    costs = {
+        "time": f"{duration(sum(seconds.values()))} ({phases})",
+        "peak memory": megabytes(report["peak_memory_bytes"]),
     }
+    reasons = [f"  KL not measured: {row['not_compared']}" for row in texts_of(report)[:1] if "not_compared" in row]
+    measured = [f"perplexity ({windows_of(report)})", *_indented(table(perplexity_rows(report))), *reasons]
+    return "\n".join(["", title, "", *measured, "", *_facts((facts | costs).items())])
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
+    facts = list(facts)
+    width = max(len(name) for name, _ in facts)
+    return [f"{name.ljust(width)}  {value}" for name, value in facts]
+
+
+def _indented(text: str) -> list[str]:
+    return ["  " + line for line in text.splitlines()]
+
+
+def _data(facts: dict[str, Any]) -> str:
+    """What became of the training data, token by token, and what is wrong with the text that was measured."""
+    sources, keys = facts["sources"], ("documents", "tokens", "trained", "masked", "empty")
+    total = {key: sum(row[key] for row in sources) for key in keys}
     parts = [
         f"{total['tokens']:,} tokens in {total['documents']:,} documents: {total['trained']:,} learnt, "
-        f"{total['masked']:,} masked, {found['dropped']:,} dropped"
+        f"{total['masked']:,} masked, {facts['dropped']:,} dropped"
     ]
     if total["empty"]:
         parts.append(f"{total['empty']:,} records without text or answer left out")
-    if held_out := sum(row.get("held_out", 0) for row in found["sources"]):
+    if held_out := sum(row.get("held_out", 0) for row in sources):
         parts.append(f"{held_out:,} characters held out")
-    if found["split"]:
-        parts.append(f"{found['split']:,} documents longer than a sequence split")
-    overlap = found["measured_and_trained_on"]
+    if facts["split"]:
+        parts.append(f"{facts['split']:,} documents longer than a sequence split")
+    overlap = facts["measured_and_trained_on"]
     if overlap["found"]:
         parts.append(f"WARNING: {overlap['found']:,} of {overlap['of']:,} documents and lines measured were trained on")
     return "; ".join(parts)
@@ -168,14 +176,8 @@ def _data(found: dict[str, Any]) -> str:
 
 def _reasons(report: dict[str, Any]) -> str:
     """Why modules were not compressed: each reason once, with the number of modules."""
-    reasons: dict[str, int] = {}
-    for entry in report["skipped"]:
-        reasons[entry["reason"]] = reasons.get(entry["reason"], 0) + 1
+    reasons = Counter(entry["reason"] for entry in report["skipped"])
     return f" ({'; '.join(f'{count}: {reason}' for reason, count in reasons.items())})" if reasons else ""
-
-
-def _phases(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
 
 
 def plan_summary(plan: dict[str, Any]) -> str:
@@ -192,12 +194,12 @@ def plan_summary(plan: dict[str, Any]) -> str:
             f"{plan['model']}: what a run would do (reads the configuration only, writes nothing)",
             "",
             "modules",
-            *("  " + line for line in table(shapes).splitlines()),
+            *_indented(table(shapes)),
             "left uncompressed",
             *skipped,
             "",
             f"peak memory of {where}",
-            *("  " + line for line in _need_table(plan).splitlines()),
+            *_indented(_need_table(plan)),
             *([f"  not counted: {plan['not_counted']}"] if "not_counted" in plan else []),
             "",
             f"training  {plan['steps']} steps of {plan['sequences_per_step']} sequences, "
@@ -237,26 +239,26 @@ def _proposals(plan: dict[str, Any]) -> list[str]:
     ]
     if not rows:
         return ["          none of the other settings tried fits either"]
-    return ["would fit", *("  " + line for line in table(rows).splitlines())]
+    return ["would fit", *_indented(table(rows))]
 
 
 def evaluation_summary(result: dict[str, Any]) -> str:
     """What `edkm eval` prints."""
-    facts = []
+    facts: list[tuple[str, str]] = []
     texts = result.get("texts", [])
     for text, name in zip(texts, text_names([text["data"] for text in texts]), strict=True):
         windows = f"{text['windows']} windows of {text['context']} tokens"
-        facts.append(["perplexity", f"{text['perplexity']:.3f}  ({windows})"])
-        facts.append(["text", f"{name if len(texts) > 1 else text['data']}, {text['tokens']:,} tokens"])
+        facts.append(("perplexity", f"{text['perplexity']:.3f}  ({windows})"))
+        facts.append(("text", f"{name if len(texts) > 1 else text['data']}, {text['tokens']:,} tokens"))
         if "kl_per_token" in text:
             agreement = f"{100 * text['top1_agreement']:.1f}% the same likeliest token"
-            facts.append([f"from {result['reference']}", f"KL {text['kl_per_token']:.4f} per token, {agreement}"])
+            facts.append((f"from {result['reference']}", f"KL {text['kl_per_token']:.4f} per token, {agreement}"))
     facts += [
-        ["weights", megabytes(result["weights_bytes"])],
-        ["decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"],
-        ["whole model", f"{result['model_bits_per_weight']:.3f} bits per weight"],
-        ["time", duration(result["seconds"])],
-        ["peak memory", megabytes(result["peak_memory_bytes"])],
+        ("weights", megabytes(result["weights_bytes"])),
+        ("decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"),
+        ("whole model", f"{result['model_bits_per_weight']:.3f} bits per weight"),
+        ("time", duration(result["seconds"])),
+        ("peak memory", megabytes(result["peak_memory_bytes"])),
     ]
     if "prefill_tokens_per_second" in result:
         speed = f"{result['prefill_tokens_per_second']:.1f} prefill, {result['decode_tokens_per_second']:.1f} decode"
@@ -265,9 +267,8 @@ def evaluation_summary(result: dict[str, Any]) -> str:
                 dense = result[name]
                 speed += f"; as {kind} {dense['prefill_tokens_per_second']:.1f} prefill, "
                 speed += f"{dense['decode_tokens_per_second']:.1f} decode"
-        facts.append(["tokens per s", speed])
-    width = max(len(fact[0]) for fact in facts)
-    text = "\n".join([result["model"], *(f"{name.ljust(width)}  {value}" for name, value in facts)])
+        facts.append(("tokens per s", speed))
+    text = "\n".join([result["model"], *_facts(facts)])
     if "tasks" in result:
         header = ["task", "metric", "value", "samples", "examples"]
         text += "\n\n" + table(task_rows(result["tasks"]), header=header)
@@ -294,72 +295,40 @@ def export_summary(result: dict[str, Any]) -> str:
     same = "equal to the source"
     if result["rounded"]:
         same += f", but {result['rounded']} rounded; largest difference {result['largest_difference']:.3g}"
-    facts = [
-        ["format", result["format"]],
-        ["written", f"{result['output']}, {megabytes(result['weights_bytes'])}"],
-        ["read back", f"{result['tensors']} tensors, {same}"],
-    ]
-    if "perplexity" in result:
-        measured = result["perplexity"]
-        facts.append(["perplexity", f"{measured['export']:.4f}, of the source {measured['source']:.4f}"])
-    facts.append(["time", duration(result["seconds"])])
-    width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
-    return "\n".join([*lines, *(f"note: {note}" for note in result.get("notes", ()))])
+    facts = {
+        "format": result["format"],
+        "written": f"{result['output']}, {megabytes(result['weights_bytes'])}",
+        "read back": f"{result['tensors']} tensors, {same}",
+    }
+    if measured := result.get("perplexity"):
+        facts["perplexity"] = f"{measured['export']:.4f}, of the source {measured['source']:.4f}"
+    facts["time"] = duration(result["seconds"])
+    return "\n".join([*_facts(facts.items()), *(f"note: {note}" for note in result.get("notes", ()))])
 
 
-_FINETUNED = {
-    "compressed": "compressed",
-    "adapted": "with the adapter",
-    "merged": "merged",
-}
-
-
-def _finetuned_lines(report: dict[str, Any]) -> list[str]:
-    texts = report["texts"]
-    stages = {stage: label for stage, label in _FINETUNED.items() if stage in texts[0]}
-    rows = [[label, *(f"{text[stage]:,.3f}" for text in texts)] for stage, label in stages.items()]
-    return ["", f"perplexity ({windows_of(report)})", *("  " + line for line in table(rows).splitlines()), ""]
-
-
-def _adapter_facts(plan: dict[str, Any]) -> list[list[str]]:
-    return [
-        ["adapter", f"{plan['trained_parameters']:,} parameters in {plan['adapted_layers']} layers, "
-                    f"{megabytes(plan['adapter_bytes'])}"],
-        ["training", f"{plan['steps']} steps, {plan['training_tokens']:,} tokens"],
-    ]  # fmt: skip
-
-
-def _facts(facts: list[list[str]]) -> list[str]:
-    width = max(len(fact[0]) for fact in facts)
-    return [f"{name.ljust(width)}  {value}" for name, value in facts]
+def _adapter_facts(plan: dict[str, Any]) -> dict[str, str]:
+    parameters = f"{plan['trained_parameters']:,} parameters in {plan['adapted_layers']} layers"
+    return {
+        "adapter": f"{parameters}, {megabytes(plan['adapter_bytes'])}",
+        "training": f"{plan['steps']} steps, {plan['training_tokens']:,} tokens",
+    }
 
 
 def finetune_plan_summary(plan: dict[str, Any]) -> str:
     """What `edkm finetune --dry-run` prints."""
-    return "\n".join([f"{plan['model']} -> {plan['output']}", "", *_facts(_adapter_facts(plan))])
+    return "\n".join([f"{plan['model']} -> {plan['output']}", "", *_facts(_adapter_facts(plan).items())])
 
 
 def finetune_summary(report: dict[str, Any]) -> str:
     """What `edkm finetune` prints at its end."""
-    seconds = report["seconds"]
-    facts = [
-        *_adapter_facts(report),
-        ["data", _data(report["data"])],
-        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
-        ["peak memory", megabytes(report["peak_memory_bytes"])],
-    ]
-    return "\n".join(["", f"{report['model']} -> {report['output']}", *_finetuned_lines(report), *_facts(facts)])
+    title = f"{report['model']} -> {report['output']}"
+    return _ended(title, report, _adapter_facts(report) | {"data": _data(report["data"])})
 
 
 def merge_summary(report: dict[str, Any]) -> str:
     """What `edkm merge` prints at its end."""
-    seconds = report["seconds"]
-    facts = [
-        ["weights", f"{megabytes(report['weights_bytes'])} (before: {megabytes(report['original_weights_bytes'])})"],
-        ["merged", f"{report['adapted_layers']} layers with updates"],
-        ["time", f"{duration(sum(seconds.values()))} ({_phases(seconds)})"],
-        ["peak memory", megabytes(report["peak_memory_bytes"])],
-    ]
-    names = f"{report['model']} + {report['adapter']} -> {report['output']}"
-    return "\n".join(["", names, *_finetuned_lines(report), *_facts(facts)])
+    facts = {
+        "weights": f"{megabytes(report['weights_bytes'])} (before: {megabytes(report['original_weights_bytes'])})",
+        "merged": f"{report['adapted_layers']} layers with updates",
+    }
+    return _ended(f"{report['model']} + {report['adapter']} -> {report['output']}", report, facts)
