@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,19 @@ _PACKAGES = ("edkm-cli", "transformers", "accelerate", "triton", "coremltools", 
 
 def versions() -> dict[str, str]:
     """Python, torch and what else is installed of the packages that decide results."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
     """The processor and its threads, and for a CUDA device the GPU (else None)."""
     cpu = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError):  # not Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass  # not Linux
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {"device": device, "cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
 
@@ -39,12 +36,10 @@ def peak_memory_bytes(device: str) -> int:
     """Peak memory of the process: allocated on a CUDA device, resident on a CPU. 0 where the system does not tell."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    try:
+    with suppress(OSError, StopIteration):  # not Linux
         # Not getrusage where there is better: its maximum survives exec, so it may be that of the parent process.
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        pass  # not Linux
     import sys
 
     try:

@@ -184,7 +184,7 @@ def load(
     Raises UserError for a directory that is none, truncated or altered.
     """
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    with quiet_bars(True):
+    with quiet_bars():
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(directory), dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code

@@ -353,7 +353,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
 
     _require_local(source)
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with quiet_bars(True):
+    with quiet_bars():
         try:
             return transformers.AutoTokenizer.from_pretrained(
                 source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options

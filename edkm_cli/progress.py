@@ -80,21 +80,16 @@ def no_warnings() -> Iterator[None]:
         logging.set_verbosity(kept)
 
 
-class quiet_bars:
-    """Turns transformers' own progress bars off for a while."""
+@contextmanager
+def quiet_bars(quiet: bool = True) -> Iterator[None]:
+    """transformers' own progress bars are off for a while, if `quiet`."""
+    from transformers.utils import logging
 
-    def __init__(self, quiet: bool):
-        self._quiet = quiet
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._was_on = logging.is_progress_bar_enabled()
-        if self._quiet:
-            logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        if self._quiet and self._was_on:
+    turned_off = quiet and logging.is_progress_bar_enabled()
+    if turned_off:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if turned_off:
             logging.enable_progress_bar()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -72,7 +73,7 @@ class TokenStore:
         """A digest of tokens, masks and documents: the same for a store in memory and on disk."""
         if not self._sha256:
             parts = [self._tokens, self.ends] + ([] if self._trained is None else [self._trained])
-            self._sha256 = combined([digest(np.ascontiguousarray(part).view(np.uint8)) for part in parts])
+            self._sha256 = combined(map(digest, parts))
         return self._sha256
 
 
@@ -157,7 +158,7 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
             return None
         store = TokenStore(tokens, trained, ends, marks, counts, sampled=settings.get("sampled", False))
         names = [TOKENS, ENDS] + ([TRAINED] if TRAINED in files else [])
-        store._sha256 = combined([manifest["files"][name]["sha256"] for name in names])
+        store._sha256 = combined(manifest["files"][name]["sha256"] for name in names)
         return store
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -169,27 +170,32 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def combined(digests: list[str]) -> str:
+def combined(digests: Iterable[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def digest(data: np.ndarray) -> str:
-    """SHA-256 of the SHA-256 of each 32 MB, so that threads can share the work; `data` (bytes,) uint8."""
-    chunks = [data[start : start + _DIGEST_CHUNK] for start in range(0, len(data), _DIGEST_CHUNK)]
+def _digest(size_bytes: int, read: Callable[[int], Any]) -> str:
+    """SHA-256 of the SHA-256 of each 32 MB, so that threads share the work; `read` gives the chunk that begins at a byte."""
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-        return combined(list(pool.map(lambda chunk: hashlib.sha256(chunk.data).hexdigest(), chunks)))
+        starts = range(0, size_bytes, _DIGEST_CHUNK)
+        return combined(pool.map(lambda start: hashlib.sha256(read(start)).hexdigest(), starts))
+
+
+def digest(array: np.ndarray) -> str:
+    """Of an array's bytes."""
+    data = np.ascontiguousarray(array).view(np.uint8)
+    return _digest(len(data), lambda start: data[start : start + _DIGEST_CHUNK].data)
 
 
 def file_digest(path: Path) -> str:
-    """`digest` of a file's bytes, read in chunks so that they do not stay in this process's memory."""
+    """Of a file's bytes, read in chunks so that they do not stay in this process's memory."""
 
-    def of(start: int) -> str:
+    def read(start: int) -> bytes:
         with open(path, "rb") as file:
             file.seek(start)
-            return hashlib.sha256(file.read(_DIGEST_CHUNK)).hexdigest()
+            return file.read(_DIGEST_CHUNK)
 
-    with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-        return combined(list(pool.map(of, range(0, path.stat().st_size, _DIGEST_CHUNK))))
+    return _digest(path.stat().st_size, read)
 
 
 def disk_error(error: OSError, directory: Path) -> UserError:

@@ -18,18 +18,16 @@ from edkm_cli.data.sources import PROSE, DataOptions, Source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, read_split
 from edkm_cli.errors import UserError
 
-SEPARATOR = "\n\n"
-
 
 @dataclass(frozen=True)
 class Documents:
-    """A text as its documents (files, pages, records) and what joins them when it is tokenized as a whole."""
+    """A text as its documents (files, pages, records)."""
 
     documents: list[str]
-    separator: str = SEPARATOR
 
     def text(self) -> str:
-        return self.separator.join(self.documents)
+        """As it is tokenized as a whole: a blank line joins documents."""
+        return "\n\n".join(self.documents)
 
 
 def load_documents(

@@ -88,7 +88,7 @@ def load(folder: Path, source: Compressed, options: Options) -> Any:
 def _from_pretrained(folder: Path, options: Options) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with quiet_bars(True):
+    with quiet_bars():
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=options.trust_remote_code
         )
