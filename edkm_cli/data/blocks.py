@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from edkm_cli.data.encode import Counts
-from edkm_cli.data.layout import Chain, Layout, packed_layout, plain_layout
-from edkm_cli.data.sources import DROP, SPLIT
+from edkm_cli.data.layout import Sequences
+from edkm_cli.data.sources import SPLIT
 from edkm_cli.data.store import TokenStore
-from edkm_cli.errors import UserError
 
 NO_LABEL = -1
 
@@ -69,35 +68,32 @@ class Blocks:
         Raises UserError where there is not one sequence.
         """
         stores = _stores(tokens)
-        self._texts = [Chain([store]) for store in stores] if weights is not None else [Chain(stores)]
-        self._length, self._seed, self._packing, self._padding = sequence_length, seed, packing, padding
-        cut = packed_layout if packing else plain_layout
-        self._layouts: list[Layout] = [cut(text.ends(), sequence_length, long_records) for text in self._texts]
-        for text, layout in zip(self._texts, self._layouts, strict=True):
-            if not len(layout):
-                raise _too_little(text, sequence_length, long_records)
-        self._cycle = cycle
+        self._seed, self._packing, self._cycle = seed, packing, cycle
+        self._sources = [
+            Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
+            for together in ([stores] if weights is None else [[store] for store in stores])
+        ]
         self._shares = _shares(weights, cycle) if weights is not None else None
         self._orders: dict[int, tuple[int, Tensor]] = {}
 
     def __len__(self) -> int:
         """Sequences in one pass over all sources."""
-        return sum(map(len, self._layouts))
+        return sum(map(len, self._sources))
 
     @property
     def dropped(self) -> int:
         """Tokens that are in no sequence."""
-        return sum(layout.dropped for layout in self._layouts)
+        return sum(source.layout.dropped for source in self._sources)
 
     @property
     def split(self) -> int:
         """Documents that have more tokens than a sequence, and are in several."""
-        return sum(layout.split for layout in self._layouts)
+        return sum(source.layout.split for source in self._sources)
 
     @property
     def padded(self) -> int:
         """Places in all sequences that hold no token."""
-        return sum(len(layout) * self._length - int(layout.lengths.sum()) for layout in self._layouts)
+        return sum(source.padded for source in self._sources)
 
     def batch(self, index: int, batch_size: int) -> Tensor:
         """The ids of batch `index`, (batch_size, sequence_length)."""
@@ -106,32 +102,18 @@ class Blocks:
     def examples(self, index: int, batch_size: int) -> Batch:
         """Batch `index`: `batch_size` sequences, and what of them is to be learnt."""
         rows = [self._row(position) for position in range(index * batch_size, (index + 1) * batch_size)]
-        ids = torch.from_numpy(np.stack([row[0] for row in rows]))
-        labelled = self._packing or any(text.has_masks for text in self._texts)
-        labels = torch.from_numpy(np.stack([row[1] for row in rows])) if labelled else None
-        return Batch(ids, labels, torch.from_numpy(np.stack([row[2] for row in rows])) if self._packing else None)
+        ids, learnt, positions = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+        labels = None
+        if self._packing or any(source.has_masks for source in self._sources):
+            labels = torch.full_like(ids, NO_LABEL)
+            labels[:, :-1] = torch.where(learnt[:, 1:], ids[:, 1:], NO_LABEL)
+        return Batch(ids, labels, positions if self._packing else None)
 
     def _row(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids, labels, positions) of the sequence at a place of the seeded order."""
+        """`Sequences.row` at a place of the seeded order."""
         source, number = self._source(position)
-        epoch, offset = divmod(number, len(self._layouts[source]))
-        text, layout = self._texts[source], self._layouts[source]
-        ids = np.full(self._length, self._padding, np.int64)
-        labels = np.full(self._length, NO_LABEL, np.int64)
-        positions = np.zeros(self._length, np.int64)
-        at = 0
-        learnt = np.zeros(self._length, bool)
-        for start, length in layout.slices(int(self._order(source, epoch)[offset])):
-            end = at + length
-            ids[at:end] = text.ids(start, start + length)
-            learnt[at:end] = text.trained(start, start + length)
-            positions[at:end] = np.arange(length)
-            if self._packing:
-                learnt[at] = False  # a document's first token has nothing to be told from
-            at = end
-        positions[at:] = np.arange(self._length - at)
-        labels[:-1] = np.where(learnt[1:], ids[1:], NO_LABEL)
-        return ids, labels, positions
+        epoch, offset = divmod(number, len(self._sources[source]))
+        return self._sources[source].row(int(self._order(source, epoch)[offset]))
 
     def _source(self, position: int) -> tuple[int, int]:
         """(source, how many of its sequences come before) at a place: in each cycle every source has its exact share, in
@@ -152,19 +134,9 @@ class Blocks:
         kept = self._orders.get(source)
         if kept is None or kept[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch + 7_919 * source)
-            kept = (epoch, torch.randperm(len(self._layouts[source]), generator=generator))
+            kept = (epoch, torch.randperm(len(self._sources[source]), generator=generator))
             self._orders[source] = kept
         return kept[1]
-
-
-def _too_little(text: Chain, sequence_length: int, long_records: str) -> UserError:
-    lengths = np.diff(text.ends(), prepend=0)
-    long = int(lengths[lengths > sequence_length].sum()) if long_records == DROP else 0
-    dropped = f", of which {long} are in longer documents, which --long-records drop leaves out" if long else ""
-    return UserError(
-        f"training data must have at least {sequence_length} tokens (one sequence), got {len(text)}{dropped}; "
-        f"give more --data or a {'larger' if long else 'smaller'} --sequence-length"
-    )
 
 
 def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenStore]:

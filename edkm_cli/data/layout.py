@@ -6,47 +6,16 @@ into the fullest sequence that still has room for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from edkm_cli.data.sources import DROP, SPLIT
 from edkm_cli.data.store import TokenStore
+from edkm_cli.errors import UserError
 
 _WINDOW = 1 << 16  # documents that are packed together: bounded work, and neighbours stay near
-
-
-class Chain:
-    """Several stores read as one, one after the other."""
-
-    def __init__(self, stores: list[TokenStore]):
-        self._stores = stores
-        self._starts = np.cumsum([0, *map(len, stores)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    @property
-    def has_masks(self) -> bool:
-        return any(store.has_masks for store in self._stores)
-
-    def ends(self) -> np.ndarray:
-        """Where each document ends, (documents,) int64."""
-        return np.concatenate([store.ends + start for store, start in zip(self._stores, self._starts, strict=False)])
-
-    def ids(self, start: int, stop: int) -> np.ndarray:
-        return self._read("ids", start, stop)
-
-    def trained(self, start: int, stop: int) -> np.ndarray:
-        return self._read("trained", start, stop)
-
-    def _read(self, what: str, start: int, stop: int) -> np.ndarray:
-        parts = []
-        for store, first in zip(self._stores, self._starts, strict=False):
-            low, high = max(start - int(first), 0), min(stop - int(first), len(store))
-            if low < high:
-                parts.append(getattr(store, what)(low, high))
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
 @dataclass(frozen=True)
@@ -158,3 +127,59 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray
     owner = np.repeat(np.arange(len(lengths)), pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return starts[owner] + number * size, np.minimum(size, lengths[owner] - number * size)
+
+
+class Sequences:
+    """Stores read as one text, one after the other, and the training sequences that it is cut into.
+
+    `layout` says which tokens are in which; `has_masks`: some tokens are seen and not learnt. The arguments are those of
+    `Blocks`. Raises UserError where there is not one sequence.
+    """
+
+    def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str, padding: int):
+        self._stores, self._length, self._packing, self._padding = stores, length, packing, padding
+        self._starts = np.cumsum([0, *map(len, stores)])
+        self.has_masks = any(store.has_masks for store in stores)
+        ends = np.concatenate([store.ends + start for store, start in zip(stores, self._starts, strict=False)])
+        self.layout = (packed_layout if packing else plain_layout)(ends, length, long_records)
+        if not len(self.layout):
+            lengths = np.diff(ends, prepend=0)
+            long = int(lengths[lengths > length].sum()) if long_records == DROP else 0
+            dropped = f", of which {long} are in longer documents, which --long-records drop leaves out" if long else ""
+            raise UserError(
+                f"training data must have at least {length} tokens (one sequence), got {self._starts[-1]}{dropped}; "
+                f"give more --data or a {'larger' if long else 'smaller'} --sequence-length"
+            )
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    @property
+    def padded(self) -> int:
+        """Places in all sequences that hold no token."""
+        return len(self) * self._length - int(self.layout.lengths.sum())
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int64, which of them are learnt, positions that restart with each slice) of a sequence."""
+        ids = np.full(self._length, self._padding, np.int64)
+        learnt = np.zeros(self._length, bool)
+        positions = np.zeros(self._length, np.int64)
+        at = 0
+        for start, length in self.layout.slices(index):
+            end = at + length
+            ids[at:end] = self._read(TokenStore.ids, start, start + length)
+            learnt[at:end] = self._read(TokenStore.trained, start, start + length)
+            positions[at:end] = np.arange(length)
+            if self._packing:
+                learnt[at] = False  # a document's first token has nothing that it follows from
+            at = end
+        positions[at:] = np.arange(self._length - at)
+        return ids, learnt, positions
+
+    def _read(self, what: Callable[[TokenStore, int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
+        parts = []
+        for store, first in zip(self._stores, self._starts, strict=False):
+            low, high = max(start - int(first), 0), min(stop - int(first), len(store))
+            if low < high:
+                parts.append(what(store, low, high))
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]

@@ -54,14 +54,14 @@ class TrainingData:
         parts = [store.sha256 for store in self.stores] + [repr(self.weights)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def blocks(self, sequence_length: int, *, seed: int, packing: bool | None = None) -> Blocks:
-        """The sequences of training. `packing`: as the options say where it is None."""
+    def blocks(self, sequence_length: int, *, seed: int) -> Blocks:
+        """The sequences of training."""
         return Blocks(
             self.stores,
             sequence_length,
             seed=seed,
             weights=self.weights,
-            packing=self.options.packing if packing is None else packing,
+            packing=self.options.packing,
             long_records=self.options.long_records,
             padding=self.padding,
         )
