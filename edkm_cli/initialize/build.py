@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,10 +21,11 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
-from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.initialize.importance import collect_by_layer, collect_importance
 from edkm_cli.initialize.kmeans import shared_kmeans_start
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.nn.allocation import allocate
+from edkm_cli.nn.allocation import allocate, choose, rises_of, tried_bits
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.held import hold
 from edkm_cli.nn.lora import add_lora
@@ -161,6 +163,79 @@ def initialize(
     if recipe.holds:
         hold(model)
     return model, kept
+
+
+def initialize_by_layer(
+    layers: Layers,
+    recipe: Recipe,
+    *,
+    calibration: Sequence[Tensor],
+    fitting: Sequence[Tensor],
+    world: World = ALONE,
+    track: Track = no_progress,
+    done: Callable[[str, nn.Module], None] = lambda path, layer: None,
+) -> Any:
+    """As `initialize`, to the bit, with the dense weights of one decoder layer in memory: for a recipe that reconstructs
+    layers and holds assignments. Returns the model.
+
+    Of the importance only what follows from it is kept: tables with each number of bits that a linear may get, and what the
+    loss is expected to rise by. A layer that is finished is packed, stays in memory and goes to `done(path, layer)`.
+    """
+    average, model = recipe.average_bits, layers.model
+    head = output_embedding(recipe.swaps)
+    tables: dict[str, dict[int, Tensor]] = {}
+    rises: dict[str, dict[int, float]] = {}
+
+    def tabulate(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
+        for swap in recipe.clustered:
+            if not swap.name.startswith(f"{path}."):
+                continue
+            weight = model.get_submodule(swap.name).weight.detach()
+            weighing = importance.pop(swap.name, None)
+            if average is not None:
+                rises[swap.name] = world.on_main(partial(rises_of, swap.name, weight, weighing, recipe.spec, average))
+            tables[swap.name] = {
+                bits: shared_kmeans_start(
+                    weight,
+                    2**bits,
+                    granularity=recipe.spec.granularity,
+                    importance=weighing,
+                    name=swap.name,
+                    world=world,
+                ).cpu()
+                for bits in (tried_bits(average) if average is not None else [recipe.spec.bits_of(swap.name)])
+            }
+
+    if recipe.importance == "none":
+        moments: dict[str, Tensor] = {}
+        for path in track(layers.paths, "k-means start", len(layers.paths)):
+            with layers.whole(path) as layer:
+                tabulate(path, layer, {})
+    else:
+        names = [swap.name for swap in recipe.clustered]
+        options: dict[str, Any] = {"kind": recipe.importance, "moments": head, "world": world, "track": track}
+        moments = collect_by_layer(layers, names, list(calibration), tabulate, **options)
+    if average is not None:
+        in_order = {
+            swap.name: {int(bits): rise for bits, rise in rises[swap.name].items()} for swap in recipe.clustered
+        }
+        recipe = replace(recipe, spec=recipe.spec.with_bits(choose(recipe.clustered, in_order, recipe.spec, average)))
+    palettize_embeddings(model, recipe.swaps, recipe.spec, compensating_rounding(recipe.swaps, moments))
+
+    def start(weight: Tensor, k: int, *, name: str, **_: Any) -> Tensor:
+        return tables.pop(name)[k.bit_length() - 1].to(weight.device)
+
+    def begin(path: str, layer: nn.Module) -> None:
+        cluster_linears(layer, recipe, prefix=f"{path}.", world=world, start=start)
+
+    def end(path: str, layer: nn.Module) -> None:
+        hold(layer)
+        layers.stay(path)
+        done(path, layer)
+
+    options = {"passes": recipe.passes, "seed": recipe.seed, "world": world, "track": track}
+    reconstruct(model, list(fitting), layers=layers, begin=begin, end=end, **options)
+    return model
 
 
 def _in_place(dense: Any) -> Build:

@@ -8,7 +8,8 @@ gradient of the weight and gives a sample for every token instead of every seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
+from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.precision import bfloat16_products, sum_of_products
+from edkm_cli.progress import Track, no_progress
 
 IMPORTANCES = ("gradient", "activation", "none")
 
@@ -63,7 +66,10 @@ class _Collector:
         value = value.cpu()
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
-    def close(self) -> None:
+    def __enter__(self) -> _Collector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
@@ -76,7 +82,7 @@ def collect_importance(
     kind: str,
     moments: Sequence[str] = (),
     world: World = ALONE,
-    track: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, description, total: items,
+    track: Track = no_progress,
 ) -> dict[str, Tensor]:
     """Importance of the named linears' weights over calibration batches, which the processes share.
 
@@ -96,22 +102,10 @@ def collect_importance(
     if kind == "none":
         return {}
     hooked = {name: model.get_submodule(name) for name in (*names, *moments)}
-    collector = _Collector(hooked, kind, world, moments)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    was_training = model.training
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        model.eval()
-        turns = world.turns(batches)
-        with bfloat16_products():
-            for batch, collector.counts in track(turns, "calibration", len(turns)):
-                _run(model, batch.to(world.device), kind)
-    finally:
-        collector.close()
-        model.train(was_training)
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    turns = world.turns(batches)
+    with _Collector(hooked, kind, world, moments) as collector, _frozen(model), bfloat16_products():
+        for batch, collector.counts in track(turns, "calibration", len(turns)):
+            _run(model, batch.to(world.device), kind)
     tokens = sum(batch.numel() for batch in batches)
     split = world.sharded and kind == "gradient"
     # In place: the sums of a 7B model are 26 GB.
@@ -119,6 +113,88 @@ def collect_importance(
         name: (value if split and name not in moments else world.sum(value)).div_(max(tokens, 1))
         for name, value in sorted(collector.sums.items())
     }
+
+
+def collect_by_layer(
+    layers: Layers,
+    names: list[str],
+    batches: list[Tensor],
+    take: Callable[[str, nn.Module, dict[str, Tensor]], None],
+    *,
+    kind: str,
+    moments: Sequence[str] = (),
+    world: World = ALONE,
+    track: Track = no_progress,
+) -> dict[str, Tensor]:
+    """As `collect_importance` of a model that is not sharded, to the bit, with one decoder layer in memory at a time.
+
+    What is found of a layer goes to `take(path, layer, importance)` while its weights are there; layers come in any order.
+    Returns the products of the inputs of `moments`, linears outside of the decoder layers.
+    """
+    gradient, tokens = kind == "gradient", max(sum(batch.numel() for batch in batches), 1)
+    turns = [(batch.to(world.device), counts) for batch, counts in world.turns(batches)]
+    passes = len(layers.paths) * (2 if gradient else 1)
+    progress = iter(track(range(passes), "calibration", passes))
+    inputs, model = HiddenStates(), layers.model
+
+    def collector(path: str) -> _Collector:
+        inside = [name for name in names if name.startswith(f"{path}.")] if path else moments
+        return _Collector({name: model.get_submodule(name) for name in inside}, kind, world, moments)
+
+    def means(collector: _Collector) -> dict[str, Tensor]:
+        return {name: world.sum(value).div_(tokens) for name, value in sorted(collector.sums.items())}
+
+    with _frozen(model), bfloat16_products():
+        with torch.no_grad():
+            calls = list(zip(layers.paths, layers.calls(turns[0][0]), strict=True))
+            hidden = [layers.calls(batch)[0].hidden for batch, _ in turns]
+        for path, call in calls:
+            with layers.whole(path) as layer, collector(path) as sums, torch.no_grad():
+                for index, (_, sums.counts) in enumerate(turns):
+                    if gradient:
+                        inputs.push(hidden[index])
+                    hidden[index] = run(layer, hidden[index], call)
+                if not gradient:
+                    take(path, layer, means(sums))
+            next(progress, None)
+        with collector("") as sums:
+            for index, (batch, sums.counts) in enumerate(turns):
+                with torch.set_grad_enabled(gradient):
+                    end = hidden[index].detach().requires_grad_(gradient)
+                    loss = _loss(layers.logits(batch, end), batch)
+                if gradient:
+                    hidden[index] = torch.autograd.grad(loss, end)[0]
+            found = means(sums)
+        for path, call in reversed(calls) if gradient else ():
+            entered = [inputs.pop(world.device) for _ in turns][::-1]
+            with layers.whole(path) as layer, collector(path) as sums:
+                for index, (_, sums.counts) in enumerate(turns):
+                    start = entered[index].detach().requires_grad_()
+                    with torch.enable_grad():
+                        output = run(layer, start, call)
+                    hidden[index] = torch.autograd.grad(output, start, hidden[index])[0]
+                take(path, layer, means(sums))
+            next(progress, None)
+    return found
+
+
+@contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """In evaluation mode, and no parameter asks for a gradient."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    was_training = model.training
+    model.eval().requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for name in trained:
+            model.get_parameter(name).requires_grad_(True)
+
+
+def _loss(logits: Tensor, batch: Tensor) -> Tensor:
+    """A sum, not a mean: each token's own gradient is squared."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
 
 
 def _run(model: Any, batch: Tensor, kind: str) -> None:
@@ -131,11 +207,6 @@ def _run(model: Any, batch: Tensor, kind: str) -> None:
     handle = embedding.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_(True))
     try:
         with torch.enable_grad():
-            logits = model(input_ids=batch, use_cache=False).logits
-            # A sum, not a mean: each token's own gradient, squared.
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
-            )
-            loss.backward()
+            _loss(model(input_ids=batch, use_cache=False).logits, batch).backward()
     finally:
         handle.remove()

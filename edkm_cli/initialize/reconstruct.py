@@ -28,8 +28,9 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import Compensation
 from edkm_cli.initialize.corrections import Corrections
+from edkm_cli.initialize.layers import Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import LayerCall
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 
@@ -41,14 +42,13 @@ _WARMUP = 0.1
 _TOKENS_A_STEP = 1024
 
 
-class _Reached(Exception):
-    """Leaves a forward pass that is only wanted for the inputs of the first decoder layer."""
-
-
 def reconstruct(
     model: Any,
     batches: list[Tensor],
     *,
+    layers: Layers | None = None,
+    begin: Callable[[str, nn.Module], None] = lambda path, layer: None,
+    end: Callable[[str, nn.Module], None] = lambda path, layer: None,
     passes: int = 2,
     seed: int = 0,
     world: World = ALONE,
@@ -67,6 +67,8 @@ def reconstruct(
             `straight-through`, not sharded, without low-rank updates.
         batches: token ids, (1, sequence) int64, all of one shape, the same on all processes. Kept are three hidden
             states of each token.
+        layers: of the model, where they are not in memory already.
+        begin, end: called with each decoder layer, `begin` to swap its linears, `end` when it is done.
         passes: how often each layer's training goes over the text; 0 corrects and compensates only.
         seed: of the order of the text.
         compensation: a hook before each clustered layer in place of `Compensation`, for a rehearsal.
@@ -74,19 +76,20 @@ def reconstruct(
 
     Raises UserError if the loss is not finite, or the model does not name its decoder layers.
     """
-    blocks = list(decoder_layers(model).values())
+    layers = layers or Layers(model)
     texts = [batch.to(world.device) for batch in batches]
     was_training = model.training
     model.eval()
     with torch.no_grad(), bfloat16_products():
-        arguments = _arguments(model, blocks, texts[0])
-        exact = [_entering(model, blocks[0], text) for text in texts]
+        calls = layers.calls(texts[0])
+        exact = [layers.calls(text)[0].hidden for text in texts]
     compressed = exact
     order = torch.Generator().manual_seed(seed)
-    count = len(blocks[:at_most_layers])
-    for index in track(range(count), "reconstruction", count):
-        block = _Block(blocks[index], arguments[index])
-        with bfloat16_products():
+    todo = list(zip(layers.paths, calls, strict=True))[:at_most_layers]
+    for path, call in track(todo, "reconstruction", len(todo)):
+        with layers.whole(path) as layer, bfloat16_products():
+            begin(path, layer)
+            block = _Block(layer, call)
             corrections = Corrections(block.module, block.layers)
             exact = block.exact_outputs(exact, corrections)
             corrections.weigh(exact)
@@ -100,56 +103,21 @@ def reconstruct(
                 for parameter in block.module.parameters():
                     world.broadcast(parameter.data)  # processors may differ in the last bit
                 compressed = block.outputs(entering)
+            end(path, layer)
     model.train(was_training)
-
-
-def _arguments(model: Any, blocks: list[nn.Module], text: Tensor) -> list[dict[str, Any]]:
-    """What each decoder layer is called with besides the hidden states: positions and masks, the same for every text of a
-    shape."""
-    seen: dict[nn.Module, dict[str, Any]] = {}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[module] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-    handles = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
-    try:
-        model(input_ids=text, use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [seen[block] for block in blocks]
-
-
-def _entering(model: Any, first: nn.Module, text: Tensor) -> Tensor:
-    """The hidden states (1, sequence, hidden) that enter the first decoder layer."""
-    seen: list[Tensor] = []
-
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-        raise _Reached
-
-    handle = first.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model(input_ids=text, use_cache=False, logits_to_keep=1)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-    return seen[0]
 
 
 class _Block:
     """One decoder layer and how to call it."""
 
-    def __init__(self, module: nn.Module, arguments: dict[str, Any]):
-        self.module, self._arguments = module, arguments
+    def __init__(self, module: nn.Module, call: LayerCall):
+        self.module, self._call = module, call
         self.layers: list[ClusteredLinear] = list(clustered_layers(module).values())
 
     def _run(self, hidden: Tensor) -> Tensor:
         plain = hidden.is_meta or hidden.dtype != torch.float32
         with nullcontext() if plain else bfloat16_autocast(hidden.device):
-            output = self.module(hidden, **self._arguments)
-        return output[0] if isinstance(output, tuple) else output
+            return run(self.module, hidden, self._call)
 
     @torch.no_grad()
     def exact_outputs(self, hidden: list[Tensor], corrections: Corrections) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from edkm_cli import model_files, models
 from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.quantized import require_unquantized
 
@@ -88,6 +89,53 @@ def build_sharded(
     rest (embeddings, final norm): read, given to `finish(model)`, sharded. Beside its shards a process holds one block.
     Raises UserError for weights that are not plain safetensors.
     """
+    model, reader, tied = _empty(source, dtype, trainable=trainable, trust_remote_code=trust_remote_code)
+    blocks = decoder_layers(model)
+    for path, block in blocks.items():
+        _read(block, f"{path}.", reader, dtype, world.device)
+        block.to(world.device)
+        prepare(path, block)
+        shard(block, world)
+    _read(model, "", reader, dtype, world.device, leave=tied)
+    _refuse_unexpected(model, reader)
+    model.tie_weights()
+    _move_buffers(model, world.device)
+    finish(model)
+    shard(model, world)
+    return model.eval()
+
+
+def open_layers(
+    source: models.ModelSource, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Layers | None:
+    """A causal LM in evaluation mode whose decoder layers stay in its files until they are needed; all else is read.
+
+    None where files hold the tensors under other names, or in another layout, than the model: such a one is loaded whole.
+    Raises UserError for weights that do not belong to the configuration.
+    """
+    if source.gguf_file and not source.architecture:
+        return None
+    model, reader, tied = _empty(source, dtype, trainable=True, trust_remote_code=trust_remote_code)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if not names - tied <= reader.names() or getattr(model, "_keep_in_fp32_modules", None):
+        return None
+    inside = tuple(f"{path}." for path in decoder_layers(model))
+    _read(model, "", reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
+    _refuse_unexpected(model, reader)
+    model.tie_weights()
+    _move_buffers(model, device)
+    model.config.dtype = dtype
+
+    def read(path: str, layer: nn.Module) -> None:
+        _read(layer, f"{path}.", reader, dtype, device)
+
+    return Layers(model.eval(), read)
+
+
+def _empty(
+    source: models.ModelSource, dtype: torch.dtype, *, trainable: bool, trust_remote_code: bool
+) -> tuple[Any, SafetensorsReader, set[str]]:
+    """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,20 +150,8 @@ def build_sharded(
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
     reader = SafetensorsReader(directory)
-    blocks = decoder_layers(model)
-    for path, block in blocks.items():
-        _read(block, f"{path}.", reader, dtype, world.device)
-        block.to(world.device)
-        prepare(path, block)
-        shard(block, world)
     tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
-    _read(model, "", reader, dtype, world.device, leave={name for name in tied if name not in reader})
-    _refuse_unexpected(model, reader)
-    model.tie_weights()
-    _move_buffers(model, world.device)
-    finish(model)
-    shard(model, world)
-    return model.eval()
+    return model, reader, {name for name in tied if name not in reader}
 
 
 def _read(

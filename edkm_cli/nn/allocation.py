@@ -192,19 +192,31 @@ def allocate(
 
     Raises UserError where the importance is missing or not that of weights.
     """
-    rises: dict[str, dict[int, float]] = {}
-    for swap in track(list(swaps), "sensitivity", len(swaps)):
-        weight, weighing = model.get_submodule(swap.name).weight, importance.get(swap.name)
-        if weighing is None or weighing.shape != weight.shape:
-            raise UserError(
-                f"--allocation sensitivity needs the squared gradients of {swap.name}, but there are none; use "
-                "--importance gradient, and --skip for modules that the text does not reach"
-            )
-        rows = sampled_rows(weight, spec)
-        weights, weighing = weight.detach()[rows], weighing[rows]
-        share = weights.shape[0] / weight.shape[0]
-        rises[swap.name] = {}
-        for bits in tried_bits(average):
-            tables = kmeans_start(weights, 2**bits, granularity=spec.granularity, importance=weighing, name=swap.name)
-            rises[swap.name][bits] = expected_rise(weights, tables, weighing, spec) / share
+    rises = {
+        swap.name: rises_of(swap.name, model.get_submodule(swap.name).weight, importance.get(swap.name), spec, average)
+        for swap in track(list(swaps), "sensitivity", len(swaps))
+    }
     return choose(swaps, rises, spec, average)
+
+
+@torch.no_grad()
+def rises_of(
+    name: str, weight: Tensor, importance: Tensor | None, spec: QuantizationSpec, average: float
+) -> dict[int, float]:
+    """Bits -> what the loss is expected to rise by, of one linear with a weight (out, in), for each number that is tried.
+
+    Raises UserError where the importance is missing or not that of weights.
+    """
+    if importance is None or importance.shape != weight.shape:
+        raise UserError(
+            f"--allocation sensitivity needs the squared gradients of {name}, but there are none; use "
+            "--importance gradient, and --skip for modules that the text does not reach"
+        )
+    rows = sampled_rows(weight, spec)
+    weights, weighing = weight.detach()[rows], importance[rows]
+    share = weights.shape[0] / weight.shape[0]
+    rises = {}
+    for bits in tried_bits(average):
+        tables = kmeans_start(weights, 2**bits, granularity=spec.granularity, importance=weighing, name=name)
+        rises[bits] = expected_rise(weights, tables, weighing, spec) / share
+    return rises

@@ -1,0 +1,165 @@
+"""The decoder layers of a causal LM as a chain, of which one is in memory at a time.
+
+What enters a layer is what the one before it gives; masks and positions are the same for all texts of a shape. So a layer
+can be worked on alone, with the hidden states of the text at its two ends: the whole of a model needs never be in memory.
+Layers come from a model that is in memory already, or from files, from which one is read whenever it is needed.
+
+Gradients go through the layers in reverse: each pass forward keeps what entered every layer, in memory or on disk, and a
+layer's own pass is made again. Sums are taken in the same order wherever layers come from.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import LayerCall, layer_calls
+
+_MEMORY_BYTES = 2**26  # of hidden states that wait for the way back; more of them do so on disk
+
+
+class Layers:
+    """The decoder layers of `model`, by module path, in order.
+
+    `read(path, layer)` fills the parameters of a layer, which are on the meta device until then, and again afterwards;
+    None where all of them are in memory.
+    """
+
+    def __init__(self, model: Any, read: Callable[[str, nn.Module], None] | None = None):
+        self.model = model
+        self._read, self._stays = read, set[str]()
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Raises UserError where the model does not say which its decoder layers are."""
+        return list(decoder_layers(self.model))
+
+    @property
+    def streamed(self) -> bool:
+        return self._read is not None
+
+    def stay(self, path: str) -> None:
+        """A layer that is whole is kept in memory from now on."""
+        self._stays.add(path)
+
+    @contextmanager
+    def whole(self, path: str) -> Iterator[nn.Module]:
+        """A layer with its weights."""
+        layer = self.model.get_submodule(path)
+        if self._read is None or path in self._stays:
+            yield layer
+            return
+        self._read(path, layer)
+        try:
+            yield layer
+        finally:
+            if path not in self._stays:
+                for module in layer.modules():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        setattr(module, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
+
+    @contextmanager
+    def at_hand(self) -> Iterator[Any]:
+        """The model, to be called as a whole: each layer is read before its pass and forgotten after it."""
+        held = ExitStack()
+
+        def enter(path: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                held.enter_context(self.whole(path))
+
+            return hook
+
+        with ExitStack() as hooks:
+            for path in self.paths if self.streamed else ():
+                layer = self.model.get_submodule(path)
+                hooks.callback(layer.register_forward_pre_hook(enter(path)).remove)
+                hooks.callback(layer.register_forward_hook(lambda *_: held.close()).remove)
+            yield self.model
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As those of the model, in the same order."""
+        if not self.streamed:
+            yield from self.model.named_parameters()
+            return
+        with ExitStack() as held:
+            inside = ""
+            for name in [name for name, _ in self.model.named_parameters()]:
+                path = next((path for path in self.paths if name.startswith(f"{path}.")), "")
+                if path != inside:
+                    held.close()
+                    inside = path
+                    if path:
+                        held.enter_context(self.whole(path))
+                yield name, self.model.get_parameter(name).detach()
+
+    def calls(self, ids: Tensor) -> list[LayerCall]:
+        """What each layer is called with, for texts (batch, sequence): the hidden states of all but the first are those
+        that enter the first. No layer computes anything."""
+        layers = [self.model.get_submodule(path) for path in self.paths]
+        with self._passing_on(lambda hidden: hidden):
+            return layer_calls(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), layers)
+
+    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """The model's logits for what its last layer gave, (batch, sequence, hidden)."""
+        with self._passing_on(lambda _: hidden):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    @contextmanager
+    def _passing_on(self, give: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        layers = [self.model.get_submodule(path) for path in self.paths]
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            return give(args[0] if args else kwargs["hidden_states"])
+
+        for layer in layers:
+            layer.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+
+def run(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+    """What a layer gives for hidden states (batch, sequence, hidden), called as `call` says."""
+    output = layer(hidden, *call.args, **call.kwargs)
+    return output[0] if isinstance(output, tuple) else output
+
+
+class HiddenStates:
+    """A stack of hidden states, in host memory or, beyond some, in a file without a name."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor | None, torch.dtype, torch.Size]] = []
+        self._bytes = 0
+        self._file: Any = None
+
+    def push(self, hidden: Tensor) -> None:
+        on_disk = self._bytes + hidden.nbytes > _MEMORY_BYTES and not hidden.is_meta
+        self._kept.append((None if on_disk else hidden, hidden.dtype, hidden.shape))
+        if not on_disk:
+            self._bytes += hidden.nbytes
+            return
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="edkm-states-")  # noqa: SIM115  # closed when this is forgotten
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(hidden.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+
+    def pop(self, device: torch.device | str) -> Tensor:
+        """The last one, which is forgotten."""
+        hidden, dtype, shape = self._kept.pop()
+        if hidden is not None:
+            self._bytes -= hidden.nbytes
+            return hidden
+        at = self._file.seek(-shape.numel() * dtype.itemsize, os.SEEK_END)
+        value = torch.frombuffer(bytearray(self._file.read()), dtype=dtype).view(shape)
+        self._file.truncate(at)
+        return value.to(device)

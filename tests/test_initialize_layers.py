@@ -1,0 +1,141 @@
+"""The start layer by layer, from files and in memory, against the start of a whole model: the same to the bit."""
+
+import pytest
+import torch
+
+from edkm_cli import models
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize import layers as streaming
+from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
+from edkm_cli.initialize.importance import collect_by_layer, collect_importance
+from edkm_cli.initialize.kept import tensors_of
+from edkm_cli.initialize.layers import HiddenStates, Layers
+from edkm_cli.initialize.sharded import open_layers
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.swap import plan_swaps
+from families import FAMILIES, family
+from helpers import tiny_llama, tiny_qwen
+
+
+def texts(count, length, seed=0):
+    return list(torch.randint(0, 257, (count, 1, length), generator=torch.Generator().manual_seed(seed)))
+
+
+def saved(model, directory):
+    model.save_pretrained(directory)
+    return models.resolve(str(directory))
+
+
+def opened(source):
+    layers = open_layers(source, dtype=torch.float32, device="cpu")
+    assert layers is not None
+    assert layers.streamed
+    return layers
+
+
+def recipe_of(model, **changes):
+    swaps = plan_swaps(model, embedding_bits=6)
+    spec = QuantizationSpec(3, "row:1", "float16", 6, [swap.name for swap in swaps if swap.reason])
+    settings = {"importance": "gradient", "average_bits": 3.3, "passes": 1, "holds": True, **changes}
+    return Recipe(swaps, spec, Clustering(3, "row:1", "float16"), **settings)
+
+
+def assert_same(first, second):
+    ours, theirs = tensors_of(first), tensors_of(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"random.cpu"}:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen])
+def test_importance_is_that_of_the_whole_model(make, kind, monkeypatch):
+    monkeypatch.setattr(streaming, "_MEMORY_BYTES", 5000)  # some hidden states wait on disk
+    model, batches, found = make(), texts(3, 32), {}
+    names = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
+    expected = collect_importance(model, names, batches, kind=kind, moments=["lm_head"])
+    found = (
+        collect_by_layer(
+            Layers(model), names, batches, lambda _, __, more: found.update(more), kind=kind, moments=["lm_head"]
+        )
+        | found
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"average_bits": None},
+        {"importance": "activation", "average_bits": None},
+        {"importance": "none", "average_bits": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_from_files_and_in_memory_it_is_the_start_of_a_whole_model(tied, changes, tmp_path):
+    source = saved(tiny_llama(tied=tied), tmp_path / "model")
+    recipe = recipe_of(tiny_llama(tied=tied), **changes)
+    texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
+    expected, _ = initialize(tiny_llama(tied=tied), recipe, **texts_of)
+    layers = opened(source)
+    at_once = []
+    streamed = initialize_by_layer(layers, recipe, **texts_of, done=lambda path, _: at_once.append(_dense(layers)))
+    assert at_once == [1, 1]  # the others are in the files still, or packed
+    assert_same(initialize_by_layer(Layers(tiny_llama(tied=tied)), recipe, **texts_of), expected)
+    assert_same(streamed, expected)
+    ids = texts(1, 16, seed=2)[0]
+    assert torch.equal(streamed(ids).logits, expected(ids).logits)
+
+
+def _dense(layers):
+    """How many layers have parameters that are not on the meta device and not packed, or are being finished."""
+    return sum(
+        any(
+            not parameter.is_meta and parameter.dim() == 2
+            for parameter in layers.model.get_submodule(path).parameters()
+        )
+        and path not in list(layers._stays)[:-1]
+        for path in layers.paths
+    )
+
+
+def test_a_model_in_files_can_be_called_and_read_as_a_whole(tmp_path):
+    model = tiny_qwen()
+    layers, ids = opened(saved(model, tmp_path / "model")), texts(1, 16)[0]
+    with layers.at_hand() as lent, torch.no_grad():
+        assert torch.equal(lent(ids).logits, model(ids).logits)
+    read = list(layers.named_parameters())
+    assert [name for name, _ in read] == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(value, model.get_parameter(name)) for name, value in layers.named_parameters())
+    inside = [p for path in layers.paths for p in layers.model.get_submodule(path).parameters()]
+    assert all(parameter.is_meta for parameter in inside)
+
+
+def test_hidden_states_come_back_from_memory_and_disk(monkeypatch):
+    monkeypatch.setattr(streaming, "_MEMORY_BYTES", 100)
+    states = HiddenStates()
+    pushed = [torch.randn(2, 3, 4).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32)]
+    for hidden in pushed:
+        states.push(hidden)
+    states.pop("cpu")
+    states.push(pushed[3])
+    for hidden in reversed(pushed):
+        assert torch.equal(states.pop("cpu"), hidden)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_each_family_is_read_layer_by_layer_or_not_at_all(kind, tmp_path):
+    model = family(kind)
+    layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu")
+    if layers is None:
+        return
+    ids = texts(1, 16)[0]
+    with layers.at_hand() as lent, torch.no_grad():
+        assert torch.equal(lent(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)
+    assert layers.paths == list(decoder_layers(model))
