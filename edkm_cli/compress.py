@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -26,9 +27,10 @@ from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
-from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
 from edkm_cli.initialize.kept import KeptStart, restore
-from edkm_cli.initialize.sharded import build_sharded
+from edkm_cli.initialize.layers import Layers
+from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.preflight import (
     Launch,
     RunPlan,
@@ -115,8 +117,8 @@ class Run:
         if (report := output.finished("report.json", identity)) is not None:
             self.watch.say(f"{self.config.output} is finished already")
             return report
-        with self.clock.phase("evaluate"):
-            why_not = self.measured.measure_original(dense, self.world)
+        with self.clock.phase("evaluate"), dense.at_hand() as whole:
+            why_not = self.measured.measure_original(whole, self.world)
         if why_not:
             self.watch.say(f"KL and agreement are not measured: {why_not}")
         unfinished = output.unfinished(identity)
@@ -142,7 +144,7 @@ class Run:
 
     # The steps.
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Layers]:
         """(tokenizer, the dense model); the texts, too."""
         config, plan = self.config, self.plan
         measured = data.parse_sources(config.eval_data, "--eval-data")
@@ -156,21 +158,21 @@ class Run:
                 max_windows=config.eval_windows,
                 track=self.watch.track,
             )
-            dense = self._load_dense() if plan.writes_text else None
+            writing = self._load_dense() if plan.writes_text else None
             self.data = data.open_training_data(
                 plan.texts,
                 tokenizer,
                 options=data_options(config),
                 token_limit=needed_tokens(plan),
-                written=self._written(dense, tokenizer),
+                written=self._written(writing, tokenizer),
                 say=self.watch.say,
             )
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
             self.overlap = data.overlaps(self.data, documents, say=self.watch.say)
-            dense = dense if dense is not None else self._load_dense()
+            dense = self._open_dense() or Layers(writing if writing is not None else self._load_dense())
             models.require_finite(plan.source, dense)
             if config.packing and config.steps:
-                require_attention_within_documents(dense)
+                require_attention_within_documents(dense.model)
             return tokenizer, dense
 
     def _written(self, dense: Any, tokenizer: Any) -> dict[str, data.TokenStore]:
@@ -188,6 +190,19 @@ class Run:
         )
         return {data.SELF: store_of(self.world.broadcast(text))}
 
+    def _open_dense(self) -> Layers | None:
+        """The dense model whose decoder layers stay in its files; None where all of it is needed, or the files cannot."""
+        plan, config = self.plan, self.config
+        if not plan.by_layer or plan.copies_teacher or config.dequantize:
+            return None
+        self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
+        return open_layers(
+            plan.source,
+            dtype=getattr(torch, config.dtype),
+            device=self.world.device,
+            trust_remote_code=config.trust_remote_code,
+        )
+
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
         self.watch.say(f"loading {config.model} ({config.dtype}, {world})")
@@ -202,7 +217,7 @@ class Run:
             trust_remote_code=config.trust_remote_code,
         )
 
-    def _identity(self, dense: Any) -> dict[str, Any]:
+    def _identity(self, dense: Layers) -> dict[str, Any]:
         """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
         sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
         identity = fingerprint(self.config, sha256, self.data.sha256, processes=self.world.size)
@@ -212,7 +227,7 @@ class Run:
         with self.clock.phase("evaluate"):
             self.measured.measure(stage, model, self.world)
 
-    def _start(self, dense: Any, staging: Path, *, resumed: bool) -> tuple[Any, Objective]:
+    def _start(self, dense: Layers, staging: Path, *, resumed: bool) -> tuple[Any, Objective]:
         """(the clustered model, what it is trained on): see `initialize`; from the disk where a resumed run finds it."""
         config, plan, world = self.config, self.plan, self.world
         build = self._rebuild() if world.sharded else None
@@ -222,17 +237,17 @@ class Run:
             state = kept.state() if resumed else None
             if state is not None:
                 self.plan = plan.with_bits(state["module_bits"])
-                model, teacher = restore(dense, Recipe.of(self.plan), kept, **options)
+                model, teacher = restore(dense.model, Recipe.of(self.plan), kept, **options)
             else:
                 require_none(staging, world)
-                model, teacher = initialize(
-                    dense,
-                    Recipe.of(plan),
-                    calibration=calibration_batches(self.data, config) if config.importance != "none" else [],
-                    fitting=start_batches(self.data, plan),
-                    track=self.watch.track,
-                    **options,
-                )
+                calibration = calibration_batches(self.data, config) if config.importance != "none" else []
+                text: dict[str, Any] = {"calibration": calibration, "fitting": start_batches(self.data, plan)}
+                if plan.by_layer:
+                    teacher = copy.deepcopy(dense.model).requires_grad_(False) if plan.copies_teacher else None
+                    watch: dict[str, Any] = {"world": world, "track": self.watch.track}
+                    model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch)
+                else:
+                    model, teacher = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)
                 kept.write(model, self.plan.spec.module_bits)
         return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)

@@ -23,6 +23,7 @@ from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
+from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.targets import check_model
 
@@ -113,6 +114,18 @@ class RunPlan:
     def clustered(self) -> list[Swap]:
         """The linears that are clustered."""
         return [swap for swap in self.swaps if swap.clustered]
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the start works on one decoder layer after the other, each dense no longer than that takes: where every
+        layer is reconstructed, then packed, and none is needed whole again."""
+        config, inside = self.config, tuple(f"{path}." for path in decoder_layers(self.skeleton))
+        return (
+            config.start == "reconstructed"
+            and config.assignments == "held"
+            and not (config.lora_rank or self.launch.sharded)
+            and all(swap.name.startswith(inside) for swap in self.clustered)
+        )
 
     @property
     def clustering(self) -> Clustering:

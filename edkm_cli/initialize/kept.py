@@ -81,6 +81,14 @@ class KeptStart:
         """Give a model of the same modules the tensors that were kept. Raises UserError where one is missing."""
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None
+        for module in model.modules():  # of a model whose layers are in its files
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    room = torch.empty_like(parameter, device=self._world.device)
+                    module.register_parameter(name, nn.Parameter(room, parameter.requires_grad))
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=self._world.device)
         tensors = tensors_of(model)
         for name, value in self._read():
             if name.endswith(".importance"):
