@@ -118,7 +118,7 @@ def _refusal(error: Exception, option: str, path: Path, where: str) -> UserError
     if isinstance(error, UnicodeDecodeError):
         return UserError(f"{option} must be UTF-8 text, but {where} is not ({error.reason}); convert it first")
     if isinstance(error, OSError) and error.errno and error.strerror:
-        return UserError(f"{option} file cannot be read: {path} ({error.strerror})")
+        return UserError(f"{option} file cannot be read: {error.filename or path} ({error.strerror})")
     if isinstance(error, (ValueError, RecursionError)):
         kind, remedy = _KINDS.get(suffix_of(path), ("text", "mend the file"))
         return UserError(f"{option} must be {kind}, but {where} is not ({' '.join(str(error).split())}); {remedy}")

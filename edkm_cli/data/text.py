@@ -13,6 +13,7 @@ from torch import Tensor
 
 from edkm_cli.allocator import return_small_blocks
 from edkm_cli.data.encode import split_long
+from edkm_cli.data.reading import refusing
 from edkm_cli.data.records import render
 from edkm_cli.data.sources import PROSE, DataOptions, Source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, read_split
@@ -98,11 +99,9 @@ def require_apart(trained: Sequence[Source], measured: Source) -> None:
 
 def _same_bytes(one: Path, other: Path, option: str) -> bool:
     """Raises UserError where a file cannot be read."""
-    try:
+    with refusing(option, one):
         same = one.resolve() == other.resolve()
         return same or (one.stat().st_size > 0 and filecmp.cmp(one, other, shallow=False))
-    except OSError as error:
-        raise UserError(f"{option} file cannot be read: {error.filename} ({error.strerror or error})") from error
 
 
 def tokenize(documents: Documents, tokenizer: Any) -> Tensor:

@@ -20,6 +20,7 @@ from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import Encoder
 from edkm_cli.data.marks import looked_for
+from edkm_cli.data.reading import refusing
 from edkm_cli.data.sources import DataOptions, Source, repeated
 from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, is_whole, read_split, size_of
 from edkm_cli.data.store import FORMAT, TokenStore
@@ -144,14 +145,17 @@ def open_training_data(
             f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
         )
     stores = []
+    total = sum(source.weight or 1.0 for source in sources)
     for source in sources:
-        if source.needs_model:
-            if not written or source.name not in written:
-                raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
+        if source.needs_model and source.name not in (written or {}):
+            raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
+        if written and source.needs_model:
             stores.append(written[source.name])
             continue
-        share = (source.weight or 1.0) / sum(other.weight or 1.0 for other in sources)
-        store = _open(source, tokenizer, options, token_limit, share, say)
+        limit = token_limit
+        if limit is not None and source.weight is not None:
+            limit = math.ceil(limit * source.weight / total)
+        store = _open(source, tokenizer, options, limit, say)
         if not len(store) or not store.counts.trained:
             raise UserError(
                 f"{source} has nothing to learn: {store.counts.documents} documents with text, "
@@ -162,17 +166,13 @@ def open_training_data(
     return TrainingData(sources, stores, options, int(padding or 0))
 
 
-def _open(
-    source: Source, tokenizer: Any, options: DataOptions, token_limit: int | None, share: float, say: Say
-) -> TokenStore:
+def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int | None, say: Say) -> TokenStore:
     whole = is_whole(source)
     sampled = not whole and (source.kind != "files" or size_of(source) > WHOLE_BYTES)
     encoder = Encoder(tokenizer, column=options.column, train_on=options.train_on, sampled=sampled)
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
-    if limit is not None and source.weight is not None:
-        limit = math.ceil(limit * share)
     settings = {
         "store": FORMAT,
         "source": _identity(source),
@@ -182,7 +182,6 @@ def _open(
         "sampled": sampled,
         "token_limit": limit,
     }
-    before = _identity(source)
 
     def parts() -> Any:
         say(f"tokenizing {source.name}, once")
@@ -193,7 +192,7 @@ def _open(
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
-        if _identity(source) != before:
+        if _identity(source) != settings["source"]:
             raise _has_changed(source)
 
     return cached_store(
@@ -235,15 +234,12 @@ def _identity(source: Source) -> dict[str, Any]:
 
 
 def _file_identity(path: Path, option: str) -> list[Any]:
-    try:
+    samples = hashlib.sha256()
+    with refusing(option, path), open(path, "rb") as file:
         facts = path.stat()
-        samples = hashlib.sha256()
-        with open(path, "rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(facts.st_size * index // _SAMPLES)
-                samples.update(file.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise UserError(f"{option} file cannot be read: {path} ({error.strerror or error})") from error
+        for index in range(_SAMPLES):
+            file.seek(facts.st_size * index // _SAMPLES)
+            samples.update(file.read(_SAMPLE_BYTES))
     return [str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()]
 
 
