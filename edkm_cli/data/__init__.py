@@ -1,9 +1,14 @@
 """Texts and data sets -> batches of tokens.
 
-`sources` says what a name stands for, `splits` what of it is trained on and what is measured, `reading` and `hub` read
-records, `records` and `chat` make text of them and find the answers in it, `encode` makes tokens, `marks` tell where the
-same text is elsewhere, `store` and `cache` keep all of it, `layout` and `blocks` make sequences and batches, `training`
-puts it together; `text` has the texts that are measured.
+    sources    a name                    -> what it stands for: files, a set of the hub, a text that is on every machine
+    reading    files                     -> parts: some records, or lines of a running text; `hub`: likewise of a set
+    splits     parts                     -> what is trained on, what is measured
+    records    a record                  -> documents, with the answers in them
+    encode     documents                 -> tokens, and which of them are learnt; `marks`: where the same text is elsewhere
+    store      tokens                    -> flat files; `cache`: made once by several processes
+    blocks     stores of tokens          -> sequences -> batches
+
+`training` is the door to what is trained on, `text` to what is measured.
 """
 
 from edkm_cli.data.blocks import Batch, Blocks

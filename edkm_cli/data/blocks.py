@@ -1,9 +1,13 @@
-"""Batches of training sequences: batch number i is a function of (seed, i) alone, so a resumed run sees the very batches
-it would have seen, whatever was read before."""
+"""Training sequences and batches of them: batch number i is a function of (seed, i) alone, so a resumed run sees the very
+batches it would have seen, whatever was read before.
+
+A sequence is cut from the running text, or packed of whole documents by best-fit decreasing (Johnson 1973; for language
+models arXiv 2404.10830): each document, the longest first, goes into the fullest sequence that still has room for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +15,12 @@ import torch
 from torch import Tensor
 
 from edkm_cli.data.encode import Counts
-from edkm_cli.data.layout import Sequences
-from edkm_cli.data.sources import SPLIT
+from edkm_cli.data.sources import DROP, SPLIT
 from edkm_cli.data.store import TokenStore
+from edkm_cli.errors import UserError
 
 NO_LABEL = -1
+_WINDOW = 1 << 16  # documents that are packed together: bounded work, and neighbours stay near
 
 
 @dataclass(frozen=True)
@@ -157,3 +162,170 @@ def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
     while shares.sum() > cycle:
         shares[np.argmax(shares)] -= 1
     return shares
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sequences as slices of the running text: sequence i is slices `first[i]` to `first[i + 1]`, slice j the tokens
+    `starts[j]` to `starts[j] + lengths[j]`. `dropped` counts tokens in no sequence, `split` documents in several."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    first: np.ndarray
+    dropped: int
+    split: int
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def slices(self, index: int) -> list[tuple[int, int]]:
+        """(start, length) of each slice of a sequence."""
+        part = slice(int(self.first[index]), int(self.first[index + 1]))
+        return list(zip(self.starts[part].tolist(), self.lengths[part].tolist(), strict=True))
+
+
+def plain_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPLIT) -> Layout:
+    """The text cut every `sequence_length` tokens, wherever documents end; the rest at the very end is dropped.
+
+    Where long records are dropped, those of more tokens than a sequence are left out first.
+    """
+    starts, lengths = _documents(ends)
+    total = int(lengths.sum())
+    long = lengths > sequence_length
+    if long_records == DROP and long.any():
+        starts, lengths = starts[~long], lengths[~long]
+    elif lengths.size:
+        starts, lengths = np.zeros(1, np.int64), np.array([total])
+    kept = int(lengths.sum())
+    count = kept // sequence_length
+    used = count * sequence_length
+    # Cut the kept stretches at every sequence border.
+    at = np.concatenate([[0], np.cumsum(lengths)])
+    borders = np.unique(np.concatenate([at[at < used], np.arange(0, used + 1, sequence_length)]))
+    if not count:
+        return Layout(np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64), total, 0)
+    owner = np.searchsorted(at, borders[:-1], side="right") - 1
+    slice_starts = starts[owner] + borders[:-1] - at[owner]
+    first = np.searchsorted(borders[:-1], np.arange(0, used + 1, sequence_length))
+    split = 0 if long_records == DROP else int(long.sum())
+    return Layout(slice_starts, np.diff(borders), first, total - used, split)
+
+
+def packed_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPLIT) -> Layout:
+    """Whole documents packed by best fit. Longer ones than a sequence are cut into sequences, their rest is packed with
+    the others; or they are dropped."""
+    starts, lengths = _documents(ends)
+    total = int(lengths.sum())
+    long = lengths > sequence_length
+    split = int(long.sum())
+    if long_records == DROP:
+        starts, lengths, split = starts[~long], lengths[~long], 0
+    elif split:
+        starts, lengths = _cut(starts, lengths, sequence_length)
+    order, counts = [], []
+    for low in range(0, len(lengths), _WINDOW):
+        for members in best_fit(lengths[low : low + _WINDOW], sequence_length):
+            order += [low + member for member in members]
+            counts.append(len(members))
+    picks = np.array(order, np.int64)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Layout(starts[picks], lengths[picks], first, total - int(lengths.sum()), split)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bins of at most `capacity`, each the indices of its members: the longest first, each into the fullest bin that has
+    room. Ties go by index, so the result is a function of the lengths.
+
+    A bit of `free` says that some bin has so much room, so the best fit is its lowest bit from the length on.
+    """
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    free = 0
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        fits = free >> length
+        if fits:
+            room = length + (fits & -fits).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                free &= ~(1 << room)
+            bins[chosen].append(index)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([index])
+        left = room - length
+        if left:
+            with_room[left].append(chosen)
+            free |= 1 << left
+    return bins
+
+
+def _documents(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the documents that have tokens."""
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else np.empty(0, np.int64)
+    lengths = np.asarray(ends, np.int64) - starts
+    return starts[lengths > 0], lengths[lengths > 0]
+
+
+def _cut(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every document in pieces of at most `size`."""
+    pieces = -(-lengths // size)
+    owner = np.repeat(np.arange(len(lengths)), pieces)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return starts[owner] + number * size, np.minimum(size, lengths[owner] - number * size)
+
+
+class Sequences:
+    """Stores read as one text, one after the other, and the training sequences that it is cut into.
+
+    `layout` says which tokens are in which; `has_masks`: some tokens are seen and not learnt. The arguments are those of
+    `Blocks`. Raises UserError where there is not one sequence.
+    """
+
+    def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str, padding: int):
+        self._stores, self._length, self._packing, self._padding = stores, length, packing, padding
+        self._starts = np.cumsum([0, *map(len, stores)])
+        self.has_masks = any(store.has_masks for store in stores)
+        ends = np.concatenate([store.ends + start for store, start in zip(stores, self._starts, strict=False)])
+        self.layout = (packed_layout if packing else plain_layout)(ends, length, long_records)
+        if not len(self.layout):
+            lengths = np.diff(ends, prepend=0)
+            long = int(lengths[lengths > length].sum()) if long_records == DROP else 0
+            dropped = f", of which {long} are in longer documents, which --long-records drop leaves out" if long else ""
+            raise UserError(
+                f"training data must have at least {length} tokens (one sequence), got {self._starts[-1]}{dropped}; "
+                f"give more --data or a {'larger' if long else 'smaller'} --sequence-length"
+            )
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    @property
+    def padded(self) -> int:
+        """Places in all sequences that hold no token."""
+        return len(self) * self._length - int(self.layout.lengths.sum())
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int64, which of them are learnt, positions that restart with each slice) of a sequence."""
+        ids = np.full(self._length, self._padding, np.int64)
+        learnt = np.zeros(self._length, bool)
+        positions = np.zeros(self._length, np.int64)
+        at = 0
+        for start, length in self.layout.slices(index):
+            end = at + length
+            ids[at:end] = self._read(TokenStore.ids, start, start + length)
+            learnt[at:end] = self._read(TokenStore.trained, start, start + length)
+            positions[at:end] = np.arange(length)
+            if self._packing:
+                learnt[at] = False  # a document's first token has nothing that it follows from
+            at = end
+        positions[at:] = np.arange(self._length - at)
+        return ids, learnt, positions
+
+    def _read(self, what: Callable[[TokenStore, int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
+        parts = []
+        for store, first in zip(self._stores, self._starts, strict=False):
+            low, high = max(start - int(first), 0), min(stop - int(first), len(store))
+            if low < high:
+                parts.append(what(store, low, high))
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
