@@ -77,6 +77,11 @@ class Compressed:
         self._files.close()
 
     @property
+    def names(self) -> list[str]:
+        """Of the tensors as the files hold them."""
+        return list(self._places)
+
+    @property
     def linears(self) -> list[DenseTensor]:
         """The weights with lookup tables."""
         return [tensor for tensor in self.tensors.values() if tensor.linear]

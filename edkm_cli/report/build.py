@@ -59,7 +59,7 @@ def _shown(weights: Weights | None) -> dict[str, Any]:
     return {
         "bytes": weights.stored_bytes,
         "original_bytes": weights.original_bytes,
-        "layers": [{"name": entry.name, "relative_squared_error": entry.error} for entry in weights.errors],
+        "layers": [{"name": name, "relative_squared_error": error} for name, error in weights.errors.items()],
         **({"missing": weights.missing} if weights.missing else {}),
     }
 

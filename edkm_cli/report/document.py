@@ -17,7 +17,7 @@ from edkm_cli.report.charts import (
     line_chart,
     scale_of,
 )
-from edkm_cli.report.layers import Histogram, LayerError, Weights
+from edkm_cli.report.layers import Histogram, Weights, place
 from edkm_cli.report.markup import Markup, section, style, table, tag, unfold
 from edkm_cli.report.read import RunFiles, number
 from edkm_cli.report.texts import fixed, perplexity_section
@@ -218,30 +218,26 @@ def size_section(weights: Weights) -> Markup:
     )  # fmt: skip
 
 
-def error_section(errors: Sequence[LayerError]) -> Markup:
+def error_section(errors: Mapping[str, float]) -> Markup:
     """A heat map of layers by kinds of projection."""
-    cells: dict[tuple[str, str], list[LayerError]] = {}
-    for entry in errors:
-        cells.setdefault((entry.kind, _column(entry.layer)), []).append(entry)
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name in errors:
+        cells.setdefault(place(name), []).append(name)
     values = {}
-    for place, found in cells.items():
-        mean = sum(entry.error for entry in found) / len(found)
-        values[place] = (
-            mean,
-            f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {_percent(mean)}",
-        )
-    kinds = list(dict.fromkeys(entry.kind for entry in errors))
-    columns = list(dict.fromkeys(_column(entry.layer) for entry in errors))
-    worst = sorted(errors, key=lambda entry: -entry.error)[:3]
+    for where, names in cells.items():
+        mean = sum(errors[name] for name in names) / len(names)
+        values[where] = (mean, f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {_percent(mean)}")
+    kinds, columns = (list(dict.fromkeys(axis)) for axis in zip(*cells, strict=True))
+    worst = sorted(errors, key=lambda name: -errors[name])[:3]
     chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
     return section(
         "Error by layer",
         "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
         "weights, so this includes both what rounding lost and what training changed. Largest: "
-        + ", ".join(f"{entry.name} {_percent(entry.error)}" for entry in worst) + ".",
+        + ", ".join(f"{name} {_percent(errors[name])}" for name in worst) + ".",
         scale_of([value for value, _ in values.values()], show=_percent),
         tag("figure", chart),
-        unfold("as a table", table([[entry.name, _percent(entry.error)] for entry in errors],
+        unfold("as a table", table([[name, _percent(error)] for name, error in errors.items()],
                                    header=["linear", "relative squared error"], caption="Relative squared error")),
     )  # fmt: skip
 
@@ -252,12 +248,12 @@ def histogram_section(histograms: Sequence[Histogram]) -> Markup:
     many = any(entry.luts > 1 for entry in histograms)
     panels: dict[str, list[Markup]] = {}
     for entry in histograms:
-        where = f"layer {_column(entry.layer)}"
+        kind, layer = place(entry.name)
         chart = histogram(entry.counts, entry.low, entry.high, entry.entries, title=f"Weights of {entry.name}")
-        panels.setdefault(entry.kind, []).append(tag("div", tag("h3", tag("b", entry.kind), f" {where}"), chart))
+        panels.setdefault(kind, []).append(tag("div", tag("h3", tag("b", kind), f" layer {layer}"), chart))
         middles = [figure(middle) for _, middle, _ in entry.entries]
         shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
-        rows.append([f"{entry.kind}, {where}", f"{entry.luts:,}", shown])
+        rows.append([f"{kind}, layer {layer}", f"{entry.luts:,}", shown])
     bands = many and any(len(entry.entries) <= MOST_LINES for entry in histograms)
     tables = "the median of each entry over the layer's lookup tables" if many else "the entries of the lookup table."
     tables += "; the bars below them span the middle half of its values." if bands else "." if many else ""
@@ -327,10 +323,6 @@ def _running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, fl
         near = points[max(0, index - half) : index + half + 1]
         means.append((x, sum(y for _, y in near) / len(near)))
     return means
-
-
-def _column(layer: int | None) -> str:
-    return "-" if layer is None else str(layer)
 
 
 def _percent(value: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.integrity import check_checkpoint, read_config, skeleton
+from edkm_cli.export.source import Compressed
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
@@ -15,11 +15,14 @@ from edkm_cli.summaries import megabytes, table
 
 def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
-    spec = check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    config = read_config(Path(directory), trust_remote_code=trust_remote_code)
-    model = skeleton(config, spec, trust_remote_code=trust_remote_code)
+    with Compressed(directory, trust_remote_code=trust_remote_code) as source:
+        return describe(source)
+
+
+def describe(source: Compressed) -> dict[str, Any]:
+    """What a checkpoint holds: what `edkm inspect --json` writes."""
+    model, spec, layers = source.model, source.spec, []
     size = footprint(model)
-    layers = []
     for name, module in model.named_modules():
         if not isinstance(module, PALETTIZED):
             continue
@@ -27,21 +30,16 @@ def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False
         layer: dict[str, Any] = {"name": name, "kind": type(module).__name__, "bytes": buffers}
         if isinstance(module, PalettizedLinear):
             shape = (module.out_features, module.in_features)
-            layer |= {
-                "shape": list(shape),
-                "bits": spec.bits_of(name),
-                "luts": spec.granularity.groups(*shape),
-            }
+            layer |= {"shape": list(shape), "bits": spec.bits_of(name), "luts": spec.granularity.groups(*shape)}
         else:
             layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
         layers.append(layer)
-    tied = is_tied(model)
     return {
-        "directory": str(directory),
+        "directory": str(source.directory),
         "quantization_config": {key: value for key, value in spec.to_mapping().items() if key != "quant_method"},
         "architecture": type(model).__name__,
-        "tied_embeddings": tied,
-        "weights_bytes": weight_files_bytes(directory),
+        "tied_embeddings": is_tied(model),
+        "weights_bytes": weight_files_bytes(source.directory),
         "decoder_bits_per_weight": size.decoder_bits_per_weight,
         "model_bits_per_weight": size.model_bits_per_weight,
         "layers": layers,

@@ -15,37 +15,22 @@ import torch
 from torch import Tensor
 
 from edkm_cli import models
-from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec, read_spec
+from edkm_cli.export.source import Compressed
 from edkm_cli.initialize.sharded import SafetensorsReader
-from edkm_cli.packing import unpack
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.report.inspection import inspect_checkpoint
+from edkm_cli.report.inspection import describe
 
 _BINS = 72
 _SPREAD = 4.0  # histograms reach so many standard deviations to either side
 
 
 @dataclass(frozen=True)
-class LayerError:
-    """`error` is ||w - w~||^2 / ||w||^2 over one linear's weights. `kind` and `layer` come from its path."""
-
-    name: str
-    kind: str
-    layer: int | None
-    error: float
-
-
-@dataclass(frozen=True)
 class Histogram:
-    """Counts of a linear's original weights in equal bins, and its LUT's entries as (lower quartile, median, upper
-    quartile) over
-    the layer's LUTs; with one LUT the three are the same."""
+    """Counts of a linear's original weights in equal bins from `low` to `high`, and its LUT's entries as (lower quartile,
+    median, upper quartile) over the layer's LUTs; with one LUT the three are the same."""
 
     name: str
-    kind: str
-    layer: int | None
     low: float
     high: float
     counts: list[float]
@@ -55,11 +40,12 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes by part, compressed and in 16 bits; errors and histograms, or in `missing` why there are none."""
+    """Bytes by part, compressed and in 16 bits; each linear's error, ||w - w~||^2 / ||w||^2, and histograms of some, or in
+    `missing` why there are none."""
 
     stored_bytes: dict[str, int]
     original_bytes: dict[str, int]
-    errors: list[LayerError] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
     histograms: list[Histogram] = field(default_factory=list)
     missing: str = ""
 
@@ -82,27 +68,24 @@ def measure_weights(
 
     Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
     """
-    inspected = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
-    stored, dense = _parts(inspected, original_bytes)
-    linears = [layer["name"] for layer in inspected["layers"] if layer["kind"] == "PalettizedLinear"]
-    spec = read_spec(directory)
-    assert spec is not None
-    try:
-        reference = SafetensorsReader(_original_directory(original))
-        sample = set(_representative(linears))
-        errors, histograms = [], []
-        compressed = SafetensorsReader(directory)
-        for name in track(linears, "comparing layers", len(linears)):
-            weight, lut = reference.get(f"{name}.weight").float(), compressed.get(f"{name}.lut").float()
-            if f"{name}.lut_scale" in compressed:
-                lut *= compressed.get(f"{name}.lut_scale")
-            restored = _restored(compressed.get(f"{name}.indices"), lut, spec, name, weight)
-            kind, layer = place(name)
-            errors.append(LayerError(name, kind, layer, relative_squared_error(weight, restored)))
-            if name in sample:
-                histograms.append(_histogram(name, weight, lut))
-    except UserError as error:
-        return Weights(stored, dense, missing=str(error))
+    with Compressed(directory, trust_remote_code=trust_remote_code) as compressed:
+        stored, dense = _parts(describe(compressed), original_bytes)
+        linears = [tensor.module for tensor in compressed.linears]
+        errors, histograms = {}, []
+        try:
+            reference = SafetensorsReader(_original_directory(original))
+            sample = set(_representative(linears))
+            for name in track(linears, "comparing layers", len(linears)):
+                weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
+                if weight.shape != restored.shape:
+                    raise UserError(
+                        f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} in the original: another model?"
+                    )
+                errors[name] = relative_squared_error(weight, restored)
+                if name in sample:
+                    histograms.append(_histogram(name, weight, compressed.table(name)))
+        except UserError as error:
+            return Weights(stored, dense, missing=str(error))
     return Weights(stored, dense, errors, histograms)
 
 
@@ -112,22 +95,14 @@ def relative_squared_error(weight: Tensor, restored: Tensor) -> float:
     return float(difference / weight.square().sum(1).double().sum().clamp_min(1e-30))
 
 
-def place(name: str) -> tuple[str, int | None]:
-    """(kind, number of the decoder layer or None) of a module path.
+def place(name: str) -> tuple[str, str]:
+    """(kind, number of the decoder layer or "-") of a module path.
 
     >>> place("model.layers.3.mlp.up_proj")
-    ('up_proj', 3)
+    ('up_proj', '3')
     """
-    found = re.search(r"\.(\d+)\.", name)
-    return name.rpartition(".")[2], int(found[1]) if found else None
-
-
-def _restored(indices: Tensor, lut: Tensor, spec: QuantizationSpec, name: str, weight: Tensor) -> Tensor:
-    """The dense weight that a checkpoint's tensors stand for, float32 like and as large as the original's."""
-    if indices.shape[0] != weight.shape[0]:
-        raise UserError(f"{name} has {indices.shape[0]} rows, but {weight.shape[0]} in the original: another model?")
-    unpacked = unpack(indices, spec.bits_of(name), weight.shape[1])
-    return lookup(unpacked, lut, granularity=spec.granularity)
+    layer = re.search(r"\.(\d+)\.", name)
+    return name.rpartition(".")[2], layer[1] if layer else "-"
 
 
 def _original_directory(name: str) -> Path:
@@ -154,21 +129,17 @@ def _representative(names: list[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(place(name)[0], []).append(name)
-    chosen = []
-    for found in kinds.values():
-        chosen += [found[index] for index in sorted({0, len(found) // 2, len(found) - 1})]
-    return chosen
+    return [paths[index] for paths in kinds.values() for index in sorted({0, len(paths) // 2, len(paths) - 1})]
 
 
 def _histogram(name: str, weight: Tensor, lut: Tensor) -> Histogram:
-    kind, layer = place(name)
     centre, reach = float(weight.mean()), _SPREAD * float(weight.std()) or 1e-6
     counts = torch.histc(weight, bins=_BINS, min=centre - reach, max=centre + reach)
     points = torch.tensor([0.25, 0.5, 0.75])
     rows = lut[torch.linspace(0, lut.shape[0] - 1, min(lut.shape[0], 4096)).long()]  # quantile takes so many
     low, middle, high = rows.quantile(points, dim=0)
     entries = list(zip(low.tolist(), middle.tolist(), high.tolist(), strict=True))
-    return Histogram(name, kind, layer, centre - reach, centre + reach, counts.tolist(), entries, lut.shape[0])
+    return Histogram(name, centre - reach, centre + reach, counts.tolist(), entries, lut.shape[0])
 
 
 def _parts(inspected: dict[str, Any], original_bytes: int) -> tuple[dict[str, int], dict[str, int]]:

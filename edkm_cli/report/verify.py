@@ -11,14 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.record import RECORD, tensor_record
-from edkm_cli.format import CHECKSUMS, QuantizationSpec, read_json
-from edkm_cli.integrity import check_checkpoint, read_config, skeleton
+from edkm_cli.export.source import Compressed
+from edkm_cli.format import CHECKSUMS, read_json
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PalettizedLinear
@@ -32,47 +31,42 @@ def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False)
     Raises UserError naming the first thing that differs, or the record that is missing.
     """
     directory = Path(directory)
-    spec = check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    for name in (CHECKSUMS, RECORD):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory} holds no {name}, so it cannot be verified; {_REMEDY}")
-    recorded = read_json(directory / RECORD, remedy=_REMEDY)
-    config = read_config(directory, trust_remote_code=trust_remote_code)
-    model = skeleton(config, spec, trust_remote_code=trust_remote_code)
-    modules = dict(model.named_modules())
-    found = 0
-    for file in sorted(directory.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                tensor = opened.get_tensor(name)
-                if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
-                    raise UserError(
-                        f"{file}: {name[:100]} is not the tensor that export recorded in {RECORD}; {_REMEDY}"
-                    )
-                _check_values(file, name, tensor, modules.get(name.rpartition(".")[0]), spec)
-                found += 1
-    if found != len(recorded):
-        raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {found}; {_REMEDY}")
-    compared = _check_report(directory, model)
-    return {"tensors": found, "report": compared}
+    with Compressed(directory, trust_remote_code=trust_remote_code) as source:
+        for name in (CHECKSUMS, RECORD):
+            if not (directory / name).is_file():
+                raise UserError(f"{directory} holds no {name}, so it cannot be verified; {_REMEDY}")
+        recorded = read_json(directory / RECORD, remedy=_REMEDY)
+        modules = dict(source.model.named_modules())
+        for name in source.names:
+            tensor = source.stored(name)
+            if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
+                raise UserError(
+                    f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {_REMEDY}"
+                )
+            _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
+        if len(source.names) != len(recorded):
+            raise UserError(
+                f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {_REMEDY}"
+            )
+        return {"tensors": len(recorded), "report": _check_report(directory, source.model)}
 
 
-def _check_values(file: Path, name: str, tensor: Tensor, module: Any, spec: QuantizationSpec) -> None:
+def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> None:
     """What holds for tensors of any checkpoint, whoever recorded them."""
     leaf = name.rpartition(".")[2]
     if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
-        raise UserError(f"{file}: {name} must be finite, but holds NaN or Inf; {_REMEDY}")
+        raise UserError(f"{directory}: {name} must be finite, but holds NaN or Inf; {_REMEDY}")
     if leaf == "lut" and isinstance(module, PalettizedLinear):
         values = tensor.float()
         if not bool((values[:, 1:] >= values[:, :-1]).all()):
-            raise UserError(f"{file}: the entries of {name} must ascend, but do not; {_REMEDY}")
+            raise UserError(f"{directory}: the entries of {name} must ascend, but do not; {_REMEDY}")
     if leaf == "indices" and module is not None:
         columns = module.in_features if isinstance(module, PalettizedLinear) else module.columns
         used = columns * module.bits % 8
         if used and bool((tensor[:, -1] >> used).any()):
-            raise UserError(f"{file}: the last bits of the rows of {name} must be zero, but are not; {_REMEDY}")
+            raise UserError(f"{directory}: the last bits of the rows of {name} must be zero, but are not; {_REMEDY}")
         if not isinstance(module, PalettizedLinear) and not bool(unpack(tensor, module.bits, columns).all()):
-            raise UserError(f"{file}: {name} holds index 0, which an embedding does not use; {_REMEDY}")
+            raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {_REMEDY}")
 
 
 def _check_report(directory: Path, model: Any) -> bool:
