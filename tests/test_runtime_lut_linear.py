@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import subprocess
 import sys
 
 import pytest
@@ -358,35 +357,3 @@ def test_compile_and_export_take_the_operator():
     rows = torch.export.Dim("rows", min=1, max=64)
     exported = torch.export.export(module, (x,), dynamic_shapes={"x": {0: rows}})
     assert torch.equal(exported.module()(torch.cat((x, x))), torch.cat((expected, expected)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-mavx512bw -mavx512vl -mavx512dq -mfma -mf16c", ""])
-def test_builds_for_other_processors_give_the_same(flags, tmp_path, monkeypatch):
-    """The same C for AVX2, for AVX-512 without its later parts, and plain: run here, as far as this machine has them."""
-    lines = build.Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    if build.library() is None or not all(flag[2:] in lines for flag in flags.split()):
-        pytest.skip("this machine cannot build or run it")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source, built = build.Path(lut_linear_c.__file__).parent / "lut_linear.c", tmp_path / "kernels.so"
-    options = ["-O2", "-shared", "-fPIC", "-Wno-psabi", f"-I{build._HERE}", *flags.split()]
-    subprocess.run(["cc", *options, source, "-o", built], check=True)
-    compiled = build.ctypes.CDLL(str(built))
-    for cached in (lut_linear_c._functions, lut_linear_c.level):
-        cached.cache_clear()
-    monkeypatch.setattr(lut_linear_c, "library", lambda: compiled)
-    monkeypatch.setattr(dispatch, "forced_path", lambda: "kernel")
-    try:
-        for bits in range(1, 9):
-            for granularity, rows, columns in SHAPES:
-                packed = random_packed(granularity, rows, columns, bits)
-                for dtype in DTYPES:
-                    for tokens in (1, 3, 20):
-                        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(8)).to(dtype)
-                        assert_as_exact_as_dense(x, packed, call(x, packed))
-            if bits > 1:
-                packed = random_scaled(19, 45, bits)
-                assert_as_exact_as_dense(torch.ones(2, 45), packed, call(torch.ones(2, 45), packed))
-    finally:
-        for cached in (lut_linear_c._functions, lut_linear_c.level):
-            cached.cache_clear()

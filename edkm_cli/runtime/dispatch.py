@@ -41,20 +41,17 @@ def _triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _kernel_tokens(packed: Packed, dtype: torch.dtype) -> int:
-    """Up to how many tokens the C kernel is the faster one, by measurement on a CPU with AVX-512 (docs/runtime.md)."""
-    rows_of_tiles = packed.table.shape[0] * (1 if packed.tile is None else packed.tile[0])
-    paired = packed.bits <= 4 or rows_of_tiles == packed.indices.shape[0]  # one table or scale for whole rows
-    if dtype != torch.float32 and dtype != torch.float16:
-        return 256 if paired and lut_linear_c.level() == 2 else 128 if lut_linear_c.level() else 8
-    return _ALL_TOKENS if lut_linear_c.level() else 32
+def _kernel_tokens(dtype: torch.dtype) -> int:
+    """Up to how many tokens the C kernel computes: all where vectors are wide, else as many as it was measured to be the
+    faster one for, with AVX2. What is measured on the machine itself, in C, changes no bit of a result."""
+    return _ALL_TOKENS if lut_linear_c.level() else 8 if dtype == torch.bfloat16 else 32
 
 
-def most_tokens(matrices: Sequence[Packed], dtype: torch.dtype) -> int:
-    """Up to how many tokens the C kernel is the way for matrices that have one input."""
+def most_tokens(dtype: torch.dtype) -> int:
+    """Up to how many tokens the C kernel is the way."""
     if forced_path() == "kernel":
         return _ALL_TOKENS
-    return min(_kernel_tokens(packed, dtype) for packed in matrices)
+    return _kernel_tokens(dtype)
 
 
 def _path(x: Tensor, packed: Packed) -> str:
@@ -70,7 +67,7 @@ def _path(x: Tensor, packed: Packed) -> str:
         return "reference"
     if forced != "auto":
         return forced
-    return "kernel" if x.numel() <= _kernel_tokens(packed, x.dtype) * x.shape[-1] else "dense"
+    return "kernel" if x.numel() <= _kernel_tokens(x.dtype) * x.shape[-1] else "dense"
 
 
 def computes_packed(packed: Packed) -> bool:
@@ -125,7 +122,7 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
         return None
     if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
         return None
-    most = {dtype: most_tokens(matrices, dtype) for dtype in DTYPES}
+    most = {dtype: most_tokens(dtype) for dtype in DTYPES}
     return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)
 
 

@@ -59,8 +59,24 @@ INLINE void prepare_words(Words *words, int bits, Meaning meaning) {
     words->bytes_two = first_bytes(RUN / 2 * bits / 8);
 }
 
+/* Two words in all places. */
+INLINE __m512i pair_at(const uint16_t *at) {
+    int32_t pair;
+    memcpy(&pair, at, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
+/* A table of `apart` words, repeated until it fills 32 lanes. */
+INLINE __m512i repeated(const uint16_t *at, int apart) {
+    if (apart == 8) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)at));
+    if (apart == 16) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)at));
+    if (apart == 4) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)at));
+    return pair_at(at);
+}
+
 /* Entries of a group as words, repeated until they fill 32 lanes. */
 INLINE __m512i word_table(const void *lut, int64_t dtype, int64_t group, int bits) {
+    if (dtype == BFLOAT16) return repeated((const uint16_t *)lut + (group << bits), 1 << bits);
     if (dtype == FLOAT16 && bits == 3) {
         __m256 entries = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)lut + group));
         return _mm512_broadcast_i32x4((__m128i)_mm256_cvtneps_pbh(entries));
@@ -129,21 +145,6 @@ INLINE int word_tables(const Part *part, int64_t group, int64_t groups, int bits
     for (int64_t at = first; at < last; at += LANES, to += LANES)
         _mm256_store_si256((__m256i *)to, sixteen_words(part->lut, part->lut_dtype, at, (__mmask16)first_words(last - at)));
     return 1 << bits;
-}
-
-/* Two words in all places. */
-INLINE __m512i pair_at(const uint16_t *at) {
-    int32_t pair;
-    memcpy(&pair, at, sizeof pair);
-    return _mm512_set1_epi32(pair);
-}
-
-/* A table of `apart` words, repeated until it fills 32 lanes. */
-INLINE __m512i repeated(const uint16_t *at, int apart) {
-    if (apart == 8) return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)at));
-    if (apart == 16) return _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)at));
-    if (apart == 4) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)at));
-    return pair_at(at);
 }
 
 /* The tables of a row of tiles, whose widths are multiples of half a block, from column `from` to `end`, at most SHORT_BLOCKS

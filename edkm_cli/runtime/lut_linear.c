@@ -11,6 +11,14 @@
 #include "threads.h"
 #include "vectors.h"
 
+#include <time.h>
+#ifdef __AMX_BF16__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
 #define STRIP 8    /* rows of W decoded at a time for panels */
 #define DEPTH 512  /* columns of W decoded at a time: 16 KiB of weights, 32 KiB of x */
@@ -25,7 +33,8 @@ typedef struct {
     const void *x;
     int64_t count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
     Meaning meaning;
-    int bits, pairs; /* pairs: x is laid out for lut_pairs.h, as words */
+    int bits, pairs, half; /* pairs: x is laid out for lut_pairs.h, as words; half: of float16, and scaled */
+    float unscale[16];     /* what undoes it, for each token */
 } Call;
 
 INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
@@ -264,7 +273,7 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
         before += own;
 #if HAS_PAIRS
         for (int64_t i = start; call->pairs && i < stop; i++)
-            (call->tokens > FEW_TOKENS ? panels_of_unit : pairs_of_unit)(
+            (is_few(call) ? pairs_of_unit : panels_of_unit)(
                 call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT)
             );
         if (call->pairs) continue;
@@ -328,7 +337,17 @@ int edkm_lut_linear_into(
     call.columns = packed->columns, call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
     int64_t padded = (call.columns + 127) / 128 * 128, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
 #if HAS_PAIRS
+    Part parts[MOST_PARTS];
+    int exponents[2 * FEW_TOKENS];
     call.pairs = takes_pairs(&call);
+    if (call.pairs && tokens > FEW_TOKENS) choose_multiply();
+    call.half = call.pairs && takes_halves(&call, x, x_row, exponents);
+    for (int64_t p = 0; call.half && p < call.count; p++) {
+        parts[p] = call.parts[p];
+        parts[p].lut_dtype = BFLOAT16; /* words are taken as they are */
+    }
+    for (int64_t n = 0; call.half && n < tokens; n++) call.unscale[n] = ldexpf(1, -exponents[n]);
+    if (call.half) call.parts = parts;
 #endif
     float *own = scratch((tokens < panels_from(&call) && !call.pairs ? tokens : rounded + LANES) * padded);
     if (!own) return 1;
@@ -336,7 +355,7 @@ int edkm_lut_linear_into(
     call.x_stride = padded;
     Matrix from = {x, dtype};
 #if HAS_PAIRS
-    if (call.pairs) lay_out_pairs(&call, x, x_row, (uint16_t *)own);
+    if (call.pairs) lay_out_pairs(&call, x, x_row, exponents, (uint16_t *)own);
     else
 #endif
         lay_out(&call, &from, x_row, own);

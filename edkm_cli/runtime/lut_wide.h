@@ -60,11 +60,12 @@ INLINE void decode_wide(
 
 /* As `few_pairs`. */
 INLINE void few_wide(
-    int vectors, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
+    int half, int vectors, int tokens, const Call *call, const Part *part, const Words *u, int64_t row, int count, int64_t from,
     int64_t end, const uint16_t *x, vf sums[][UNIT]
 ) {
     int64_t in_row = row_bytes(call), ahead = end - from == call->columns ? AHEAD : in_row;
     __m512i table[8];
+    (void)half;
     if (call->meaning == LEVEL) memcpy(table, u->levels, sizeof u->levels);
     for (int64_t r = 0; r < count; r++) {
         const uint8_t *p = part->indices + (row + r) * in_row + from * call->bits / 8;
@@ -90,10 +91,10 @@ INLINE void few_wide(
 }
 
 /* By the vectors of the table, none, 1, 2, 4 or 8. */
-ALL_TOKENS(few_wide, 0) ALL_TOKENS(few_wide, 1) ALL_TOKENS(few_wide, 2) ALL_TOKENS(few_wide, 4) ALL_TOKENS(few_wide, 8)
+ALL_TOKENS(few_wide, 0, 0) ALL_TOKENS(few_wide, 0, 1) ALL_TOKENS(few_wide, 0, 2) ALL_TOKENS(few_wide, 0, 4) ALL_TOKENS(few_wide, 0, 8)
 static FewPairs *const FEW_WIDE[5][4] = {
-    NAMES_BY_TOKENS(few_wide, 0), NAMES_BY_TOKENS(few_wide, 1), NAMES_BY_TOKENS(few_wide, 2), NAMES_BY_TOKENS(few_wide, 4),
-    NAMES_BY_TOKENS(few_wide, 8)
+    {NAMES_BY_TOKENS(few_wide, 0, 0)}, {NAMES_BY_TOKENS(few_wide, 0, 1)}, {NAMES_BY_TOKENS(few_wide, 0, 2)},
+    {NAMES_BY_TOKENS(few_wide, 0, 4)}, {NAMES_BY_TOKENS(few_wide, 0, 8)}
 };
 
 /* The place of the function for a call in lists as the one above. */

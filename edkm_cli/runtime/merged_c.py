@@ -67,7 +67,7 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
         return None
     for matrix in matrices:
         check(columns, matrix)
-    most = [dispatch.most_tokens(matrices, dtype) * columns for dtype in lut_linear_c.ORDER]
+    most = [dispatch.most_tokens(dtype) * columns for dtype in lut_linear_c.ORDER]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
     sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
     addresses = first.indices.data_ptr(), first.table.data_ptr()
