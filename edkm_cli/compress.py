@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -47,11 +46,12 @@ from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import self_text, store_of
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_accumulation, train
-from edkm_cli.train.losses import FrozenTeacher, Objective
+from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
 from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none
+from edkm_cli.train.teacher import RememberedTeacher, remember
 
 
 def compress(
@@ -126,7 +126,8 @@ class Run:
             self.measured.restore(unfinished["measured"])
         staging = output.begin(keep=unfinished is not None)
         output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
-        model, objective = self._start(dense, staging, resumed=unfinished is not None)
+        teacher = self._teacher(dense, identity) if self.plan.distills else None
+        model = self._start(dense, staging, resumed=unfinished is not None)
         del dense
         if self.exports_start:
             with self.clock.phase("evaluate"):
@@ -134,12 +135,12 @@ class Run:
         elif "start" not in self.measured.state():
             self._measure("start", model)
             output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
-        offloaded = self._train(model, objective, staging)
-        del objective
+        offloaded = self._train(model, teacher, staging)
         self._export(model, tokenizer, staging)
         del model
         if self.config.compare_dense:
-            self._train_dense(staging)
+            self._train_dense(teacher, staging)
+        del teacher
         return self.world.on_main(lambda: self._finish(output, staging, offloaded))
 
     # The steps.
@@ -193,7 +194,7 @@ class Run:
     def _open_dense(self) -> Layers | None:
         """The dense model whose decoder layers stay in its files; None where all of it is needed, or the files cannot."""
         plan, config = self.plan, self.config
-        if not plan.by_layer or plan.copies_teacher or config.dequantize:
+        if not plan.by_layer or config.dequantize:
             return None
         self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
         return open_layers(
@@ -227,30 +228,35 @@ class Run:
         with self.clock.phase("evaluate"):
             self.measured.measure(stage, model, self.world)
 
-    def _start(self, dense: Layers, staging: Path, *, resumed: bool) -> tuple[Any, Objective]:
-        """(the clustered model, what it is trained on): see `initialize`; from the disk where a resumed run finds it."""
+    def _teacher(self, dense: Layers, identity: dict[str, Any]) -> RememberedTeacher:
+        """What the uncompressed model predicts of all that training will see."""
+        with self.clock.phase("teacher"), dense.at_hand() as whole:
+            sha256 = identity["model_sha256"] + models.config_digest(whole.config)
+            watch: dict[str, Any] = {"track": self.watch.track, "say": self.watch.say}
+            return remember(whole, self.blocks, self.config, world=self.world, model_sha256=sha256, **watch)
+
+    def _start(self, dense: Layers, staging: Path, *, resumed: bool) -> Any:
+        """The clustered model: see `initialize`; from the disk where a resumed run finds it."""
         config, plan, world = self.config, self.plan, self.world
-        build = self._rebuild() if world.sharded else None
-        options: dict[str, Any] = {"keep_dense": plan.copies_teacher, "build": build, "world": world}
+        options: dict[str, Any] = {"build": self._rebuild() if world.sharded else None, "world": world}
         kept = KeptStart(staging / CHECKPOINTS / "start", world)
         with self.clock.phase("start"):
             state = kept.state() if resumed else None
             if state is not None:
                 self.plan = plan.with_bits(state["module_bits"])
-                model, teacher = restore(dense.model, Recipe.of(self.plan), kept, **options)
+                model = restore(dense.model, Recipe.of(self.plan), kept, **options)
             else:
                 require_none(staging, world)
                 calibration = calibration_batches(self.data, config) if config.importance != "none" else []
                 text: dict[str, Any] = {"calibration": calibration, "fitting": start_batches(self.data, plan)}
                 if plan.by_layer:
-                    teacher = copy.deepcopy(dense.model).requires_grad_(False) if plan.copies_teacher else None
                     watch: dict[str, Any] = {"world": world, "track": self.watch.track}
                     model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch)
                 else:
-                    model, teacher = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
+                    model, _ = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)
                 kept.write(model, self.plan.spec.module_bits)
-        return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
+        return model
 
     def _rebuild(self) -> Any:
         """Makes the sharded model that trains: see `build_sharded`."""
@@ -264,45 +270,31 @@ class Run:
             trust_remote_code=self.config.trust_remote_code,
         )
 
-    def _train(self, model: Any, objective: Objective, staging: Path) -> dict[str, Any]:
+    def _train(self, model: Any, teacher: RememberedTeacher | None, staging: Path) -> dict[str, Any]:
         config = self.config
         if not config.steps:
             return {}
         with self.clock.phase("train"):
-            offloaded = train(
-                model,
-                objective,
-                self.blocks,
-                config,
-                world=self.world,
-                staging=staging,
-                mixed_precision=self.config.mixed_precision,
-                measure=partial(self.measured.on_the_way, world=self.world),
-                track=self.watch.track,
-                show=self.watch.show,
-            )
+            objective = Objective(teacher, label_weight=config.label_weight or 0.0)
+            offloaded = train(model, objective, self.blocks, config, staging=staging, **self._training())
         self._measure("trained", model)
         return offloaded
 
-    def _train_dense(self, staging: Path) -> None:
+    def _training(self) -> dict[str, Any]:
+        """What both trainings get."""
+        return {
+            "world": self.world,
+            "mixed_precision": self.config.mixed_precision,
+            "measure": partial(self.measured.on_the_way, world=self.world),
+            "track": self.watch.track,
+            "show": self.watch.show,
+        }
+
+    def _train_dense(self, teacher: RememberedTeacher | None, staging: Path) -> None:
         """The uncompressed model, trained equally and measured."""
-        plan, world = self.plan, self.world
         with self.clock.phase("dense"):
-            teacher = self._load_dense().requires_grad_(False) if plan.distills else None
-            model = self._rebuild()() if world.sharded else self._load_dense()
-            train_dense(
-                model,
-                teacher,
-                self.blocks,
-                self.config,
-                world=world,
-                staging=staging,
-                mixed_precision=self.config.mixed_precision,
-                measure=partial(self.measured.on_the_way, world=world),
-                track=self.watch.track,
-                show=self.watch.show,
-            )
-            del teacher
+            model = self._rebuild()() if self.world.sharded else self._load_dense()
+            train_dense(model, teacher, self.blocks, self.config, staging=staging, **self._training())
         self._measure(DENSE, model)
 
     def _export(self, model: Any, tokenizer: Any, staging: Path) -> None:

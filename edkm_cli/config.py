@@ -284,12 +284,6 @@ class CompressConfig:
         TRAINING,
         minimum=0,
     )
-    hidden_weight: float = setting(
-        0.0,
-        "Weight of matching the teacher's layer outputs in distillation; 0 matches only its predictions.",
-        TRAINING,
-        minimum=0,
-    )
     compare_dense: bool = setting(
         False,
         "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio of "
@@ -299,7 +293,11 @@ class CompressConfig:
     dense_learning_rate: float = setting(
         1e-4, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
     )
-    gradient_checkpointing: bool = setting(False, "Save memory: compute activations again in the backward pass.", SCALE)
+    gradient_checkpointing: bool | None = setting(
+        None,
+        "Save memory: compute activations again in the backward pass; default: where assignments are held.",
+        SCALE,
+    )
     offload: str = setting(
         "none",
         "Where tensors wait for the backward pass.",

@@ -151,17 +151,13 @@ class RunPlan:
 
     @property
     def distills(self) -> bool:
-        """Whether the uncompressed model teaches: beside a trained one it is a copy, under LoRA it is within."""
+        """Whether the uncompressed model teaches."""
         return bool(self.config.distill and self.config.steps)
 
     @property
     def writes_text(self) -> bool:
         """Whether the uncompressed model writes some of the training text itself."""
         return any(source.needs_model for source in self.texts)
-
-    @property
-    def copies_teacher(self) -> bool:
-        return self.distills and not self.config.lora_rank
 
     @property
     def step_sequences(self) -> int:
@@ -194,6 +190,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
     # that, and the start chose the entries together.
     holds = trains_whole_weights(config) and config.distill and not labels and start != "kmeans"
+    held = holds if config.assignments == "auto" else config.assignments == "held"
     return replace(
         config,
         start=start,
@@ -201,8 +198,9 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
         allocation=allocation,
         embedding_bits=choose_embedding_bits(config, allocation),
         label_weight=labels,
-        assignments=config.assignments if config.assignments != "auto" else "held" if holds else "free",
+        assignments="held" if held else "free",
         dtype=dtype,
+        gradient_checkpointing=held if config.gradient_checkpointing is None else config.gradient_checkpointing,
         mixed_precision=config.mixed_precision if config.mixed_precision != "auto" else "bf16" if rounds else "no",
     )
 

@@ -82,8 +82,6 @@ MORE_CASES = [
     {"optimizer": "sgd", "importance": "activation"},
     {"lora_rank": 4, "gradient_checkpointing": True},
     {"context": 128, "sequence_length": 16},
-    {"hidden_weight": 1.0},
-    {"hidden_weight": 1.0, "mode": "soft", "sequence_length": 16, "batch_size": 4},
     {"steps": 1},
 ]
 

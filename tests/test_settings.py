@@ -75,7 +75,7 @@ def test_every_field_declares_its_help_and_panel(kind):
         assert setting_of(of).help.strip().endswith((".", "a file", ")")), of.name
 
 
-@pytest.mark.parametrize("name", ["label_weight", "hidden_weight", "weight_decay"])
+@pytest.mark.parametrize("name", ["label_weight", "weight_decay"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_weights_of_losses_are_finite_and_not_negative(name, value):
     with pytest.raises(UserError, match=f"{name} must be"):

@@ -16,7 +16,7 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.build import build_report
 from edkm_cli.summaries import summary
 from edkm_cli.train.dense import dense_directory, train_dense
-from edkm_cli.train.losses import next_token_loss
+from edkm_cli.train.losses import Beside, next_token_loss
 from edkm_cli.train.optimizer import learning_rate_factor, parameter_groups
 from helpers import assert_same_run, cluster, settings, tiny_llama
 
@@ -80,7 +80,7 @@ def test_both_perplexities_and_their_ratio_are_told_everywhere(compared, model_d
     model, teacher = (models.load_dense(source, dtype="float32") for _ in range(2))
     tokenizer = models.load_tokenizer(source)
     blocks = data.open_training_data(data.parse_sources(config.data), tokenizer).blocks(config.sequence_length, seed=0)
-    train_dense(model, teacher.requires_grad_(False), blocks, config, world=World(), staging=tmp_path)
+    train_dense(model, Beside(teacher.requires_grad_(False)), blocks, config, world=World(), staging=tmp_path)
     text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     assert row["dense"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity, rel=1e-5)
     build_report(out, output=tmp_path / "page.html", weights=False)

@@ -6,19 +6,20 @@ import torch
 
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import ALONE
+from edkm_cli.nn.parts import Parts
 from edkm_cli.train.loop import hard_loss
-from edkm_cli.train.losses import Objective
+from edkm_cli.train.losses import Beside, Objective
 from helpers import cluster, tiny_llama
 
 
 def test_the_hard_loss_is_the_whole_objective_of_the_snapped_model(ids):
     teacher, (student, _) = tiny_llama(), cluster(tiny_llama(), mode="soft", bits=2)
     config = CompressConfig(mode="soft", steps=1)
-    objective = Objective(teacher, label_weight=0.3, hidden_weight=0.7)
+    objective, parts = Objective(Beside(teacher), label_weight=0.3), Parts(student)
     student.eval()
     with torch.no_grad():
-        expected = float(objective.loss(student, ids))
-        less = float(Objective(teacher, label_weight=0.3).loss(student, ids))
+        expected = float(objective.loss(parts, ids))
+        less = float(Objective(Beside(teacher)).loss(student, ids))
     student.train()
-    assert hard_loss(student, objective, ids, 0, config, ALONE) == expected != less
+    assert hard_loss(student, parts, objective, ids, 0, config, ALONE) == expected != less
     assert student.training

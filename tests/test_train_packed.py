@@ -11,7 +11,7 @@ from edkm_cli.data import Blocks
 from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.data.store import in_memory
 from edkm_cli.errors import UserError
-from edkm_cli.train.losses import Objective
+from edkm_cli.train.losses import Beside, Objective
 from edkm_cli.train.packed import require_attention_within_documents
 
 SMALL = {
@@ -110,7 +110,7 @@ def test_the_objective_of_packed_batches_is_the_mean_over_all_tokens_learnt():
     with torch.no_grad():
         found = Objective().loss(model, batch).item()
         assert found == pytest.approx(sum(losses_alone(model)) / batch.learnt, rel=1e-5)
-        assert Objective(teacher).loss(model, batch).item() == pytest.approx(0, abs=1e-6)
+        assert Objective(Beside(teacher)).loss(model, batch).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_gradients_of_packed_training_are_those_of_documents_alone():

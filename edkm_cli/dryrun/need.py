@@ -104,7 +104,6 @@ def _static(plan: RunPlan) -> Peak:
     parts = {"weights": whole}
     if full:
         parts = {"weights": clustered, "gradients": clustered, "optimizer": int(moments * clustered)}
-        parts["teacher"] = whole if plan.copies_teacher else 0
     return Peak("training", parts, {"training": sum(parts.values())})
 
 

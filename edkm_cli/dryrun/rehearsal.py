@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import kmeans_start
+from edkm_cli.data import Batch
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.gradients import Gradients, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST
@@ -45,12 +46,13 @@ from edkm_cli.initialize.tables import fits_tables
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
 from edkm_cli.runtime.palettized import Rounded, to_nearest
 from edkm_cli.train.loop import prepare
-from edkm_cli.train.losses import FrozenTeacher, Objective
+from edkm_cli.train.losses import Objective
 from edkm_cli.train.masters import state_bytes
 from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups
 
@@ -76,6 +78,20 @@ class Peak:
         return sum(self.parts.values())
 
 
+class _Taught:
+    """A teacher whose states are read from the disk."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+
+    def states(self, batch: Batch) -> Tensor:
+        return torch.empty(*batch.ids.shape, self._parts.width, dtype=torch.float16, device=META)
+
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        return self._parts.logits(states.to(self._parts.dtype))
+
+
 class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
@@ -89,11 +105,14 @@ class Rehearsal:
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
         with self._stage:
-            model, objective = self._start(self._load())
+            dense = self._load()
+            teacher = self._teacher(dense) if self.plan.distills else None
+            model = self._start(dense)
+            del dense
             self._evaluate(model)
             if self.config.steps:
-                self._train(model, objective)
-            del objective
+                self._train(model, Objective(teacher, label_weight=self.config.label_weight or 0.0))
+            del teacher
             self._export(model)
         return {place: self._peak(place) for place in (DEVICE, HOST)}
 
@@ -140,7 +159,18 @@ class Rehearsal:
         with self._gathered(model):
             perplexity(model, tokens, context=self.config.context, max_windows=1)
 
-    def _start(self, dense: Any) -> tuple[Any, Objective]:
+    def _teacher(self, dense: Any) -> _Taught:
+        """A pass of one sequence, and the copy of the head that is kept."""
+        self._ledger.begin("teacher")
+        with self._ledger.under(TEACHER), META:
+            parts = Parts(dense, frozen=True)
+        with torch.no_grad(), self._gathered(dense):
+            ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device=META)
+            parts.states(input_ids=ids, use_cache=False)
+        parts.release()
+        return _Taught(parts)
+
+    def _start(self, dense: Any) -> Any:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
         calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
@@ -149,23 +179,21 @@ class Rehearsal:
         batches = calibration_batches(calibration, config)[: 1 if self.launch.gpu else 2]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
-            model, teacher = initialize(
+            model, _ = initialize(
                 dense,
                 replace(Recipe.of(plan), average_bits=None),
                 calibration=batches if config.importance != "none" else [],
                 fitting=start_batches(text, plan),
-                keep_dense=plan.copies_teacher,
-                build=partial(self._rebuild, dense) if self.launch.sharded else None,
+                build=self._rebuild if self.launch.sharded else None,
                 world=World(device="meta"),
                 collect=self._collect,
                 start=self._kmeans,
                 compensating=self._compensate,
                 reconstructing=self._reconstruct,
                 rounding_of=self._rounding_of,
-                duplicate=self._duplicate,
             )
         self._settle(model)
-        return model, Objective.of(config, FrozenTeacher(model) if plan.distills and config.lora_rank else teacher)
+        return model
 
     def _collect(self, model: Any, names: list[str], batches: list[Tensor], **options: Any) -> dict[str, Tensor]:
         """`collect_importance`; then the start begins."""
@@ -191,14 +219,8 @@ class Rehearsal:
             found |= {swap.name: partial(rounded, factor) for swap in swaps if swap.role in (EMBEDDING, HEAD)}
         return found
 
-    def _duplicate(self, dense: Any) -> Any:
-        with self._ledger.under(TEACHER):
-            return copy.deepcopy(dense)
-
-    def _rebuild(self, dense: Any, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:
-        """As `build_sharded`; a dense model that is kept is the teacher from now on."""
-        if self.plan.copies_teacher:
-            self._ledger.move(dense.parameters(), TEACHER, share=self.launch.share)
+    def _rebuild(self, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:
+        """As `build_sharded`."""
         model = self._dense_model(self.config.dtype)
         for path, block in decoder_layers(model).items():
             prepare(path, block)
@@ -301,12 +323,13 @@ class Rehearsal:
             if config.gradient_accumulation > 1:
                 gradients.make()
             ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device=META)
-            held.enter_context(self._gathered(model, objective.teacher))
+            held.enter_context(self._gathered(model))
             held.enter_context(self._stage.autocast(model, self.config.mixed_precision == "bf16"))
+            parts = Parts(model, whole=self.launch.sharded)
             with self._stage.offload(model, config.offload == "cpu"):
-                (objective.loss(model, ids) / config.gradient_accumulation).backward()
+                (objective.loss(parts, ids) / config.gradient_accumulation).backward()
             if config.mode == "soft":
-                self._hard_loss(model, objective, ids)
+                self._hard_loss(model, parts, objective, ids)
             gradients.restore()
             torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
             for layer in clustered_layers(model).values():
@@ -320,9 +343,9 @@ class Rehearsal:
                 module.gradient_checkpointing = False
 
     @torch.no_grad()
-    def _hard_loss(self, model: Any, objective: Objective, ids: Tensor) -> None:
+    def _hard_loss(self, model: Any, parts: Parts, objective: Objective, ids: Tensor) -> None:
         model.eval()
-        objective.loss(model, ids)
+        objective.loss(parts, ids)
         model.train()
 
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:

@@ -30,7 +30,7 @@ from edkm_cli.preflight import Launch, calibration_batches, choose_device, resol
 from edkm_cli.progress import Observer
 from edkm_cli.self_text import self_text, store_of
 from edkm_cli.train.loop import train
-from edkm_cli.train.losses import Objective
+from edkm_cli.train.losses import Beside, Objective
 
 REPORT = "merge.json"
 _FIT_TOKENS = 256  # in a sequence: many small steps fit a decoder layer better than a few long ones
@@ -147,7 +147,7 @@ class _Run:
         with self.session.clock.phase("train"):
             train(
                 merged,
-                Objective.of(self.settings, teacher),
+                Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0),
                 self.session.data.blocks(self.config.sequence_length, seed=self.config.seed),
                 self.settings,
                 world=self.world,

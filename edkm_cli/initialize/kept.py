@@ -116,13 +116,13 @@ class KeptStart:
                 yield name, self._world.broadcast_whole(opened.get_tensor(name) if opened else None)
 
 
-def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> tuple[Any, Any | None]:
+def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
     """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
 
     def empty(weight: Tensor, k: int, *, granularity: Any, **_: Any) -> Tensor:
         return torch.zeros(granularity.groups(*weight.shape), k, device=weight.device)
 
-    model, teacher = initialize(
+    model, _ = initialize(
         dense,
         recipe,
         start=empty,
@@ -131,7 +131,7 @@ def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> tupl
         **options,
     )
     kept.fill(model)
-    return model, teacher
+    return model
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

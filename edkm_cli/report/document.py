@@ -162,15 +162,13 @@ def training_section(run: RunFiles) -> Markup | None:
 
 def _objective(settings: Mapping[str, Any]) -> str:
     """What a run was trained on, in words."""
-    given = (settings.get("label_weight"), settings.get("hidden_weight"))
-    labels, hidden = (value if isinstance(value, (int, float)) else 0 for value in given)
+    labels = settings.get("label_weight")
     if not settings.get("distill", True):
         return "the next-token loss"
-    terms = ["the KL divergence from the original's predictions"]
-    for weight, what in ((labels, "the next-token loss"), (hidden, "the error of the decoder layers' outputs")):
-        if weight:
-            terms.append(what if weight == 1 else f"{weight:g} times {what}")
-    return " plus ".join(terms)
+    learnt = "the KL divergence from the original's predictions"
+    if not isinstance(labels, (int, float)) or not labels:
+        return learnt
+    return f"{learnt} plus {'' if labels == 1 else f'{labels:g} times '}the next-token loss"
 
 
 _COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")

@@ -20,7 +20,7 @@ from edkm_cli.data import Blocks
 from edkm_cli.distributed import World
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.loop import train
-from edkm_cli.train.losses import Objective
+from edkm_cli.train.losses import Objective, Teacher
 from edkm_cli.train.state import CHECKPOINTS
 
 METRICS = "metrics_dense.jsonl"
@@ -34,7 +34,7 @@ def dense_directory(staging: Path, config: CompressConfig) -> Path:
 
 def train_dense(
     model: Any,
-    teacher: Any | None,
+    teacher: Teacher | None,
     blocks: Blocks,
     config: CompressConfig,
     *,
@@ -47,7 +47,7 @@ def train_dense(
 ) -> None:
     """Train a dense causal LM in place by the settings of a compressed one; the arguments are those of `train`.
 
-    `teacher` is the same model, frozen, where the compressed one has it for a teacher. A killed run goes on from its newest
+    A killed run goes on from its newest
     checkpoint, and a finished one only loads its last. The lines of its metrics end in `staging`.
     """
     directory = dense_directory(staging, config)
@@ -59,7 +59,7 @@ def train_dense(
     )
     train(
         model,
-        Objective.of(settings, teacher),
+        Objective(teacher, label_weight=settings.label_weight or 0.0),
         blocks,
         settings,
         world=world,

@@ -21,12 +21,14 @@ from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import Metrics, require_trackers
 from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
 from edkm_cli.train.state import BestStep, Checkpoints
+from edkm_cli.train.teacher import micro_batch
 
 
 @contextmanager
@@ -44,20 +46,17 @@ def preemption() -> Iterator[threading.Event]:
 
 
 def make_accelerator(config: CompressConfig, world: World, mixed_precision: str, project: Path) -> Any:
-    """accelerate's part: data parallelism, autocast and trackers. Raises UserError for a tracker that is missing."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    """accelerate's part: autocast and trackers. Raises UserError for a tracker that is missing."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     require_trackers(config)
     AcceleratorState._reset_state()  # a second run in one process may choose another precision
-    # Buffers are packed indices, the same everywhere: nothing to broadcast before each forward.
-    parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
         cpu=world.device == "cpu",
         log_with=list(config.log_with) or None,
         project_dir=str(project) if config.log_with else None,
-        kwargs_handlers=[parallel],
     )
     accelerator.gradient_accumulation_steps = 1  # `step` divides the loss itself
     return accelerator
@@ -168,9 +167,7 @@ class _Training:
         self._accelerator, self._optimizer = accelerator, optimizer
         self._layers = clustered_layers(model)
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        # FSDP2 has wrapped a sharded model already; of several whole ones accelerate averages the gradients.
-        self._parallel = world.size > 1 and not world.sharded
-        self._step_model = accelerator.prepare_model(model) if self._parallel else model
+        self._parts = Parts(model, whole=world.sharded)
         self._marshal = MarshalSavedTensors(device="cpu", keep=model.buffers()) if config.offload == "cpu" else None
 
     @property
@@ -184,7 +181,9 @@ class _Training:
         temperature = set_temperature(self._layers, step, config)
         loss, last = self._accumulate(step)
         require_finite("training loss", loss, step)
-        hard = hard_loss(self._model, self._objective, last, step, config, world) if config.mode == "soft" else None
+        hard = None
+        if config.mode == "soft":
+            hard = hard_loss(self._model, self._parts, self._objective, last, step, config, world)
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
         for layer in self._layers.values():
@@ -217,27 +216,33 @@ class _Training:
         """
         count = self._config.gradient_accumulation
         loss = torch.zeros((), dtype=torch.float64)
-        batches = [self._batch(step, micro) for micro in range(count)]
+        found = (micro_batch(self._blocks, self._config, self._world, step, micro) for micro in range(count))
+        batches = [batch.to(self._world.device) for batch in found]
         shares = [1.0] * count
         if batches[0].labels is not None:
             learnt = torch.tensor(float(sum(batch.learnt for batch in batches)), dtype=torch.float64)
             total = max(float(self._world.sum(learnt)), 1.0)
             shares = [batch.learnt * count * self._world.size / total for batch in batches]
-        for micro, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            waits = self._step_model.no_sync() if self._parallel and micro + 1 < count else nullcontext()
-            with waits, self._marshal or nullcontext():
+        for batch, share in zip(batches, shares, strict=True):
+            with self._marshal or nullcontext():
                 with self._accelerator.autocast():
-                    part = self._objective.loss(self._step_model, batch)
+                    part = self._objective.loss(self._parts, batch)
                     part = part if share == 1.0 else part * share
-                self._accelerator.backward(part / count)
+                (part / count).backward()
             loss += part.detach().double().cpu() / (count * self._world.size)
+        if not self._world.sharded:  # else FSDP2 has averaged them
+            average_gradients(self._model, self._world)
         return float(self._world.sum(loss)), batches[-1]
 
-    def _batch(self, step: int, micro: int) -> Batch:
-        """This process's part of a micro-batch. A step sees the same blocks however they are split over processes."""
-        world, config = self._world, self._config
-        index = (step * config.gradient_accumulation + micro) * world.size + world.rank
-        return self._blocks.examples(index, config.batch_size).to(world.device)
+
+def average_gradients(model: Any, world: World) -> None:
+    """Over the processes of a model that each has whole: of held assignments, those of tables and norms only."""
+    if world.size == 1:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # one that this process's tokens did not use, an expert's, takes part with zeros
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            world.sum(parameter.grad).div_(world.size)
 
 
 def require_finite(what: str, value: float, step: int) -> None:
@@ -281,7 +286,7 @@ def set_temperature(layers: dict[str, ClusteredLinear], step: int, config: Compr
 
 @torch.no_grad()
 def hard_loss(
-    model: Any, objective: Objective, batch: Batch, step: int, config: CompressConfig, world: World
+    model: Any, parts: Parts, objective: Objective, batch: Batch, step: int, config: CompressConfig, world: World
 ) -> float | None:
     """In soft mode, the objective of the snapped model on the step's last micro-batch: what export would give. Measured at
     about twenty steps of the run, None at the others."""
@@ -289,7 +294,7 @@ def hard_loss(
     if step % every and step + 1 != config.steps:
         return None
     model.eval()
-    value = objective.loss(model, batch).double().cpu() / world.size
+    value = objective.loss(parts, batch).double().cpu() / world.size
     model.train()
     return float(world.sum(value))
 

@@ -2,61 +2,129 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.config import CompressConfig
 from edkm_cli.data.blocks import NO_LABEL, Batch
-from edkm_cli.nn.lora import dense_weights
+from edkm_cli.nn.parts import Parts
 
-_CHUNK_TOKENS = 256
+_CHUNK_TOKENS = 128
+Logits = Callable[[Tensor], Tensor]
+"""States (1, tokens, n) -> logits (1, tokens, vocabulary)."""
 
 
-class _MeanKL(torch.autograd.Function):
-    """KL(teacher || student) a token, averaged, plus `label_weight` times the next token's negative log-probability,
-    averaged. Its gradient is as large as the logits and is the one thing saved; log-softmaxes exist only chunk by chunk.
+class Teacher(Protocol):
+    """Whose predictions are learnt: its states (batch, sequence, n) of a batch, and the logits of some of them."""
 
-    `labels` (tokens,) int64 are the next tokens, -1 where there is none. `masked`: what has none counts in neither loss.
+    def states(self, batch: Batch) -> Tensor: ...
+
+    def logits(self, states: Tensor) -> Tensor: ...
+
+
+class Beside:
+    """A frozen model in memory as a teacher."""
+
+    def __init__(self, model: Any):
+        self._model, self._parts = model.eval(), Parts(model)
+        self.logits = self._parts.logits
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> Tensor:
+        return self._parts.states(**inputs_of(batch))
+
+
+def inputs_of(batch: Batch) -> dict[str, Any]:
+    """What a model is called with. Where a batch has positions, which restart with each document, transformers keeps
+    attention within the documents."""
+    positions = {} if batch.positions is None else {"position_ids": batch.positions}
+    return {"input_ids": batch.ids, "use_cache": False, **positions}
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a token counts: `divergence` (tokens,) and `label` (tokens,) float32, whose sums over all are those of means."""
+
+    divergence: Tensor | None
+    label: Tensor | None
+    labels: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, *, taught: bool, label_weight: float, masked: bool) -> _Weights:
+        """`labels` (tokens,) int64, -1 where there is none; `masked`: such places count for nothing."""
+        known = (labels >= 0).float()
+        mean = known / known.sum().clamp_min(1)
+        divergence = mean if masked else torch.full_like(known, 1 / len(labels))
+        label = label_weight * mean if taught else mean
+        return cls(divergence if taught else None, label if label_weight or not taught else None, labels)
+
+
+def _loss_of_logits(student: Tensor, teacher: Tensor | None, weights: _Weights, part: slice) -> tuple[Tensor, Tensor]:
+    """(the loss of some tokens, its gradient in their logits): logits (tokens, vocabulary), computed in float32.
+
+    Both losses end in the student's softmax p: with targets q that sum to one, the gradient of each is p - q.
     """
+    log_student = student.float().log_softmax(1)
+    loss, target, total = torch.zeros((), device=student.device), None, torch.zeros_like(log_student[:, 0])
+    if teacher is not None and weights.divergence is not None:
+        log_teacher = teacher.float().log_softmax(1)
+        target = log_teacher.exp()
+        share = weights.divergence[part]
+        loss = loss + ((log_teacher.sub_(log_student)).mul_(target).sum(1) * share).sum()
+        target.mul_(share[:, None])
+        total = total + share
+    if weights.label is not None:
+        share, picks = weights.label[part], weights.labels[part].clamp_min(0)[:, None]
+        loss = loss - (log_student.gather(1, picks)[:, 0] * share).sum()
+        total = total + share
+    gradient = log_student.exp_().mul_(total[:, None])
+    if target is not None:
+        gradient.sub_(target)
+    if weights.label is not None:
+        gradient.scatter_add_(1, picks, -share[:, None])
+    return loss, gradient
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss of states (tokens, n), whose logits exist some tokens at a time, in forward only: the gradients, as large as
+    the states and as what trains of the head, are computed there."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, labels: Tensor, label_weight: float, masked: bool
+        ctx: Any,
+        states: Tensor,
+        logits: Logits,
+        taught: Tensor | None,
+        teacher: Teacher | None,
+        weights: _Weights,
+        differentiate: bool,
+        *head: Tensor,
     ) -> Tensor:
-        gradient = torch.empty_like(student)
-        total = torch.zeros((), dtype=torch.float64, device=student.device)
-        known = labels >= 0
-        count = max(int(known.sum()), 1) if masked else student.shape[0]  # tokens that the divergence is averaged over
-        labelled = known.sum().clamp_min(1)
-        share = label_weight / labelled * known if label_weight else None  # (tokens,), what a label weighs
-        for rows in torch.arange(student.shape[0]).split(_CHUNK_TOKENS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            log_student = student[part].float().log_softmax(1)
-            log_teacher = teacher[part].float().log_softmax(1)
-            probabilities = log_teacher.exp()
-            divergence = (log_teacher - log_student).mul_(probabilities)
-            counts: Tensor | float = known[part][:, None] if masked else 1.0
-            total += (divergence * counts).sum() / count if masked else divergence.sum() / count
-            del log_teacher, divergence
-            if share is None:
-                gradient[part] = (log_student.exp_() - probabilities).div_(count).mul_(counts).to(student.dtype)
-                continue
-            # Both losses end in the student's softmax: their targets are added, each with its weight.
-            weights, target = share[part], probabilities.div_(count).mul_(counts)
-            picks = labels[part].clamp_min(0)[:, None]
-            total -= (log_student.gather(1, picks)[:, 0] * weights).sum()
-            target.scatter_add_(1, picks, weights[:, None].to(target.dtype))
-            gradient[part] = (log_student.exp_().mul_(weights[:, None] + counts / count) - target).to(student.dtype)
-        ctx.save_for_backward(gradient)
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        gradients = [torch.zeros_like(tensor) for tensor in (states, *head)] if differentiate else []
+        for first in range(0, len(states), _CHUNK_TOKENS):
+            part = slice(first, first + _CHUNK_TOKENS)
+            theirs = None if teacher is None or taught is None else teacher.logits(taught[None, part])[0]
+            with torch.set_grad_enabled(differentiate):
+                given = states[part].detach().requires_grad_(differentiate)
+                ours = logits(given[None])[0]
+            loss, gradient = _loss_of_logits(ours.detach(), theirs, weights, part)
+            total += loss
+            if differentiate:
+                found = torch.autograd.grad(ours, [given, *head], gradient.to(ours.dtype), allow_unused=True)
+                gradients[0][part] = found[0]
+                for sum_, more in zip(gradients[1:], found[1:], strict=True):
+                    sum_ += 0 if more is None else more
+        ctx.save_for_backward(*gradients)
         return total.float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None
+        states, *head = (gradient * grad.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return states, None, None, None, None, None, *head
 
 
 def kl_divergence(
@@ -75,11 +143,34 @@ def kl_divergence(
     """
     masked = labels is not None
     if labels is None:
-        labels = torch.full(student.shape[:-1], -1, device=student.device)
-        if label_weight and ids is not None:
-            labels[:, :-1] = ids[:, 1:]
-    flat = labels.flatten()
-    return _MeanKL.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), flat, label_weight, masked)
+        labels = (
+            _next_tokens(ids) if ids is not None else torch.full(student.shape[:-1], NO_LABEL, device=student.device)
+        )
+    weights = _Weights.of(labels.flatten(), taught=True, label_weight=label_weight, masked=masked)
+    given = _Identity()
+    return _chunked(student.flatten(0, -2), given.logits, teacher.detach().flatten(0, -2), given, weights, [])
+
+
+class _Identity:
+    """States that are logits."""
+
+    def states(self, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states
+
+
+def _chunked(
+    states: Tensor, logits: Logits, taught: Tensor | None, teacher: Teacher | None, weights: _Weights, head: list[Any]
+) -> Tensor:
+    differentiate = torch.is_grad_enabled() and (states.requires_grad or bool(head))
+    return _ChunkedLoss.apply(states, logits, taught, teacher, weights, differentiate, *head)
+
+
+def _next_tokens(ids: Tensor) -> Tensor:
+    """The label of each place of ids (batch, sequence): the next token, NO_LABEL at the last."""
+    return torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], NO_LABEL)), 1)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -87,83 +178,39 @@ def next_token_loss(logits: Tensor, ids: Tensor, labels: Tensor | None = None) -
 
     With `labels` (batch, sequence), the tokens to be learnt and -1 where there is none: of these, 0 where there are none.
     """
-    if labels is not None:
-        total = nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
-        )
-        return total / (labels >= 0).sum().clamp_min(1)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-class FrozenTeacher:
-    """The uncompressed model inside one that is trained with LoRA: its own weights, without updates and clustering.
-
-    No second copy of the weights. Embeddings are those of the student, rounded.
-    """
-
-    def __init__(self, model: Any):
-        self._model = model
-
-    def __call__(self, **inputs: Any) -> Any:
-        with dense_weights(self._model):
-            return self._model(**inputs)
-
-
-def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], *, labels: Tensor | None = None) -> Tensor:
-    """How far the decoder layers' outputs are from the teacher's: squared error by squared norm, each (batch, sequence,
-    hidden), averaged over layers and tokens (those with a label where there are `labels`). Token by token, or the few tokens
-    with huge norms would be all of it."""
-    parts = []
-    for ours, theirs in zip(student[1:], teacher[1:], strict=True):  # the first are the embeddings
-        theirs = theirs.float()
-        error = (ours.float() - theirs).square().sum(-1)
-        relative = error / theirs.square().sum(-1).clamp_min(1e-12)
-        if labels is None:
-            parts.append(relative.mean())
-        else:
-            parts.append((relative * (labels >= 0)).sum() / (labels >= 0).sum().clamp_min(1))
-    return torch.stack(parts).mean()
+    labels = _next_tokens(ids) if labels is None else labels
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
+    )
+    return total / (labels >= 0).sum().clamp_min(1)
 
 
 @dataclass(frozen=True)
 class Objective:
     """What training minimizes, in one piece, so that no part of it is left out on the way.
 
-    With a teacher: the KL divergence from its logits, plus `label_weight` times `next_token_loss` and `hidden_weight`
-    times `hidden_loss`. Without one (`teacher` is None): `next_token_loss` alone, and the two weights count for nothing.
+    With a teacher: the KL divergence from its predictions, plus `label_weight` times the next-token loss. Without one:
+    the next-token loss alone, and the weight counts for nothing.
     """
 
-    teacher: Any | None = None
+    teacher: Teacher | None = None
     label_weight: float = 0.0
-    hidden_weight: float = 0.0
-
-    @classmethod
-    def of(cls, config: CompressConfig, teacher: Any | None) -> Objective:
-        """What a resolved configuration asks for."""
-        assert config.label_weight is not None, "the configuration must be resolved"
-        return cls(teacher, label_weight=config.label_weight, hidden_weight=config.hidden_weight)
 
     def loss(self, student: Any, batch: Batch | Tensor) -> Tensor:
-        """Of one micro-batch, or of ids (batch, sequence) int64 alone: a scalar whose gradient goes to the student.
+        """Of one micro-batch, or of ids (batch, sequence) int64 alone: a scalar whose gradient goes to the student, a causal
+        LM or its `Parts`. Logits exist 128 tokens at a time.
 
-        Where a batch has labels, every part of the objective is a mean over the places with a label. Where it has
-        positions, which restart with each document, transformers keeps attention within the documents.
+        Where a batch has labels, every part of the objective is a mean over the places with a label.
         """
-        if isinstance(batch, Tensor):
-            batch = Batch(batch)
-        ids, labels = batch.ids, batch.labels
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-        if batch.positions is not None:
-            inputs["position_ids"] = batch.positions
-        if self.teacher is None:
-            return next_token_loss(student(**inputs).logits, ids, labels)
-        if self.hidden_weight:
-            inputs["output_hidden_states"] = True
-        # The student first: its graph is the larger part of the memory, and the teacher's logits are needed only after.
-        ours = student(**inputs)
-        with torch.no_grad():
-            theirs = self.teacher(**inputs)
-        loss = kl_divergence(ours.logits, theirs.logits, ids=ids, label_weight=self.label_weight, labels=labels)
-        if not self.hidden_weight:
-            return loss
-        return loss + self.hidden_weight * hidden_loss(ours.hidden_states, theirs.hidden_states, labels=labels)
+        batch = Batch(batch) if isinstance(batch, Tensor) else batch
+        parts = student if isinstance(student, Parts) else Parts(student)
+        labels = _next_tokens(batch.ids) if batch.labels is None else batch.labels
+        states = parts.states(**inputs_of(batch)).flatten(0, 1)
+        taught = None if self.teacher is None else self.teacher.states(batch).flatten(0, 1)
+        weights = _Weights.of(
+            labels.flatten(),
+            taught=taught is not None,
+            label_weight=self.label_weight,
+            masked=batch.labels is not None,
+        )
+        return _chunked(states, parts.logits, taught, self.teacher, weights, parts.head_parameters())

@@ -39,7 +39,7 @@ from edkm_cli.research.baselines.outcome import (
     shapes_of,
 )
 from edkm_cli.research.baselines.train import train
-from edkm_cli.train.losses import Objective
+from edkm_cli.train.losses import Beside, Objective
 
 _GREEDY_UP_TO = (3, 4, 5)
 
@@ -162,7 +162,7 @@ def distil(
     """
     frozen = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     trained = [one for one in model.parameters() if one.requires_grad and id(one) not in frozen]
-    objective = Objective(teacher)
+    objective = Objective(Beside(teacher))
 
     def loss_at(step: int) -> Tensor:
         return objective.loss(model, blocks.batch(step, batch_size).to(trained[0].device))

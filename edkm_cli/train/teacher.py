@@ -1,0 +1,174 @@
+"""The uncompressed model's predictions of the training text, computed once and kept on disk.
+
+Each sequence that training will see passes the uncompressed model once; what is kept is its last state for each token, two
+bytes a number (8 KB a token for LLaMA-7B, 0.8 GB for 100,000 tokens), from which one copy of the head gives the logits
+again. So training holds no second model and no step runs one, and a text that is trained on many times is passed once.
+
+    $EDKM_CACHE/teacher/DIGEST.states     a row (tokens, width) for each sequence, float16 (bfloat16 of such a model)
+    $EDKM_CACHE/teacher/DIGEST.json       its SHA-256, written last
+    $EDKM_CACHE/teacher/DIGEST.partial    the rows so far: what is killed goes on after its last whole pass
+
+The digest is that of the model and of all sequences in their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.data import Batch, Blocks
+from edkm_cli.data.cache import locked
+from edkm_cli.distributed import World
+from edkm_cli.errors import UserError
+from edkm_cli.format import sha256_of, write_json
+from edkm_cli.models import cache_directory
+from edkm_cli.nn.parts import Parts
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.train.losses import inputs_of
+
+_PASS_TOKENS = 4096  # in one pass: where layers are read from files, each is read once for all of them
+
+
+def micro_batch(blocks: Blocks, config: Any, world: World, step: int, micro: int) -> Batch:
+    """This process's part of a micro-batch. A step sees the same blocks however they are split over processes."""
+    index = (step * config.gradient_accumulation + micro) * world.size + world.rank
+    return blocks.examples(index, config.batch_size)
+
+
+class RememberedTeacher:
+    """The states of sequences, by their tokens; the head is a copy of its own."""
+
+    def __init__(self, path: Path, rows: dict[str, int], shape: tuple[int, int], dtype: torch.dtype, parts: Parts):
+        size = len(rows) * shape[0] * shape[1]
+        self._states = torch.from_file(str(path), size=size, dtype=dtype).view(len(rows), *shape)
+        self._rows, self._parts = rows, parts
+
+    def states(self, batch: Batch) -> Tensor:
+        """(batch, sequence, width), as they are kept, on the batch's device. KeyError for a sequence that was not seen."""
+        rows = [self._rows[digest] for digest in _digests(batch)]
+        return self._states[rows].to(batch.ids.device)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits of some of these states."""
+        with torch.no_grad():
+            return self._parts.logits(states.to(self._parts.dtype))
+
+
+def _digests(batch: Batch) -> list[str]:
+    """What tells each sequence of a batch apart: its tokens, and where its documents begin."""
+    tensors = [batch.ids, *([] if batch.positions is None else [batch.positions])]
+    rows = zip(*(tensor.cpu().numpy() for tensor in tensors), strict=True)
+    return [hashlib.sha256(b"".join(part.tobytes() for part in row)).hexdigest() for row in rows]
+
+
+def remember(
+    model: Any,
+    blocks: Blocks,
+    config: Any,
+    *,
+    world: World,
+    model_sha256: str,
+    track: Track = no_progress,
+    say: Callable[[str], None] = lambda text: None,
+) -> RememberedTeacher:
+    """The teacher of a training by `config` (steps, batch sizes, mixed_precision): what of it is not in
+    the cache is computed by `model`, the uncompressed one, which may change or go afterwards. Each process has its own
+    sequences.
+
+    Raises UserError where the disk has no room, or states are not finite.
+    """
+    rows: dict[str, int] = {}
+    places: list[tuple[int, int, int]] = []
+    for step in range(config.steps):
+        for micro in range(config.gradient_accumulation):
+            for row, digest in enumerate(_digests(micro_batch(blocks, config, world, step, micro))):
+                if rows.setdefault(digest, len(places)) == len(places):
+                    places.append((step, micro, row))
+    parts = Parts(model, frozen=True)
+    kind = torch.device(world.device).type
+    dtype = torch.bfloat16 if parts.dtype == torch.bfloat16 else torch.float16
+    shape = (config.sequence_length, parts.width)
+    name = hashlib.sha256(
+        " ".join([model_sha256, str(dtype), config.mixed_precision, str(shape), *rows]).encode()
+    ).hexdigest()[:32]
+    path = cache_directory() / "teacher" / f"{name}.states"
+    partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")
+    at_once = max(1, _PASS_TOKENS // config.sequence_length)
+    row_bytes = shape[0] * shape[1] * dtype.itemsize
+
+    def compute(some: list[tuple[int, int, int]]) -> bytes:
+        found = [(micro_batch(blocks, config, world, step, micro), row) for step, micro, row in some]
+        ids = torch.stack([batch.ids[row] for batch, row in found])
+        positions = [batch.positions[row] for batch, row in found if batch.positions is not None]
+        batch = Batch(ids, None, torch.stack(positions) if positions else None).to(world.device)
+        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=config.mixed_precision == "bf16"):
+            states = parts.states(**inputs_of(batch)).to(dtype)
+        if not bool(states.isfinite().all()):
+            raise UserError(
+                f"the uncompressed model's states must be finite in {dtype}, but are not; its weights are broken, or it "
+                "needs --dtype bfloat16",
+                everywhere=True,
+            )
+        return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+    was_training = model.training
+    model.eval()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock"), say):
+            if not _whole(path, facts):
+                path.unlink(missing_ok=True)
+                # The same sequences pass together after a kill as without one: sums depend on what is multiplied with what.
+                passes = [places[first : first + at_once] for first in range(0, len(places), at_once)]
+                done = partial.stat().st_size // (at_once * row_bytes) if partial.is_file() else 0
+                _require_room(path.parent, (len(places) - done * at_once) * row_bytes)
+                with open(partial, "ab") as file:
+                    file.truncate(done * at_once * row_bytes)
+                    todo = passes[done:]
+                    # A sharded model is called by all processes as often.
+                    count = world.largest(len(todo)) if world.sharded else len(todo)
+                    for number in track(range(count), "teacher", count):
+                        states = compute(todo[number] if number < len(todo) else passes[0])
+                        if number < len(todo):
+                            file.write(states)
+                            file.flush()
+                            os.fsync(file.fileno())
+                os.replace(partial, path)
+                write_json(facts, {"sha256": sha256_of(path)})
+            elif world.sharded:
+                for _ in range(world.largest(0)):
+                    compute(places[:at_once])
+    except OSError as error:
+        raise UserError(
+            f"the uncompressed model's states are kept in {path.parent}, which cannot be written to "
+            f"({error.strerror or error}); free some room there, or set EDKM_CACHE to another directory"
+        ) from error
+    finally:
+        model.train(was_training)
+    parts.release()
+    return RememberedTeacher(path, rows, shape, dtype, parts)
+
+
+def _whole(path: Path, facts: Path) -> bool:
+    try:
+        return bool(json.loads(facts.read_text(encoding="utf-8"))["sha256"] == sha256_of(path))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _require_room(folder: Path, needed: int) -> None:
+    """Raises UserError unless the disk has room for so many bytes more."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"the uncompressed model's states of the training text take {needed / 1e6:.0f} MB in {folder}, whose disk has "
+            f"{free / 1e6:.0f} MB free; free some, set EDKM_CACHE to another directory, or train on fewer tokens"
+        )
