@@ -7,11 +7,11 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import awq, rtn
 from edkm_cli.research.baselines.blocks import BlockStream
-from edkm_cli.research.baselines.grid import round_weight
+from edkm_cli.research.baselines.grid import Uniform
 from helpers import tiny_llama, tiny_qwen
 
 WIDTH = 8
-ROUNDING = awq._Rounding(3, WIDTH, "minmax")
+FORM = Uniform(3, WIDTH)
 SMALL = {
     "vocab_size": 257,
     "hidden_size": 24,
@@ -119,12 +119,12 @@ def test_the_best_alpha_is_that_of_an_exhaustive_search(number, duo_scaling):
     for s in (duo_candidates if duo_scaling else plain_candidates)(magnitude, originals):
         s = s / (s.max() * s.min()).sqrt()
         for layer, original in zip(site.layers, originals, strict=True):
-            layer.weight.copy_(round_weight(original * s, bits=3, width=WIDTH, rule="minmax") / s)
+            layer.weight.copy_(Uniform(3, WIDTH, "minmax").round(original * s) / s)
         errors.append(float((outputs() - target).square().sum()))
         candidates.append(s)
     for layer, original in zip(site.layers, originals, strict=True):
         layer.weight.copy_(original)
-    found = awq._search(site, grams[site.layers[0]], calls.get(site.judged, []), ROUNDING, 10, duo_scaling)
+    found = awq._search(site, grams[site.layers[0]], calls.get(site.judged, []), FORM, 10, duo_scaling)
     torch.testing.assert_close(found, candidates[errors.index(min(errors))], rtol=1e-4, atol=0)
     assert len(set(errors)) > 1
     for layer, original in zip(site.layers, originals, strict=True):
@@ -134,7 +134,7 @@ def test_the_best_alpha_is_that_of_an_exhaustive_search(number, duo_scaling):
 @torch.no_grad()
 def test_outlier_channels_are_scaled_up():
     sites, grams, calls = observed(outlier_llama())
-    scales = awq._search(sites[0], grams[sites[0].layers[0]], calls[sites[0].judged], ROUNDING, 20)
+    scales = awq._search(sites[0], grams[sites[0].layers[0]], calls[sites[0].judged], FORM, 20)
     assert set(scales.topk(2).indices.tolist()) == {3, 11}
 
 
@@ -143,7 +143,7 @@ def test_clipping_finds_each_groups_best_range():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(50, 24, generator=generator) * (torch.rand(24, generator=generator) + 0.1)
     weight = torch.randn(6, 24, generator=generator) ** 3  # heavy tails: clipping pays
-    clipped = awq._clip(weight, x.t() @ x, ROUNDING)
+    clipped = awq._clip(weight, x.t() @ x, FORM)
     assert not torch.equal(clipped, weight)
     for row in range(6):
         for start in range(0, 24, WIDTH):
@@ -151,7 +151,7 @@ def test_clipping_finds_each_groups_best_range():
             errors = {}
             for step in range(10):
                 limit = float(group.abs().max()) * (1 - step / 20)
-                rounded = round_weight(group.clamp(-limit, limit)[None], bits=3, width=WIDTH, rule="minmax")[0]
+                rounded = Uniform(3, WIDTH, "minmax").round(group.clamp(-limit, limit)[None])[0]
                 errors[limit] = float((part @ (rounded - group)).square().sum())
             best = min(errors, key=errors.__getitem__)
             torch.testing.assert_close(clipped[row, start : start + WIDTH], group.clamp(-best, best))

@@ -6,7 +6,7 @@ import torch
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import gptq
 from edkm_cli.research.baselines.gptq import quantize_weight
-from edkm_cli.research.baselines.grid import fit_grid, round_weight
+from edkm_cli.research.baselines.grid import Uniform, fit_grid
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
 
@@ -91,14 +91,14 @@ def test_the_output_error_is_well_below_that_of_rounding(bits, order):
         return float((difference @ hessian * difference).sum())
 
     result = quantize_weight(weight, hessian, bits=bits, width=16, order=order)
-    assert error(result) < 0.7 * error(round_weight(weight, bits=bits, width=16, rule="minmax"))
+    assert error(result) < 0.7 * error(Uniform(bits, 16, "minmax").round(weight))
 
 
 def test_inputs_that_do_not_correlate_leave_rounding_to_nearest():
     weight, _ = layer(5, 24)
     diagonal = torch.diag(torch.rand(24, dtype=torch.float64) + 0.5)
     result = quantize_weight(weight, diagonal, bits=3, width=24)
-    assert torch.equal(result, round_weight(weight, bits=3, width=24, rule="minmax"))
+    assert torch.equal(result, Uniform(3, 24, "minmax").round(weight))
 
 
 def test_an_input_that_is_always_zero_and_too_few_tokens_are_no_obstacle():

@@ -8,15 +8,18 @@ import torch
 from edkm_cli.data import Blocks
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import llm_qat
-from edkm_cli.research.baselines.fake_quant import FakeQuantize, absmax
+from edkm_cli.research.baselines.fake_quant import FakeQuantize
+from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
+
+TWO_BITS, THREE_BITS = Uniform(2, 0, "absmax"), Uniform(3, 0, "absmax")
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 0), (3, 4), (8, 0)])
 def test_rounding_is_to_the_nearest_of_the_symmetric_levels(bits, group_size):
     values = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
-    found = absmax(values, bits=bits, group_size=group_size)
+    found = Uniform(bits, group_size, "absmax", "float32").round(values)
     width = group_size or 12
     for row in range(5):
         for start in range(0, 12, width):
@@ -29,7 +32,7 @@ def test_rounding_is_to_the_nearest_of_the_symmetric_levels(bits, group_size):
 def test_the_gradient_is_straight_through():
     values = torch.randn(4, 6, requires_grad=True)
     upstream = torch.randn(4, 6)
-    quantized = FakeQuantize.apply(values, 3, 0, "float16")
+    quantized = FakeQuantize.apply(values, Uniform(3, 0, "absmax"))
     assert not torch.equal(quantized, values)
     quantized.backward(upstream)
     assert torch.equal(values.grad, upstream)
@@ -39,9 +42,9 @@ def test_a_layer_gets_the_gradient_that_its_quantized_weight_would_get():
     torch.manual_seed(0)
     layer = torch.nn.Linear(12, 5, bias=False)
     x = torch.randn(7, 12)
-    plain = absmax(layer.weight.detach(), bits=3, scale_dtype="float16").requires_grad_()
+    plain = Uniform(3, 0, "absmax").round(layer.weight.detach()).requires_grad_()
     (x @ plain.t()).square().sum().backward()
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(3, 0), unsafe=True)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(THREE_BITS), unsafe=True)
     layer(x).square().sum().backward()
     torch.testing.assert_close(layer.parametrizations.weight.original.grad, plain.grad)
 
@@ -77,7 +80,7 @@ def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():
     teacher = copy.deepcopy(model)
     text = llm_qat.write_text(teacher, sequences=8, length=48)
     for layer in decoder_linears(model).values():
-        torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(2, 0), unsafe=True)
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(TWO_BITS), unsafe=True)
     losses = llm_qat.distil(
         model, teacher, Blocks(text.flatten(), 48, seed=0), steps=60, learning_rate=3e-3, batch_size=2
     )
@@ -118,7 +121,7 @@ def test_the_same_seed_gives_the_same_model_and_no_steps_round_only():
     model, original = tiny_llama(), tiny_llama().model.layers[0].mlp.up_proj.weight.detach()
     outcome = llm_qat.quantize(model, [], steps=0, **options)
     rounded = model.model.layers[0].mlp.up_proj.weight.detach()
-    assert torch.equal(rounded, absmax(original, bits=3, scale_dtype="float16"))
+    assert torch.equal(rounded, Uniform(3, 0, "absmax").round(original))
     assert outcome.training_tokens == 0
 
 

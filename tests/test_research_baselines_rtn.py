@@ -5,7 +5,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import rtn
-from edkm_cli.research.baselines.grid import RULES, fit_grid, round_weight
+from edkm_cli.research.baselines.grid import RULES, Uniform, fit_grid
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
 
@@ -46,23 +46,23 @@ def test_every_weight_goes_to_the_nearest_point_of_its_groups_grid(rule, bits, w
             points = levels(weight[row, start : start + width].tolist(), bits, rule)
             for column in range(start, start + width):
                 expected[row, column] = min(points, key=lambda point: abs(point - float(weight[row, column])))
-    rounded = round_weight(weight, bits=bits, width=width, rule=rule)
+    rounded = Uniform(bits, width, rule).round(weight)
     torch.testing.assert_close(rounded, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_zeros_stay_zeros_and_huge_weights_stay_finite(rule):
     weight = torch.zeros(2, 8)
-    assert torch.equal(round_weight(weight, bits=3, width=8, rule=rule), weight)
+    assert torch.equal(Uniform(3, 8, rule).round(weight), weight)
     weight[0, 3] = 3e6
-    assert bool(round_weight(weight, bits=3, width=8, rule=rule).isfinite().all())
+    assert bool(Uniform(3, 8, rule).round(weight).isfinite().all())
 
 
 def test_autorounds_rule_meets_the_largest_weight_and_the_symmetric_rule_does_not():
     weight = torch.tensor([[0.5, -0.25, 0.125, 0.0], [-0.5, 0.25, 0.125, 0.0]])
-    exact = round_weight(weight, bits=3, width=4, rule="autoround")
+    exact = Uniform(3, 4, "autoround").round(weight)
     assert exact[:, 0].tolist() == [0.5, -0.5]
-    rounded = round_weight(weight, bits=3, width=4, rule="symmetric")
+    rounded = Uniform(3, 4, "symmetric").round(weight)
     assert rounded[0, 0] == pytest.approx(0.5 * 6 / 7, rel=1e-3)
 
 
@@ -73,7 +73,7 @@ def test_the_symmetric_rule_sends_the_most_negative_weight_to_the_lowest_level_u
     lower, upper = largest * 8 / 7, largest * 6 / 7  # -4 and -3 scales, equally far
 
     def reached(scale_dtype):
-        rounded = round_weight(weight, bits=3, width=64, rule="symmetric", scale_dtype=scale_dtype)
+        rounded = Uniform(3, 64, "symmetric", scale_dtype).round(weight)
         found = -rounded.gather(1, weight.argmin(1, keepdim=True))[:, 0]
         low = torch.isclose(found, lower, rtol=1e-3)
         assert bool((low | torch.isclose(found, upper, rtol=1e-3)).all())
@@ -102,10 +102,10 @@ def test_the_model_gets_the_rounded_weights():
     before = {name: layer.weight.detach().clone() for name, layer in decoder_linears(model).items()}
     outcome = rtn.quantize(model, [], bits=4, group_size=8, rule="symmetric")
     for name, layer in decoder_linears(model).items():
-        assert torch.equal(layer.weight, round_weight(before[name], bits=4, width=8, rule="symmetric"))
+        assert torch.equal(layer.weight, Uniform(4, 8, "symmetric").round(before[name]))
     assert outcome.calibration_tokens == 0
 
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(UserError, match="one of minmax, symmetric, autoround"):
-        fit_grid(torch.ones(1, 4), bits=3, rule="min-max")
+        rtn.quantize(tiny_llama(), [], bits=3, group_size=8, rule="min-max")

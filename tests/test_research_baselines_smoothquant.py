@@ -7,6 +7,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import smoothquant
+from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama, tiny_qwen
 
@@ -157,7 +158,7 @@ def test_smoothing_helps_8_bit_activations_with_outliers(ids):
         else:  # the same rounding without smoothing
             smoothquant.quantize_inputs(decoder_linears(model).values(), 8)
             for layer in decoder_linears(model).values():
-                layer.weight.data = smoothquant.absmax(layer.weight.data, bits=8)
+                layer.weight.data = Uniform(8, 0, "absmax", "float32").round(layer.weight.data)
         with torch.no_grad():
             errors.append(float((model(ids).logits - reference(ids).logits).norm()))
     assert errors[1] < 0.7 * errors[0]

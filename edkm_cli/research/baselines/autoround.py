@@ -18,7 +18,8 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.models import load_tokenizer, resolve
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.outcome import Outcome, check_at_least, count_uniform, grouped_linears, shapes_of
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import Outcome, check_at_least
 
 
 def quantize(
@@ -54,7 +55,8 @@ def quantize(
         )
     check_at_least(0, iterations=iterations, learning_rate=learning_rate)
     check_at_least(1, batch_size=batch_size, calibration_samples=len(batches))
-    linears = grouped_linears(model, bits=bits, group_size=group_size)
+    form = Uniform(bits, group_size)  # of its size only: a zero point is stored
+    linears = form.linears(model)
     from auto_round import AutoRound
 
     length = batches[0].shape[-1]
@@ -82,8 +84,8 @@ def quantize(
                 f"autoround must quantize all linears, but left {name} {tuple(weight.shape)} as it is; auto-round skips "
                 "widths that are not multiples of 32"
             )
-    return Outcome(
-        *count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=bits),
+    return form.outcome(
+        linears,
         training_tokens=iterations * min(batch_size, len(batches)) * length,
         calibration_tokens=sum(batch.numel() for batch in batches),
         note=f"{iterations} iterations a block",

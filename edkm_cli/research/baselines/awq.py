@@ -34,25 +34,13 @@ from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
-from edkm_cli.research.baselines.grid import fit_grid, round_weight, scale_bits, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, check_at_least, count_uniform, grouped_linears, shapes_of
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import Outcome, check_at_least
 
 _SMALLEST = 1e-4
 _LARGEST_SHRINK, _SHRINK_STEPS = 0.5, 20
 _NOT_CLIPPED = ("q_proj", "k_proj")
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    bits: int
-    group_size: int
-    rule: str
-    scale_dtype: str = "float16"
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        width = self.group_size or weight.shape[1]
-        return round_weight(weight, bits=self.bits, width=width, rule=self.rule, scale_dtype=self.scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -97,10 +85,8 @@ def quantize(
     layer, or a decoder that is not built like LLaMA's.
     """
     check_at_least(3 if duo_scaling else 1, grid=grid)
-    rule = "symmetric" if symmetric else "minmax"
-    layers = grouped_linears(model, bits=bits, group_size=group_size)
-    side = {"zero_bits": zero_bits(rule, bits), "scale_bits": scale_bits(scale_dtype)}
-    rounding = _Rounding(bits, group_size, rule, scale_dtype)
+    form = Uniform(bits, group_size, "symmetric" if symmetric else "minmax", scale_dtype)
+    layers = form.linears(model)
     stream = BlockStream(model, batches)
     sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
     quantized = set(layers.values())
@@ -108,7 +94,7 @@ def quantize(
         grams, calls, outputs = _watch(stream, index, sites[path], search_tokens)
         for site in sites[path]:
             if all(layer in quantized for layer in site.layers):
-                scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), rounding, grid, duo_scaling)
+                scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), form, grid, duo_scaling)
                 _fold(site, scales, path)
                 for gram in {id(grams[layer]): grams[layer] for layer in site.layers}.values():
                     gram.products /= scales[:, None] * scales
@@ -116,11 +102,10 @@ def quantize(
             if layer in quantized:
                 weight = layer.weight.float()
                 if clip and not name.endswith(_NOT_CLIPPED):
-                    weight = _clip(weight, grams[layer].products, rounding)
-                layer.weight.copy_(rounding(weight))
+                    weight = _clip(weight, grams[layer].products, form)
+                layer.weight.copy_(form.round(weight))
         stream.hidden = outputs
-    size = count_uniform(shapes_of(layers), bits=bits, group_size=group_size, **side)
-    return Outcome(*size, calibration_tokens=stream.tokens)
+    return form.outcome(layers, calibration_tokens=stream.tokens)
 
 
 def _sites(block: Any, path: str) -> list[_Site]:
@@ -161,19 +146,19 @@ def _watch(
         return grams, calls, stream.run(index)
 
 
-def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: int, duo_scaling: bool = False) -> Tensor:
+def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo_scaling: bool = False) -> Tensor:
     """The scales (in,) whose alpha gives the least error."""
     weights = [layer.weight.float().clone() for layer in site.layers]
     outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
     magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
     if duo_scaling:
-        candidates = _duo_candidates(magnitude, weights, rounding, grid)
+        candidates = _duo_candidates(magnitude, weights, form, grid)
     else:
         candidates = [magnitude.pow(step / grid) for step in range(grid)]
     for candidate in candidates:
         scales = candidate.clamp_min(_SMALLEST)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        rounded = [rounding(weight * scales) / scales for weight in weights]
+        rounded = [form.round(weight * scales) / scales for weight in weights]
         if calls:
             for layer, value in zip(site.layers, rounded, strict=True):
                 layer.weight.copy_(value)
@@ -191,8 +176,8 @@ def _search(site: _Site, gram: Gram, calls: Calls, rounding: _Rounding, grid: in
     return best
 
 
-def _duo_candidates(magnitude: Tensor, weights: list[Tensor], rounding: _Rounding, grid: int) -> list[Tensor]:
-    groups = torch.cat(weights).abs().unflatten(1, (-1, rounding.group_size or weights[0].shape[1]))
+def _duo_candidates(magnitude: Tensor, weights: list[Tensor], form: Uniform, grid: int) -> list[Tensor]:
+    groups = torch.cat(weights).abs().unflatten(1, (-1, form.group_size or weights[0].shape[1]))
     relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)  # s_w, (in,)
     alphas = [step / (grid - 2) for step in range(grid - 1)]
     return [
@@ -223,13 +208,13 @@ def _fold(site: _Site, scales: Tensor, path: str) -> None:
         layer.weight.mul_(scales)
 
 
-def _clip(weight: Tensor, products: Tensor, rounding: _Rounding) -> Tensor:
+def _clip(weight: Tensor, products: Tensor, form: Uniform) -> Tensor:
     """Clamp each group to the range, between half of its own and all of it, that gives its output the least error.
 
     The error is that of the group's part of the layer's output over all calibration tokens, a quadratic form in the
     diagonal block of X^T X that belongs to the group.
     """
-    width = rounding.group_size or weight.shape[1]
+    width = form.group_size or weight.shape[1]
     groups = weight.reshape(weight.shape[0], -1, width)  # (out, groups, width)
     parts = torch.arange(weight.shape[1], device=weight.device).view(-1, width)
     blocks = products[parts[:, :, None], parts[:, None, :]]  # (groups, width, width)
@@ -238,7 +223,7 @@ def _clip(weight: Tensor, products: Tensor, rounding: _Rounding) -> Tensor:
     for step in range(int(_LARGEST_SHRINK * _SHRINK_STEPS)):
         limit = largest * (1 - step / _SHRINK_STEPS)
         clamped = torch.minimum(torch.maximum(groups, -limit), limit)
-        difference = fit_grid(clamped, bits=rounding.bits, rule=rounding.rule).round(clamped) - groups
+        difference = form.fit(clamped).round(clamped) - groups
         projected = torch.einsum("ogi,gij->ogj", difference, blocks)
         error = (projected * difference).sum(-1, keepdim=True)
         better = error < least

@@ -13,33 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.research.baselines.grid import fit_grid
-
-
-def absmax(values: Tensor, *, bits: int, group_size: int = 0, scale_dtype: str = "float32") -> Tensor:
-    """`values` (..., columns) rounded to the grid of their group of `group_size` neighbours in the last dimension.
-
-    `group_size` 0 makes one group of all columns. The result has the shape and dtype of `values`.
-    """
-    groups = values.unflatten(-1, (-1, group_size or values.shape[-1]))
-    return fit_grid(groups, bits=bits, rule="absmax", scale_dtype=scale_dtype).round(groups).flatten(-2)
+from edkm_cli.research.baselines.grid import Uniform
 
 
 class FakeQuantize(torch.autograd.Function):
-    """`absmax` whose gradient is that of the identity (straight-through estimator)."""
+    """`Uniform.round` whose gradient is that of the identity (straight-through estimator)."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, bits: int, group_size: int, scale_dtype: str) -> Tensor:
-        return absmax(values, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
+    def forward(ctx: Any, values: Tensor, form: Uniform) -> Tensor:
+        return form.round(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+        return grad, None
 
 
 def per_token(values: Tensor, bits: int) -> Tensor:
     """Activations (..., features), rounded with a scale for each token."""
-    return FakeQuantize.apply(values, bits, 0, "float32")
+    return FakeQuantize.apply(values, Uniform(bits, 0, "absmax", "float32"))
 
 
 def quantize_inputs(layers: Iterable[nn.Module], bits: int) -> None:

@@ -31,8 +31,8 @@ from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.hooks import Reached, hooked
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
-from edkm_cli.research.baselines.grid import Grid, fit_grid, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, check_positive, count_uniform, grouped_linears, shapes_of
+from edkm_cli.research.baselines.grid import Grid, Uniform, fit_grid
+from edkm_cli.research.baselines.outcome import Outcome, check_positive
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128
@@ -67,8 +67,8 @@ def quantize(
     if order not in ORDERS:
         raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     check_positive(damping=damping)
-    rule = "symmetric" if symmetric else "minmax"
-    layers = grouped_linears(model, bits=bits, group_size=group_size)
+    form = Uniform(bits, group_size, "symmetric" if symmetric else "minmax")
+    layers = form.linears(model)
     stream = BlockStream(model, batches)
     blocks = list(stream.blocks.items())
     for index, (path, block) in enumerate(track(blocks, "gptq", len(blocks))):
@@ -80,21 +80,15 @@ def quantize(
                     _hessian(stream, index, members[0]),
                     bits=bits,
                     width=group_size or members[0].in_features,
-                    rule=rule,
+                    rule=form.rule,
                     order=order,
                     static_groups=static_groups,
                     damping=damping,
                 )
         stream.hidden = stream.run(index)
     stores_order = order == "activation" and group_size > 0 and not static_groups
-    size = count_uniform(
-        shapes_of(layers),
-        bits=bits,
-        group_size=group_size,
-        zero_bits=zero_bits(rule, bits),
-        order_bits=_ORDER_BITS if stores_order else 0,
-    )
-    return Outcome(*size, calibration_tokens=stream.tokens)
+    order_bits = _ORDER_BITS if stores_order else 0
+    return form.outcome(layers, order_bits=order_bits, calibration_tokens=stream.tokens)
 
 
 def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:

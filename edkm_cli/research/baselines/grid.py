@@ -19,12 +19,21 @@ even) unless the scale was rounded up. With rounded scales SmolLM2-135M at 3 bit
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.research.baselines.outcome import (
+    Outcome,
+    check_bits,
+    columns_in_group,
+    count_uniform,
+    decoder_linears,
+    shapes_of,
+)
 
 RULES = ("minmax", "symmetric", "autoround", "absmax")
 _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -45,13 +54,7 @@ class Grid(NamedTuple):
 
 
 def fit_grid(groups: Tensor, *, bits: int, rule: str, scale_dtype: str = "float16") -> Grid:
-    """The grid of each group (..., n), float32 or float64, by one of `RULES`.
-
-    Raises UserError for another rule, or a scale_dtype that is not float16 or float32.
-    """
-    if rule not in RULES:
-        raise UserError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-    scale_bits(scale_dtype)
+    """The grid of each group (..., n), float32 or float64, by one of `RULES`, its scale as `scale_dtype` holds it."""
     low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
     half, top = 2 ** (bits - 1), 2**bits - 1
     if rule == "minmax":
@@ -73,19 +76,38 @@ def _as_stored(scale: Tensor, scale_dtype: str) -> Tensor:
     return scale.clamp(_SMALLEST_SCALE, torch.finfo(dtype).max).to(dtype).to(scale.dtype)
 
 
-def round_weight(weight: Tensor, *, bits: int, width: int, rule: str, scale_dtype: str = "float16") -> Tensor:
-    """A matrix (out, in) with every `width` weights of a row rounded to their own grid; `width` divides `in`."""
-    groups = weight.reshape(weight.shape[0], -1, width)  # (out, groups, width)
-    return fit_grid(groups, bits=bits, rule=rule, scale_dtype=scale_dtype).round(groups).reshape(weight.shape)
+@dataclass(frozen=True)
+class Uniform:
+    """A stored form: integers of `bits` bits, a grid by `rule` for each `group_size` weights along a row (0: the row)."""
 
+    bits: int
+    group_size: int = 0
+    rule: str = "minmax"
+    scale_dtype: str = "float16"
 
-def zero_bits(rule: str, bits: int) -> int:
-    """Bits of a stored zero point: none where the rule fixes it."""
-    return bits if rule == "minmax" else 0
+    def linears(self, model: Any) -> dict[str, nn.Linear]:
+        """`decoder_linears`. Raises UserError for a form that there is not, or groups that do not divide a layer's rows."""
+        check_bits(bits=self.bits)
+        for name, value, known in (("rule", self.rule, RULES), ("scale_dtype", self.scale_dtype, _SCALE_DTYPES)):
+            if value not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        layers = decoder_linears(model)
+        for name, layer in layers.items():
+            columns_in_group(self.group_size, layer.in_features, layer=name)
+        return layers
 
+    def fit(self, groups: Tensor) -> Grid:
+        """The grids of groups (..., n)."""
+        return fit_grid(groups, bits=self.bits, rule=self.rule, scale_dtype=self.scale_dtype)
 
-def scale_bits(scale_dtype: str) -> int:
-    """Bits of a stored scale. Raises UserError for a dtype other than float16 and float32."""
-    if scale_dtype not in _SCALE_DTYPES:
-        raise UserError(f"scale_dtype must be one of {', '.join(_SCALE_DTYPES)}, got {scale_dtype!r}")
-    return torch.finfo(_SCALE_DTYPES[scale_dtype]).bits
+    def round(self, values: Tensor) -> Tensor:
+        """Values (..., columns), each group along the last dimension rounded to its own grid."""
+        groups = values.unflatten(-1, (-1, self.group_size or values.shape[-1]))
+        return self.fit(groups).round(groups).flatten(-2)
+
+    def outcome(self, layers: dict[str, nn.Linear], *, order_bits: int = 0, **facts: Any) -> Outcome:
+        """The sizes of the layers in this form; a zero point is stored where the rule does not fix it."""
+        zero_bits = self.bits if self.rule == "minmax" else 0
+        scale_bits = torch.finfo(_SCALE_DTYPES[self.scale_dtype]).bits
+        kept = {"zero_bits": zero_bits, "order_bits": order_bits, "scale_bits": scale_bits}
+        return Outcome(*count_uniform(shapes_of(layers), bits=self.bits, group_size=self.group_size, **kept), **facts)

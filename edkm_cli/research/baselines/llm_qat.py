@@ -28,16 +28,8 @@ from torch.nn.utils import parametrize
 from edkm_cli.data import Blocks
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.fake_quant import FakeQuantize, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import (
-    NO_QUANTIZATION,
-    Outcome,
-    check_at_least,
-    check_bits,
-    check_positive,
-    count_uniform,
-    grouped_linears,
-    shapes_of,
-)
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_at_least, check_bits, check_positive
 from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import Beside, Objective
 
@@ -85,14 +77,15 @@ def quantize(
     check_at_least(2, sequence_length=sequence_length)
     check_positive(learning_rate=learning_rate)
     check_bits(activation_bits=activation_bits, kv_bits=kv_bits)
-    linears = grouped_linears(model, bits=bits, group_size=group_size)
+    form = Uniform(bits, group_size, "absmax")
+    linears = form.linears(model)
     count = (sequences or steps * batch_size) if steps else 0
     text = write_text(
         model, sequences=count, length=sequence_length, batch_size=generation_batch_size, seed=seed, track=track
     )
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
-        parametrize.register_parametrization(layer, "weight", _Quantized(bits, group_size), unsafe=True)
+        parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)
     if activation_bits != NO_QUANTIZATION:
         quantize_inputs(linears.values(), activation_bits)
     if kv_bits != NO_QUANTIZATION:
@@ -103,8 +96,8 @@ def quantize(
         distil(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
     for layer in linears.values():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    return Outcome(
-        *count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=0),
+    return form.outcome(
+        linears,
         training_tokens=steps * batch_size * sequence_length,
         note=_note(text.numel(), activation_bits, kv_bits),
     )
@@ -138,12 +131,12 @@ def write_text(
 class _Quantized(nn.Module):
     """A parametrization: the weight (out, in) as the layer computes with it; its scale is stored in float16."""
 
-    def __init__(self, bits: int, group_size: int):
+    def __init__(self, form: Uniform):
         super().__init__()
-        self._bits, self._group_size = bits, group_size
+        self._form = form
 
     def forward(self, weight: Tensor) -> Tensor:
-        return FakeQuantize.apply(weight, self._bits, self._group_size, "float16")
+        return FakeQuantize.apply(weight, self._form)
 
 
 def distil(

@@ -43,15 +43,6 @@ def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 
-def grouped_linears(model: Any, *, bits: int, group_size: int) -> dict[str, nn.Linear]:
-    """`decoder_linears` for a uniform method: UserError unless the bits are known and the groups divide every layer."""
-    check_bits(bits=bits)
-    layers = decoder_linears(model)
-    for name, layer in layers.items():
-        columns_in_group(group_size, layer.in_features, layer=name)
-    return layers
-
-
 def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
     """The width of a group in a row of `columns` weights; `group_size` 0 means the whole row.
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.grid import round_weight, scale_bits, zero_bits
-from edkm_cli.research.baselines.outcome import Outcome, count_uniform, grouped_linears, shapes_of
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import Outcome
 
 
 @torch.no_grad()
@@ -36,11 +36,8 @@ def quantize(
 
     Raises UserError for bits out of range, an unknown rule or scale_dtype, or a group size that does not divide a layer.
     """
-    side = {"zero_bits": zero_bits(rule, bits), "scale_bits": scale_bits(scale_dtype)}
-    layers = grouped_linears(model, bits=bits, group_size=group_size)
+    form = Uniform(bits, group_size, rule, scale_dtype)
+    layers = form.linears(model)
     for layer in track(layers.values(), "rounding", len(layers)):
-        width = group_size or layer.in_features
-        rounded = round_weight(layer.weight.float(), bits=bits, width=width, rule=rule, scale_dtype=scale_dtype)
-        layer.weight.copy_(rounded)
-    size = count_uniform(shapes_of(layers), bits=bits, group_size=group_size, **side)
-    return Outcome(*size, note="" if rule == "minmax" else f"{rule} grid")
+        layer.weight.copy_(form.round(layer.weight.float()))
+    return form.outcome(layers, note="" if rule == "minmax" else f"{rule} grid")

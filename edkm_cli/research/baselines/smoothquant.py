@@ -26,15 +26,9 @@ from torch import Tensor, nn
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import absmax, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import (
-    NO_QUANTIZATION,
-    Outcome,
-    check_bits,
-    count_uniform,
-    grouped_linears,
-    shapes_of,
-)
+from edkm_cli.research.baselines.fake_quant import quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_bits
 
 _CHECKED_TOKENS = 64
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
@@ -70,19 +64,19 @@ def quantize(
         raise UserError(f"alpha must be from 0 to 1, got {alpha}")
     if not batches:
         raise UserError("smoothquant needs calibration text, got none; give more --data or --calibration-samples")
-    linears = grouped_linears(model, bits=bits, group_size=group_size)
+    form = Uniform(bits, group_size, "absmax")
+    linears = form.linears(model)
     smooth(model, linears, batches, alpha=alpha, track=track)
     with torch.no_grad():
         for layer in linears.values():
-            layer.weight.copy_(absmax(layer.weight, bits=bits, group_size=group_size, scale_dtype="float16"))
+            layer.weight.copy_(form.round(layer.weight))
     note = "weight-only"
     if activation_bits != NO_QUANTIZATION:
         quantize_inputs(linears.values(), activation_bits)
         attention = (layer for name, layer in linears.items() if name.endswith(_ATTENTION_INPUTS))
         quantize_outputs(attention, activation_bits)
         note = f"activations at {activation_bits} bits per token"
-    size = count_uniform(shapes_of(linears), bits=bits, group_size=group_size, zero_bits=0)
-    return Outcome(*size, calibration_tokens=sum(batch.numel() for batch in batches), note=note)
+    return form.outcome(linears, calibration_tokens=sum(batch.numel() for batch in batches), note=note)
 
 
 @torch.no_grad()
