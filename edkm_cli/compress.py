@@ -9,48 +9,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from edkm_cli import data, models
+from edkm_cli import models
 from edkm_cli.config import CompressConfig
 from edkm_cli.dequantize import load_source
-from edkm_cli.distributed import World, full, open_world, peers
-from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
-from edkm_cli.evaluate.texts import DENSE, MeasuredText, Measurements
+from edkm_cli.evaluate.texts import DENSE
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
-from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.rehearsal import rehearse_export
+from edkm_cli.export.run import NOT_WRITTEN, OwnText, Texts, identity_of, machine_facts, reads
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
 from edkm_cli.initialize.kept import KeptStart, restore
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
+from edkm_cli.model_files import files_digest
 from edkm_cli.preflight import (
     Launch,
     RunPlan,
     calibration_batches,
     choose_device,
-    data_options,
-    evaluation_documents,
     needed_bytes,
     needed_tokens,
     plan_run,
     start_batches,
 )
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import self_text, store_of
+from edkm_cli.self_text import self_text
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
-from edkm_cli.train.state import CHECKPOINTS, fingerprint, require_none
+from edkm_cli.train.state import CHECKPOINTS, require_none
 from edkm_cli.train.teacher import RememberedTeacher, remember
 
 
@@ -99,34 +98,30 @@ class Run:
         return not self.config.steps and self.world.size == 1
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        config = self.config
-        inputs = [
-            *input_paths("--model", config.model),
-            *input_paths("--data", *config.data),
-            *input_paths("--eval-data", *config.eval_data),
-        ]
-        opened = OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=self.world)
-        with opened as output:
+        config, world = self.config, self.world
+        inputs = reads(config, "--model", config.model)
+        with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=world) as output:
             output.rehearse(needed_bytes(self.plan))
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
         torch.manual_seed(self.config.seed)
-        tokenizer, dense = self._load()
-        identity = self._identity(dense)
-        if (report := output.finished("report.json", identity)) is not None:
+        self._open_texts()
+        self.identity = self._identity()
+        if (report := output.finished("report.json", self.identity, asdict(self.plan.asked))) is not None:
             self.watch.say(f"{self.config.output} is finished already")
             return report
+        unfinished = output.unfinished(self.identity)
+        dense = self._load(output, unfinished)
         with self.clock.phase("evaluate"), dense.at_hand() as whole:
             why_not = self.measured.measure_original(whole, self.world)
         if why_not:
             self.watch.say(f"KL and agreement are not measured: {why_not}")
-        unfinished = output.unfinished(identity)
         if unfinished is not None:
             self.measured.restore(unfinished["measured"])
         staging = output.begin(keep=unfinished is not None)
-        output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
-        teacher = self._teacher(dense, identity) if self.plan.distills else None
+        self._mark(output)
+        teacher = self._teacher(dense, self.identity) if self.plan.distills else None
         model = self._start(dense, staging, resumed=unfinished is not None)
         del dense
         if self.exports_start:
@@ -134,9 +129,9 @@ class Run:
                 self.first_windows = self.measured.first_windows(model, self.world)
         elif "start" not in self.measured.state():
             self._measure("start", model)
-            output.mark(identity, perplexity=self.measured.perplexity, measured=self.measured.state())
+            self._mark(output)
         offloaded = self._train(model, teacher, staging)
-        self._export(model, tokenizer, staging)
+        self._export(model, staging)
         del model
         if self.config.compare_dense:
             self._train_dense(teacher, staging)
@@ -145,51 +140,65 @@ class Run:
 
     # The steps.
 
-    def _load(self) -> tuple[Any, Layers]:
-        """(tokenizer, the dense model); the texts, too."""
+    def _open_texts(self) -> None:
+        """Tokenizer and texts, but what the model is yet to write."""
         config, plan = self.config, self.plan
-        measured = data.parse_sources(config.eval_data, "--eval-data")
-        with self.clock.phase("load"), data.unchanged([*plan.texts, *measured]):
-            tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            models.check_tokenizer(config.model, tokenizer, plan.architecture)
-            documents = evaluation_documents(config, plan.texts, tokenizer)
-            self.measured = Measurements(
-                [MeasuredText(name, data.tokenize(found, tokenizer)) for name, found in documents.items()],
-                context=config.context,
-                max_windows=config.eval_windows,
-                track=self.watch.track,
-            )
-            writing = self._load_dense() if plan.writes_text else None
-            self.data = data.open_training_data(
-                plan.texts,
-                tokenizer,
-                options=data_options(config),
+        with self.clock.phase("load"):
+            self.tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
+            models.check_tokenizer(config.model, self.tokenizer, plan.architecture)
+            self.texts = Texts(
+                config,
+                self.tokenizer,
                 token_limit=needed_tokens(plan),
-                written=self._written(writing, tokenizer),
-                say=self.watch.say,
+                watch=self.watch,
+                written=NOT_WRITTEN if plan.writes_text else None,
             )
-            self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
-            self.overlap = data.overlaps(self.data, documents, say=self.watch.say)
+            self.measured = self.texts.measured
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the result, and what `auto` stands for: the same however many processes."""
+        source, architecture = self.plan.source, self.plan.architecture
+        if source.path is not None:
+            model = self.world.on_main(partial(files_digest, source.path))
+        else:  # of the hub: its revision stands for its files
+            model = getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
+        return identity_of(self.config, self.texts, processes=self.world.size, model_sha256=model)
+
+    def _mark(self, output: OutputDirectory) -> None:
+        """Record what this run is, what it has measured so far, and the text that the model wrote for it."""
+        found = {"perplexity": self.measured.perplexity, "measured": self.measured.state()}
+        output.mark(self.identity, **found, **self.own_text.keep(self.text))
+
+    def _load(self, output: OutputDirectory, unfinished: dict[str, Any] | None) -> Layers:
+        """The dense model; what it writes itself, if `--data self` asks for it, is among the texts then."""
+        config, plan = self.config, self.plan
+        self.own_text, self.text = OwnText(output.partial, self.world), None
+        with self.clock.phase("load"):
+            writing = None
+            if plan.writes_text:
+                self.text = self.own_text.read(unfinished)
+                if self.text is None:
+                    writing = self._load_dense()
+                    self.text = self.world.broadcast(self._write_text(writing))
+                self.texts.write(self.text)
             dense = self._open_dense() or Layers(writing if writing is not None else self._load_dense())
             models.require_finite(plan.source, dense)
+            self.data = self.texts.data
+            self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
             if config.packing and config.steps:
                 require_attention_within_documents(dense.model)
-            return tokenizer, dense
+        return dense
 
-    def _written(self, dense: Any, tokenizer: Any) -> dict[str, data.TokenStore]:
-        """The text that the model writes itself, where `--data self` asks for it; the same on all processes."""
-        if not self.plan.writes_text:
-            return {}
+    def _write_text(self, dense: Any) -> Tensor:
         self.watch.say("the model writes its own text, once")
-        text = self_text(
+        return self_text(
             dense,
-            tokenizer,
+            self.tokenizer,
             tokens=needed_tokens(self.plan),
             seed=self.config.seed,
             weights_sha256=digest((name, parameter.detach()) for name, parameter in dense.named_parameters()),
             track=self.watch.track,
         )
-        return {data.SELF: store_of(self.world.broadcast(text))}
 
     def _open_dense(self) -> Layers | None:
         """The dense model whose decoder layers stay in its files; None where all of it is needed, or the files cannot."""
@@ -217,12 +226,6 @@ class Run:
             device=world.device,
             trust_remote_code=config.trust_remote_code,
         )
-
-    def _identity(self, dense: Layers) -> dict[str, Any]:
-        """What decides the result, of whole tensors and of what `auto` stands for: the same however many processes."""
-        sha256 = digest((name, full(parameter.detach())) for name, parameter in dense.named_parameters())
-        identity = fingerprint(self.config, sha256, self.data.sha256, processes=self.world.size)
-        return {**identity, "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts)}
 
     def _measure(self, stage: str, model: Any) -> None:
         with self.clock.phase("evaluate"):
@@ -297,9 +300,9 @@ class Run:
             train_dense(model, teacher, self.blocks, self.config, staging=staging, **self._training())
         self._measure(DENSE, model)
 
-    def _export(self, model: Any, tokenizer: Any, staging: Path) -> None:
+    def _export(self, model: Any, staging: Path) -> None:
         with self.clock.phase("export"):
-            write_checkpoint(model, tokenizer, staging, self.plan.spec, track=self.watch.track, world=self.world)
+            write_checkpoint(model, self.tokenizer, staging, self.plan.spec, track=self.watch.track, world=self.world)
 
     def _finish(self, output: OutputDirectory, staging: Path, offloaded: dict[str, Any]) -> dict[str, Any]:
         """On the first process: load what was written, measure it, report, and put it in its place."""
@@ -338,21 +341,14 @@ class Run:
     def _report(self, output: OutputDirectory, staging: Path, size: Any, offloaded: dict[str, Any]) -> dict[str, Any]:
         """report.json."""
         config, plan = self.config, self.plan
-        rows = self.measured.rows()
-        for row in rows:
-            found, of = self.overlap[row["data"]]
-            row["measured_and_trained_on"] = {"found": found, "of": of}
-        overlap = [row["measured_and_trained_on"] for row in rows]
+        rows = self.texts.rows()
         return {
             "model": config.model,
             "output": str(output.path),
             "perplexity": self.measured.perplexity,
             "evaluation": {name: rows[0][name] for name in ("data", "context", "windows", "tokens")},
             "texts": rows,
-            "data": {
-                **self.data.summary(self.blocks),
-                "measured_and_trained_on": {key: sum(one[key] for one in overlap) for key in ("found", "of")},
-            },
+            "data": self.texts.summary(self.blocks),
             "allocation": config.allocation,
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
@@ -361,15 +357,10 @@ class Run:
             "model_bits_per_weight": size.model_bits_per_weight,
             "steps": config.steps,
             "training_tokens": plan.training_tokens,
-            "processes": self.world.size,
             "sharded": self.world.sharded,
-            "seconds": self.clock.seconds,
             **({"offload": offloaded} if offloaded else {}),
-            "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "swapped": [swap.to_mapping() for swap in plan.swaps if not swap.reason],
             "skipped": [swap.to_mapping() for swap in plan.swaps if swap.reason],
-            "config": asdict(plan.asked),
             "resolved": plan.resolved,
-            "versions": versions(),
-            "hardware": hardware(self.world.device),
+            **machine_facts(plan.asked, self.clock, self.world),
         }

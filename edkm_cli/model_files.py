@@ -3,6 +3,7 @@ directory, no tensor in two places, no weights of integers. Whoever wrote the fi
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import is_plain_name, read_json
+from edkm_cli.format import is_plain_name, read_json, sha256_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# What belongs to a model beside its weights.
+BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+                  "vocab.*", "merges.txt", "*.model", "chat_template*", "*.py", "*.index.json")  # fmt: skip
 FETCH_AGAIN = "fetch the files again"
 # What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
@@ -28,6 +32,19 @@ class Stored:
 
     tensors: int
     numbers: int
+
+
+def files_digest(path: Path) -> str:
+    """One sha256 over the names and bytes of a model's files that say what it is: weights, configuration, tokenizer, code.
+    `path` is its directory, or a file that holds all of it."""
+    if path.is_file():
+        return sha256_of(path)
+    weights = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+    beside = {file for pattern in BESIDE_WEIGHTS for file in path.glob(pattern) if file.is_file()}
+    total = hashlib.sha256()
+    for file in [*weights, *sorted(beside)]:
+        total.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return total.hexdigest()
 
 
 def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: str = "") -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +204,17 @@ def self_text(
     parts = (weights_sha256, config_digest(model.config), begins, sequences, length, seed)
     key = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
     path = cache_directory() / "self-text" / f"{key}.safetensors"
-    kept = _read(path, (sequences, length))
-    if kept is not None:
+    kept = kept_text(path)
+    if kept is not None and kept.shape == (sequences, length):
         return kept
     text = write_text(model, begins, sequences=sequences, length=length, seed=seed, track=track)
-    _keep(path, text)
+    with suppress(OSError):
+        keep_text(path, text)
     return text
 
 
-def _read(path: Path, shape: tuple[int, int]) -> Tensor | None:
+def kept_text(path: Path) -> Tensor | None:
+    """What `keep_text` wrote; None where nothing can be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -219,10 +222,11 @@ def _read(path: Path, shape: tuple[int, int]) -> Tensor | None:
         text = load_file(path)["tokens"]
     except (OSError, SafetensorError, KeyError):
         return None
-    return text if tuple(text.shape) == shape and text.dtype == torch.int64 else None
+    return text if text.ndim == 2 and text.dtype == torch.int64 else None
 
 
-def _keep(path: Path, text: Tensor) -> None:
+def keep_text(path: Path, text: Tensor) -> None:
+    """Write a text in one step. Raises OSError where that fails; nothing is left then."""
     from safetensors.torch import save_file
 
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -230,8 +234,9 @@ def _keep(path: Path, text: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"tokens": text.contiguous()}, partial)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
 
 
 def store_of(text: Tensor) -> TokenStore:
@@ -240,3 +245,7 @@ def store_of(text: Tensor) -> TokenStore:
     ends = np.arange(1, sequences + 1, dtype=np.int64) * length
     counts = Counts(documents=sequences, tokens=text.numel(), trained=text.numel())
     return TokenStore(text.numpy().reshape(-1), None, ends, np.empty(0, np.uint64), counts)
+
+
+# Stands for the text of a run that the model is yet to write.
+NOT_WRITTEN = TokenStore(np.empty(0, np.int64), None, np.empty(0, np.int64), np.empty(0, np.uint64), Counts())

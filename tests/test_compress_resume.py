@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import time
 
 import pytest
@@ -140,6 +141,70 @@ def test_a_changed_setting_model_or_text_is_named(model_directory, text_file, tm
     compress(config, resume=True)  # and nothing of the unfinished run was lost
 
 
+def test_a_finished_run_is_returned_only_for_what_it_was_made_of(model_directory, text_file, tmp_path):
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(model_directory, model)
+    shutil.copyfile(text_file, text)
+    config = settings(model, text, tmp_path / "out", steps=0)
+    report = compress(config)
+    assert compress(config, resume=True) == json.loads(json.dumps(report))
+    former = {path: path.read_bytes() for path in (text, model / "model.safetensors", model / "config.json")}
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+
+    def changes():
+        yield "tokens_sha256", lambda: text.write_text(text_file.read_text().replace("fox", "owl"))
+        yield "model_sha256", lambda: save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        yield "model_sha256", lambda: (model / "config.json").write_text(rotated(former[model / "config.json"]))
+
+    for name, change in changes():
+        change()
+        with pytest.raises(UserError, match=f"is finished, but .*{name}"):
+            compress(config, resume=True)
+        for path, content in former.items():
+            path.write_bytes(content)
+    with pytest.raises(UserError, match="compare_dense was False and is True"):
+        compress(settings(model, text, tmp_path / "out", steps=1, compare_dense=True), resume=True)
+    assert compress(config, resume=True) == json.loads(json.dumps(report))
+
+
+def rotated(config):
+    """config.json of another model with the same weights."""
+    return json.dumps({**json.loads(config), "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})
+
+
+def test_an_unfinished_run_is_not_resumed_with_another_configuration_of_the_model(model_directory, text_file, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(model_directory, model)
+    config = settings(model, text_file, tmp_path / "out", steps=4)
+    with pytest.raises(Preempted):
+        compress(config, observer=stop_after(1))
+    (model / "config.json").write_text(rotated((model / "config.json").read_bytes()))
+    with pytest.raises(UserError, match="model_sha256"):
+        compress(config, resume=True)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file, tmp_path, monkeypatch, stop):
+    """Another processor without the cache would write another text, and begin from other entries."""
+    values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 4}
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+    compress(settings(model_directory, text_file, tmp_path / "whole", **values))
+    config = settings(model_directory, text_file, tmp_path / "parts", **values)
+    with pytest.raises(Preempted):
+        compress(config, observer=stop_after(stop))
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "another"))
+    monkeypatch.setattr("edkm_cli.self_text.write_text", None)  # nothing is written again
+    kept = tmp_path / "parts.partial" / CHECKPOINTS / "self-text.safetensors"
+    former = kept.read_bytes()
+    kept.write_bytes(former[:-8])
+    with pytest.raises(UserError, match="damaged or missing"):
+        compress(config, resume=True)
+    kept.write_bytes(former)
+    compress(config, resume=True)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_old_checkpoints_are_pruned_and_damaged_ones_passed_over(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -238,8 +303,8 @@ def test_a_kill_while_a_run_is_marked_does_not_stand_in_its_way(tmp_path):
         for name in names:
             (partial / name).write_text("{")
         OutputDirectory(tmp_path / "out").begin()
-        assert os.listdir(partial) == []
-        partial.rmdir()
+        assert os.listdir(partial) == [MARKER]
+        shutil.rmtree(partial)
 
 
 def moments_to_kill(names, seed):

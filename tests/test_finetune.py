@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 import edkm_cli
+from edkm_cli.distributed import World
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.finetune import command, session
+from edkm_cli.export import run as export_run
+from edkm_cli.finetune import command
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
-from edkm_cli.finetune.merge import merge, with_data
+from edkm_cli.finetune.merge import merge, require_base, with_data
+from edkm_cli.finetune.session import Session
+from edkm_cli.progress import Observer
 from edkm_cli.train.metrics import Metrics
 from helpers import byte_tokenizer, cluster, export, metrics_of, refused, run, tiny_llama
 
@@ -113,14 +118,14 @@ def test_a_dry_run_says_what_would_train_and_writes_nothing(packed, text_file, t
 def test_a_text_that_changes_between_measuring_and_training_stops_the_run(packed, text_file, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text(text_file.read_text())
-    documents = session.evaluation_documents
+    documents = export_run.evaluation_documents
 
     def then_changes(*given):
         found = documents(*given)
         text.write_text(text_file.read_text() + "One more line.\n")
         return found
 
-    monkeypatch.setattr(session, "evaluation_documents", then_changes)
+    monkeypatch.setattr(export_run, "evaluation_documents", then_changes)
     with pytest.raises(UserError, match="changed while it was read"):
         finetune(packed, settings(text, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -216,6 +221,51 @@ def test_an_adapter_of_another_model_or_of_the_head_is_refused(packed, text_file
     small = ("--context", 64, "--eval-windows", 1)
     line = refused_after_work("merge", packed, "--adapter", tmp_path / "head", "-o", tmp_path / "out", *small)
     assert "lm_head" in line
+
+
+def test_an_adapter_of_another_base_or_one_that_is_merged_already_is_refused(packed, tuned, merged, tmp_path):
+    other = export(*cluster(tiny_llama(bias=True, seed=1)), tmp_path / "other")
+    byte_tokenizer().save_pretrained(other)
+    line = refused("merge", other, "--adapter", tuned[0], "-o", tmp_path / "out")
+    assert "does not fit" in line
+    assert str(packed) in line
+    assert "is part of" in refused("merge", merged[0], "--adapter", tuned[0], "-o", tmp_path / "out")
+    plain = tmp_path / "plain"  # as peft writes it: only its configuration names the base
+    shutil.copytree(tuned[0], plain, ignore=shutil.ignore_patterns("edkm-files.json"))
+    assert str(packed) in refused("merge", other, "--adapter", plain, "-o", tmp_path / "out")
+    assert "is part of" in refused("merge", merged[0], "--adapter", plain, "-o", tmp_path / "out")
+    require_base(Session(packed, None, World(), Observer(), dtype="float32"), plain)
+    moved = tmp_path / "moved"  # the same files elsewhere are the same model
+    shutil.copytree(packed, moved)
+    require_base(Session(moved, None, World(), Observer(), dtype="float32"), tuned[0])
+
+
+def test_a_merge_learns_as_the_adapter_did(packed, text_file, tmp_path):
+    finetune(packed, settings(text_file, tmp_path / "adapter", steps=1, packing=True, train_on="all"))
+    found = with_data(MergeConfig(adapter=str(tmp_path / "adapter")), tmp_path / "adapter")
+    assert (found.packing, found.train_on) == (True, "all")
+    asked = MergeConfig(adapter=str(tmp_path / "adapter"), packing=False, train_on="completions")
+    found = with_data(asked, tmp_path / "adapter")
+    assert (found.packing, found.train_on) == (False, "completions")
+    small = {"start_tokens": 256, "steps": 1, "context": 64, "eval_windows": 1, "sequence_length": 32, "device": "cpu"}
+    merge(packed, MergeConfig(str(tmp_path / "adapter"), str(tmp_path / "out"), max_perplexity_ratio=0, **small))
+    assert json.loads((tmp_path / "out" / "merge.json").read_text())["config"]["packing"] is True
+
+
+def test_a_finished_adapter_is_returned_only_for_the_model_and_text_it_was_trained_on(packed, text_file, tmp_path):
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(packed, model)
+    shutil.copyfile(text_file, text)
+    asked = settings(text, tmp_path / "out", steps=1)
+    report = finetune(model, asked)
+    assert finetune(model, asked, resume=True) == json.loads(json.dumps(report))
+    text.write_text(text_file.read_text().replace("fox", "owl"))
+    with pytest.raises(UserError, match=r"is finished, but .*tokens_sha256"):
+        finetune(model, asked, resume=True)
+    shutil.copyfile(text_file, text)
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    with pytest.raises(UserError, match="model_sha256"):
+        finetune(model, asked, resume=True)
 
 
 def test_the_text_of_the_merge_is_by_default_that_of_the_adapter(tuned, text_file, tmp_path):

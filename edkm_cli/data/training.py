@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class TrainingData:
         """A digest of all tokens, masks and shares, for a run's identity."""
         parts = [store.sha256 for store in self.stores] + [repr(self.weights)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def with_written(self, written: TokenStore) -> TrainingData:
+        """The same with the text of the sources that the model writes itself."""
+        pairs = zip(self.sources, self.stores, strict=True)
+        return replace(self, stores=[written if source.needs_model else store for source, store in pairs])
 
     def blocks(self, sequence_length: int, *, seed: int) -> Blocks:
         """The sequences of training."""

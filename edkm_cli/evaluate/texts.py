@@ -36,8 +36,16 @@ class MeasuredText:
 class Measurements:
     """What is found of each text at each stage. The first text is the one that decides what is best."""
 
-    def __init__(self, texts: Sequence[MeasuredText], *, context: int, max_windows: int, track: Track = no_progress):
-        self.texts = list(texts)
+    def __init__(
+        self,
+        texts: Sequence[MeasuredText],
+        *,
+        context: int,
+        max_windows: int,
+        track: Track = no_progress,
+        stages: Sequence[str] = STAGES,
+    ):
+        self.texts, self._stages = list(texts), stages
         self._context, self._max_windows, self._track = context, max_windows, track
         self._reference: RememberedPredictions | None = None
         self._why_not: str | None = None
@@ -110,7 +118,7 @@ class Measurements:
     @property
     def perplexity(self) -> dict[str, float | None]:
         """Stage -> perplexity of the first text; None for what is not measured."""
-        return {stage: self._of(stage, self.texts[0].name, "perplexity") for stage in STAGES}
+        return {stage: self._of(stage, self.texts[0].name, "perplexity") for stage in self._stages}
 
     def _of(self, stage: str, text: str, figure: str) -> float | None:
         return self._found.get(stage, {}).get(text, {}).get(figure)
@@ -121,6 +129,11 @@ class Measurements:
         `dense`, and `exported_over_dense` what compression costs."""
         rows = []
         for text in self.texts:
+            facts = text.facts(context=self._context, max_windows=self._max_windows)
+            perplexities = {stage: self._of(stage, text.name, "perplexity") for stage in self._stages}
+            if ORIGINAL not in self._stages:  # nothing to be compared with
+                rows.append({**facts, **perplexities})
+                continue
             stages = {
                 stage: {name: self._of(stage, text.name, name) for name in DISTANCES}
                 for stage in STAGES[1:]
@@ -135,8 +148,8 @@ class Measurements:
                 stages[DENSE] = {name: self._of(DENSE, text.name, name) for name in DISTANCES}
             rows.append(
                 {
-                    **text.facts(context=self._context, max_windows=self._max_windows),
-                    **{stage: self._of(stage, text.name, "perplexity") for stage in STAGES},
+                    **facts,
+                    **perplexities,
                     **equally,
                     **(compared[-1] if compared else dict.fromkeys(DISTANCES)),
                     "stages": stages,

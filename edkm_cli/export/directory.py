@@ -21,6 +21,7 @@ from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
 from edkm_cli.format import json_text, sync, write_json
 
+_REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -120,9 +121,9 @@ class OutputDirectory:
                 "free some or choose another place"
             )
 
-    def finished(self, report: str, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """To resume: the report, by its file's name, of a finished run with this identity; None where there is none. What
-        is left to clear away there after a kill is cleared away.
+    def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """To resume: the report, by its file's name, of a finished run with this identity, and of what it reports with this
+        configuration; None where there is none. What is left to clear away there after a kill is cleared away.
 
         Raises UserError where the finished run is another one (without `overwrite`), naming what differs.
         """
@@ -130,7 +131,11 @@ class OutputDirectory:
         def read() -> dict[str, Any] | None:
             if not self._resume or not ownership.listing(self.path):
                 return None
-            changes = differences(ownership.listing(self.path).get("identity") or {}, identity)
+            content = ownership.read_object(self.path / report)
+            asked = {name: config[name] for name in _REPORTED if name in config}
+            before = {name: (content.get("config") or {}).get(name) for name in asked}
+            recorded = ownership.listing(self.path).get("identity") or {}
+            changes = differences({**recorded, **before}, {**identity, **asked})
             if changes and self._overwrite:
                 return None
             if changes:
@@ -138,7 +143,7 @@ class OutputDirectory:
                     f"--resume: {self.path} is finished, but {changes}; choose another --output, or give --overwrite"
                 )
             settle(self.path)
-            return ownership.read_object(self.path / report)
+            return content
 
         return self._world.on_main(read)
 
@@ -177,6 +182,8 @@ class OutputDirectory:
                 ownership.remove(self.partial)
             (self.partial / FILES).unlink(missing_ok=True)  # of a run that was killed while it put its result in place
             self.partial.mkdir(parents=True, exist_ok=True)
+            if not (self.partial / MARKER).is_file():
+                write_json(self.partial / MARKER, {})  # from here on it is ours
             return str(self.partial)
 
         return Path(self._world.on_main(make))

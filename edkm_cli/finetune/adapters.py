@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import read_object
 from edkm_cli.format import read_json
 
 ALL_LINEAR = "all-linear"
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]) -> PeftModel:
@@ -65,9 +65,9 @@ def save_adapter(model: PeftModel, directory: Path, *, base: str) -> None:
 
 def check_adapter(directory: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter. Raises UserError where there is none."""
-    if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
+    if not (directory / _CONFIG).is_file() or not (directory / WEIGHTS).is_file():
         raise UserError(
-            f"--adapter must be a directory with {_CONFIG} and {_WEIGHTS}, as edkm finetune and peft write it, but "
+            f"--adapter must be a directory with {_CONFIG} and {WEIGHTS}, as edkm finetune and peft write it, but "
             f"{directory} is not"
         )
     config = read_json(directory / _CONFIG, remedy="save the adapter again")
@@ -95,11 +95,7 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
 
 def recorded(directory: Path, name: str) -> dict[str, Any]:
     """What a command of ours left beside its result, empty where there is none."""
-    try:
-        found = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(directory / name)
 
 
 def adapter_card(report: dict[str, Any]) -> str:

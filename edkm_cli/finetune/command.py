@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch import Tensor
 
 from edkm_cli import data
 from edkm_cli.distributed import World, open_world, peers
-from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.ownership import input_paths
+from edkm_cli.export.run import identity_of, machine_facts
 from edkm_cli.finetune.adapters import (
     adapted_layers,
     adapter_card,
@@ -25,7 +25,7 @@ from edkm_cli.finetune.adapters import (
 )
 from edkm_cli.finetune.config import FinetuneConfig, require_data
 from edkm_cli.finetune.session import Session
-from edkm_cli.format import digest, write_json
+from edkm_cli.format import write_json
 from edkm_cli.preflight import choose_device, choose_dtype
 from edkm_cli.progress import Observer
 from edkm_cli.train.loop import require_accumulation, train
@@ -33,7 +33,6 @@ from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import require_trackers
 from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
-from edkm_cli.train.state import fingerprint
 
 REPORT = "finetune.json"
 _ROOM_BYTES = 50_000_000  # beside the tensors: metrics, trackers
@@ -85,36 +84,33 @@ class _Run:
             raise UserError("--data self is what the model says already; name a text to learn")
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        config = self.config
-        inputs = [
-            *input_paths("DIR", self.session.directory),
-            *input_paths("--data", *config.data),
-            *input_paths("--eval-data", *config.eval_data),
-        ]
-        opened = OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=self.world)
-        with opened as output:
+        place, options = self.config.output, {"overwrite": overwrite, "resume": resume}
+        with OutputDirectory(place, inputs=self.session.inputs, world=self.world, **options) as output:
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
         session, training = self.session, self.training
         with session.clock.phase("load"):
-            model = self.adapted_model()
-            output.rehearse(self._needed_bytes(model))
-            session.open_texts(token_limit=int(1.1 * self._tokens()) + training.sequence_length)
-            blocks = session.data.blocks(training.sequence_length, seed=training.seed)
-            if training.packing:
-                require_attention_within_documents(model)
-        plan, identity = self.plan(model), self._identity(model)
-        if (report := output.finished(REPORT, identity)) is not None:
+            token_limit = int(1.1 * self._tokens()) + training.sequence_length
+            session.open_texts(token_limit=token_limit, stages=("compressed", "adapted"))
+        measured, identity = session.texts.measured, self._identity()
+        if (report := output.finished(REPORT, identity, asdict(self.config))) is not None:
             self.watch.say(f"{self.config.output} is finished already")
             return report
         unfinished = output.unfinished(identity)
+        with session.clock.phase("load"):
+            model = self.adapted_model()
+            output.rehearse(self._needed_bytes(model))
+            blocks = session.texts.data.blocks(training.sequence_length, seed=training.seed)
+            if training.packing:
+                require_attention_within_documents(model)
+        plan = self.plan(model)
         if unfinished is not None:
-            session.found.update(unfinished["measured"])
+            measured.restore(unfinished["measured"])
         else:
             session.measure("compressed", model)
         staging = output.begin(keep=unfinished is not None)
-        output.mark(identity, perplexity=session.perplexity, measured=session.found)
+        output.mark(identity, perplexity=measured.perplexity, measured=measured.state())
         with session.clock.phase("train"):
             offloaded = train(
                 model,
@@ -123,7 +119,7 @@ class _Run:
                 training,
                 world=self.world,
                 staging=staging,
-                measure=session.on_the_way,
+                measure=partial(measured.on_the_way, world=self.world),
                 track=self.watch.track,
                 show=self.watch.show,
             )
@@ -159,17 +155,11 @@ class _Run:
         kept = (self.config.keep + 1) * bool(self.config.save_every) + 2 * self.config.keep_best
         return (1 + 3 * kept) * self.plan(model)["adapter_bytes"] + _ROOM_BYTES
 
-    def _identity(self, model: Any) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """What decides the result."""
         session = self.session
-        base = digest((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
-        identity = fingerprint(self.training, base, session.data.sha256, processes=self.world.size)
-        own = {
-            "dtype": session.dtype,
-            "target_modules": list(self.config.target_modules),
-            "evaluation_sha256": digest((text.name, text.tokens) for text in session.texts),
-        }
-        return {**identity, **own}
+        resolved = {"model_sha256": session.digest(), "dtype": session.dtype}
+        return identity_of(self.config, session.texts, processes=self.world.size, **resolved)
 
     def _finish(
         self,
@@ -182,7 +172,7 @@ class _Run:
     ) -> dict[str, Any]:
         """On the first process: write the adapter, read it back, measure what was read, and put it in its place."""
         session = self.session
-        probe = session.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
+        probe = session.texts.measured.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
         save_adapter(model, staging, base=str(session.directory.resolve()))
         del model
@@ -195,22 +185,11 @@ class _Run:
         session.measure("adapted", read, shared=False)
         report = {
             **plan,
-            "perplexity": session.perplexity,
-            "texts": session.rows(),
-            "data": {
-                **session.data.summary(blocks),
-                "measured_and_trained_on": {
-                    "found": sum(found for found, _ in session.overlap.values()),
-                    "of": sum(of for _, of in session.overlap.values()),
-                },
-            },
-            "processes": self.world.size,
-            "seconds": session.clock.seconds,
+            "perplexity": session.texts.measured.perplexity,
+            "texts": session.texts.rows(),
+            "data": session.texts.summary(blocks),
             **({"offload": offloaded} if offloaded else {}),
-            "peak_memory_bytes": peak_memory_bytes(self.world.device),
-            "config": asdict(self.config),
-            "versions": versions(),
-            "hardware": hardware(self.world.device),
+            **machine_facts(self.config, session.clock, self.world),
         }
         write_json(staging / REPORT, report)
         (staging / "README.md").write_text(adapter_card(report), encoding="utf-8")

@@ -105,6 +105,8 @@ class MergeConfig:
     )
     data_column: str | None = as_in_compress("data_column")
     streaming: bool | None = as_in_compress("streaming")
+    train_on: str | None = as_in_compress("train_on", None)
+    packing: bool | None = as_in_compress("packing", None)
     start_tokens: int | None = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
     start_passes: int = as_in_compress(
         "start_passes",

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.distributed import World, launched
-from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.ownership import input_paths
-from edkm_cli.finetune.adapters import adapted_layers, check_adapter, load_adapter, recorded
+from edkm_cli.export.ownership import input_paths, listing
+from edkm_cli.export.run import NOT_WRITTEN, machine_facts
+from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.recluster import cluster_again, decoded_copy
 from edkm_cli.finetune.session import Session
-from edkm_cli.format import digest, sha256_of, write_json
+from edkm_cli.format import sha256_of, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import Launch, calibration_batches, choose_device, resolve
 from edkm_cli.progress import Observer
-from edkm_cli.self_text import self_text, store_of
+from edkm_cli.self_text import self_text
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Beside, Objective
+from edkm_cli.train.packed import require_attention_within_documents
 
 REPORT = "merge.json"
 _FIT_TOKENS = 256  # in a sequence: many small steps fit a decoder layer better than a few long ones
@@ -52,28 +54,49 @@ def merge(
     check_adapter(adapter)
     config = with_data(config, adapter)
     run = _Run(directory, adapter, config, observer or Observer())
-    inputs = [
-        *input_paths("DIR", directory),
-        *input_paths("--adapter", adapter),
-        *input_paths("--data", *config.data),
-        *input_paths("--eval-data", *config.eval_data),
-    ]
+    require_base(run.session, adapter)
+    inputs = [*run.session.inputs, *input_paths("--adapter", adapter)]
     with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite) as output:
         output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
         return run.run(output)
 
 
+def require_base(session: Session, adapter: Path) -> None:
+    """Raises UserError for an adapter that was trained on another model than the session's, or is part of it already.
+
+    What edkm finetune wrote has the digest of its model; of another adapter only the name in its configuration is known.
+    """
+    directory = session.directory
+    if sha256_of(adapter / WEIGHTS) in recorded(directory, REPORT).get("merged_adapters", []):
+        raise UserError(f"--adapter {adapter} is part of {directory} already; merge it once")
+    base = str(check_adapter(adapter).get("base_model_name_or_path") or "")
+    trained_on = (listing(adapter).get("identity") or {}).get("model_sha256")
+    same = trained_on == session.digest() if trained_on else not base or Path(base).resolve() == directory.resolve()
+    if not same:
+        raise UserError(
+            f"--adapter {adapter} does not fit {directory}: it was trained on {base or 'another model'}"
+            f"{', whose files were others' if trained_on else ''}; merge it into the model that it was trained on"
+        )
+
+
 def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
-    """The configuration with the adapter's own text where none is named. Raises UserError where there is none."""
-    if config.data:
-        return config
+    """The configuration with the adapter's own text where none is named, and with its way to learn it where nothing else is
+    asked for. Raises UserError where there is none."""
     trained_on = recorded(adapter, FINETUNED).get("config")
     trained_on = trained_on if isinstance(trained_on, dict) else {}
-    found = _names(trained_on.get("data"))
-    require_data(found, f"since {adapter} does not say what it was trained on")
+    defaults = {"train_on": "completions", "packing": False}
+    learnt: dict[str, Any] = {
+        name: trained_on.get(name, default) if getattr(config, name) is None else getattr(config, name)
+        for name, default in defaults.items()
+    }
+    config = replace(config, **learnt)
+    if config.data:
+        return config
+    names = _names(trained_on.get("data"))
+    require_data(names, f"since {adapter} does not say what it was trained on")
     return replace(
         config,
-        data=found,
+        data=names,
         data_column=config.data_column or trained_on.get("data_column"),
         eval_data=config.eval_data or _names(trained_on.get("eval_data")),
     )
@@ -90,8 +113,8 @@ class _Run:
         self.adapter, self.config, self.watch = adapter, config, watch
         self.world = World(device=choose_device(config.device))
         given = config.training(directory)
-        self.texts = data.parse_sources(given.data)
-        self.settings = resolve(given, Launch.of(self.world), self.texts)
+        self.sources = data.parse_sources(given.data)
+        self.settings = resolve(given, Launch.of(self.world), self.sources)
         self.session = Session(directory, self.settings, self.world, watch, dtype="float32")
 
     def run(self, output: OutputDirectory) -> dict[str, Any]:
@@ -102,7 +125,12 @@ class _Run:
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
-            session.open_texts(token_limit=self._tokens(), written=self._written(model))
+            written = NOT_WRITTEN if any(source.needs_model for source in self.sources) else None
+            session.open_texts(token_limit=self._tokens(), stages=("compressed", "adapted", "merged"), written=written)
+            if written is not None:
+                session.texts.write(self._write_text(model))
+            if self.config.packing and self.config.steps:
+                require_attention_within_documents(model)
         with model.disable_adapter():
             session.measure("compressed", model)
         session.measure("adapted", model)
@@ -119,13 +147,13 @@ class _Run:
             self._train(merged, teacher, staging)
             del teacher
         with session.clock.phase("export"):
-            write_checkpoint(merged, session.tokenizer, staging, spec, track=self.watch.track)
+            write_checkpoint(merged, session.texts.tokenizer, staging, spec, track=self.watch.track)
             del merged
             exported = load(staging, dtype=torch.float32, device=self.world.device, trust_remote_code=self._trust)
         session.measure("merged", exported)
         report = self._report(output, staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
-        require_close(session.perplexity, self.config.max_perplexity_ratio, staging)
+        require_close(session.texts.measured.perplexity, self.config.max_perplexity_ratio, staging)
         (staging / "README.md").write_text(merged_card(report), encoding="utf-8")
         output.commit()
         return report
@@ -134,7 +162,7 @@ class _Run:
         """Each decoder layer by itself, to give what the adapted one gives."""
         reconstruct(
             merged,
-            calibration_batches(self.session.data, self.settings, self.settings.start_tokens, length=_FIT_TOKENS),
+            calibration_batches(self.session.texts.data, self.settings, self.settings.start_tokens, length=_FIT_TOKENS),
             passes=self.config.start_passes,
             seed=self.config.seed,
             track=self.watch.track,
@@ -148,7 +176,7 @@ class _Run:
             train(
                 merged,
                 Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0),
-                self.session.data.blocks(self.config.sequence_length, seed=self.config.seed),
+                self.session.texts.data.blocks(self.config.sequence_length, seed=self.config.seed),
                 self.settings,
                 world=self.world,
                 staging=staging,
@@ -167,41 +195,34 @@ class _Run:
     def _trust(self) -> bool:
         return self.config.trust_remote_code
 
-    def _written(self, model: Any) -> dict[str, data.TokenStore]:
-        """The text that the adapted model writes itself, where `--data self` asks for it."""
-        if not any(source.needs_model for source in self.texts):
-            return {}
+    def _write_text(self, model: Any) -> Tensor:
         self.watch.say("the adapted model writes its own text, once")
-        tokenizer = models.load_tokenizer(models.resolve(str(self.session.directory)), trust_remote_code=self._trust)
-        text = self_text(
+        return self_text(
             model,
-            tokenizer,
+            self.session.texts.tokenizer,
             tokens=self._tokens(),
             seed=self.config.seed,
-            weights_sha256=digest((name, tensor) for name, tensor in model.state_dict().items()),
+            weights_sha256=self.session.digest(self.adapter / WEIGHTS),
             track=self.watch.track,
         )
-        return {data.SELF: store_of(text)}
 
     def _report(self, output: OutputDirectory, staging: Path, layers: int, size: Any) -> dict[str, Any]:
         session = self.session
+        earlier = recorded(session.directory, REPORT).get("merged_adapters", [])
         return {
             "model": str(session.directory),
             "adapter": str(self.adapter),
-            "adapter_sha256": sha256_of(self.adapter / "adapter_model.safetensors"),
+            "adapter_sha256": sha256_of(self.adapter / WEIGHTS),
+            "merged_adapters": [*earlier, sha256_of(self.adapter / WEIGHTS)],
             "output": str(output.path),
-            "perplexity": session.perplexity,
-            "texts": session.rows(),
+            "perplexity": session.texts.measured.perplexity,
+            "texts": session.texts.rows(),
             "adapted_layers": layers,
             "steps": self.config.steps,
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": models.weight_files_bytes(session.directory),
             "model_bits_per_weight": size.model_bits_per_weight,
-            "seconds": session.clock.seconds,
-            "peak_memory_bytes": peak_memory_bytes(self.world.device),
-            "config": asdict(self.config),
-            "versions": versions(),
-            "hardware": hardware(self.world.device),
+            **machine_facts(self.config, session.clock, self.world),
         }
 
 

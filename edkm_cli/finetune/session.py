@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from edkm_cli import data, models
-from edkm_cli.config import CompressConfig
+from edkm_cli import models
 from edkm_cli.data.store import TokenStore
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.texts import MeasuredText
-from edkm_cli.format import QuantizationSpec, read_spec
+from edkm_cli.export.run import Texts, reads
+from edkm_cli.format import QuantizationSpec, read_spec, sha256_of
 from edkm_cli.hf import load
-from edkm_cli.preflight import data_options, evaluation_documents
-from edkm_cli.progress import Clock, Observer, Track, no_progress
+from edkm_cli.model_files import files_digest
+from edkm_cli.progress import Clock, Observer
 
 
 def require_palettized(directory: Path) -> QuantizationSpec:
@@ -36,13 +34,15 @@ def require_palettized(directory: Path) -> QuantizationSpec:
 class Session:
     """One run on the compressed model in `directory`, with the data settings of `config`, by the processes of `world`."""
 
-    def __init__(self, directory: Path, config: CompressConfig, world: World, watch: Observer, *, dtype: str):
+    def __init__(self, directory: Path, config: Any, world: World, watch: Observer, *, dtype: str):
         self.directory, self.config, self.world, self.watch, self.dtype = directory, config, world, watch, dtype
         self.spec = require_palettized(directory)
         self.clock = Clock()
-        self.texts: list[MeasuredText] = []
-        self.found: dict[str, dict[str, float | None]] = {}  # stage -> text -> perplexity
-        self.overlap: dict[str, tuple[int, int]] = {}
+
+    @property
+    def inputs(self) -> list[tuple[str, Path]]:
+        """(option, path) of what the run reads."""
+        return reads(self.config, "DIR", self.directory)
 
     def load_model(self) -> Any:
         """The packed model, on the world's device."""
@@ -53,66 +53,19 @@ class Session:
             trust_remote_code=self.config.trust_remote_code,
         )
 
-    def open_texts(self, *, token_limit: int, written: dict[str, TokenStore] | None = None) -> None:
-        """Tokenizer, the texts that are measured, and the training data. Raises UserError where a file of theirs changes
-        meanwhile."""
-        texts = data.parse_sources(self.config.data)
-        with data.unchanged([*texts, *data.parse_sources(self.config.eval_data, "--eval-data")]):
-            self._open_texts(texts, token_limit, written or {})
-
-    def _open_texts(self, texts: list[data.Source], token_limit: int, written: dict[str, TokenStore]) -> None:
-        config = self.config
-        self.tokenizer = models.load_tokenizer(
-            models.resolve(str(self.directory)), trust_remote_code=config.trust_remote_code
-        )
-        documents = evaluation_documents(config, texts, self.tokenizer)
-        self.texts = [MeasuredText(name, data.tokenize(found, self.tokenizer)) for name, found in documents.items()]
-        self.data = data.open_training_data(
-            texts,
-            self.tokenizer,
-            options=data_options(config),
-            token_limit=token_limit,
-            written=written,
-            say=self.watch.say,
-        )
-        self.overlap = data.overlaps(self.data, documents, say=self.watch.say)
+    def open_texts(self, *, token_limit: int, stages: tuple[str, ...], written: TokenStore | None = None) -> None:
+        """The texts that are measured at `stages`, and the training data."""
+        source = models.resolve(str(self.directory))
+        tokenizer = models.load_tokenizer(source, trust_remote_code=self.config.trust_remote_code)
+        options: dict[str, Any] = {"token_limit": token_limit, "watch": self.watch, "stages": stages}
+        self.texts = Texts(self.config, tokenizer, written=written, **options)
 
     def measure(self, stage: str, model: Any, *, shared: bool = True) -> None:
         """The model's perplexity on each text, by all processes, or by this one alone."""
         with self.clock.phase("evaluate"):
-            world = self.world if shared else World(device=self.world.device)
-            self.found[stage] = self._perplexities(model, world, self.watch.track, f"perplexity, {stage}")
+            self.texts.measured.measure(stage, model, self.world if shared else World(device=self.world.device))
 
-    def on_the_way(self, model: Any) -> dict[str, dict[str, float | None]]:
-        """In the middle of training: figure -> text -> value."""
-        return {"perplexity": self._perplexities(model, self.world, no_progress, "")}
-
-    def _perplexities(self, model: Any, world: World, track: Track, description: str) -> dict[str, float | None]:
-        return {
-            text.name: perplexity(
-                model,
-                text.tokens,
-                context=self.config.context,
-                max_windows=self.config.eval_windows,
-                track=track,
-                description=description,
-                world=world,
-            ).perplexity
-            for text in self.texts
-        }
-
-    @property
-    def perplexity(self) -> dict[str, float | None]:
-        """Stage -> perplexity of the first text."""
-        return {stage: values[self.texts[0].name] for stage, values in self.found.items()}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """What was measured, text by text, as reports have it."""
-        config = self.config
-        return [
-            {
-                **text.facts(context=config.context, max_windows=config.eval_windows),
-                **{stage: values[text.name] for stage, values in self.found.items()},
-            }
-            for text in self.texts
-        ]
+    def digest(self, *more: Path) -> str:
+        """Of the compressed model's files, and of `more`."""
+        files = self.world.on_main(lambda: files_digest(self.directory))
+        return " ".join([files, *map(sha256_of, more)])

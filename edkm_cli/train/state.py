@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,33 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from edkm_cli.config import CHECKPOINTS, CompressConfig
+from edkm_cli.config import CHECKPOINTS
 from edkm_cli.distributed import ALONE, World, assign, full, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import SafetensorsWriter, json_text, sha256_of, sync, write_json
+from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
 
-# What may differ between a run and its resumption without changing the result.
-_FREE = (
-    *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
-    "max_perplexity_ratio",
-    *("data_workers", "rebuild_cache"),
-    *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
-)
-# These decide together, by their product with the number of processes, what a step sees.
-_BATCH = ("batch_size", "gradient_accumulation")
 _RANDOM = "random.cpu"
-
-
-def fingerprint(config: CompressConfig, model_sha256: str, tokens_sha256: str, *, processes: int) -> dict[str, Any]:
-    """What decides a run's result: settings, sequences a step, and digests of the dense model and the training data.
-
-    Batch size, accumulation and the number of processes may change as long as their product stays: the run then goes
-    on with the same data, equal to rounding.
-    """
-    settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
-    settings = json.loads(json_text(settings))  # as it is read from the mark: infinity is null there
-    sequences = config.batch_size * config.gradient_accumulation * processes
-    return {**settings, "sequences_per_step": sequences, "model_sha256": model_sha256, "tokens_sha256": tokens_sha256}
 
 
 class Checkpoints:

@@ -15,12 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from edkm_cli.format import SafetensorsWriter, read_json
+from edkm_cli.model_files import BESIDE_WEIGHTS
 
 MAX_SHARD_SIZE = "5GB"
 INDEX = "model.safetensors.index.json"
-# What belongs to a model beside its weights.
-_BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-           "*.model", "chat_template*", "*.py")  # fmt: skip
 
 Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -75,7 +73,7 @@ def write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None
 
 def copy_beside(source: Path, folder: Path) -> None:
     """Copy tokenizer, chat template, generation settings and the model's own Python files."""
-    for pattern in _BESIDE:
+    for pattern in BESIDE_WEIGHTS:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)

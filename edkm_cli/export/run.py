@@ -1,0 +1,173 @@
+"""What every run does that writes a directory: its texts, its identity, what its report says of the machine.
+
+`edkm compress`, `finetune` and `merge` tell the rest, each as the story of one run: open the output (`OutputDirectory`) and
+the texts, compare the identity with what is there, train in `DIR.partial`, read back, measure, commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from edkm_cli import data
+from edkm_cli.distributed import World
+from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
+from edkm_cli.export.ownership import input_paths
+from edkm_cli.format import digest
+from edkm_cli.preflight import data_options, evaluation_documents
+from edkm_cli.progress import Clock, Observer
+from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, store_of
+
+SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
+
+# What may differ between a run and its resumption without changing the result.
+_FREE = (
+    *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
+    "max_perplexity_ratio",
+    *("data_workers", "rebuild_cache"),
+    *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
+)
+# These decide together, by their product with the number of processes, what a step sees.
+_BATCH = ("batch_size", "gradient_accumulation")
+
+
+def reads(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
+    """(option, path) of everything that a run reads: its model, and the texts of its configuration."""
+    texts = [*input_paths("--data", *config.data), *input_paths("--eval-data", *config.eval_data)]
+    return [*input_paths(option, model), *texts]
+
+
+def identity_of(config: Any, texts: Texts, *, processes: int, model_sha256: str, **more: Any) -> dict[str, Any]:
+    """What decides a run's result: settings, sequences a step, digests of the model's files and of all tokens, and `more`.
+
+    Batch size, accumulation and the number of processes may change as long as their product stays: the run then goes
+    on with the same data, equal to rounding. Text that the model writes itself follows from the rest; a run keeps it.
+    """
+    settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
+    return {
+        **settings,
+        "sequences_per_step": config.batch_size * config.gradient_accumulation * processes,
+        "model_sha256": model_sha256,
+        "tokens_sha256": texts.sha256,
+        "evaluation_sha256": digest((text.name, text.tokens) for text in texts.measured.texts),
+        **more,
+    }
+
+
+class Texts:
+    """The texts of a run: what is measured, with its figures, and what is trained on. `config` is that of any command."""
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        *,
+        token_limit: int,
+        watch: Observer,
+        stages: Sequence[str] = STAGES,
+        written: data.TokenStore | None = None,
+    ):
+        """Raises UserError where a text cannot be had, or changes while it is read.
+
+        Args:
+            token_limit: of the training data, that there is a use for.
+            stages: at which the measured texts are measured.
+            written: what the model has written itself; `NOT_WRITTEN` where it is yet to (`write`).
+        """
+        self.tokenizer, self._watch = tokenizer, watch
+        sources = data.parse_sources(config.data)
+        with data.unchanged([*sources, *data.parse_sources(config.eval_data, "--eval-data")]):
+            self.documents = evaluation_documents(config, sources, tokenizer)
+            self.measured = Measurements(
+                [MeasuredText(name, data.tokenize(text, tokenizer)) for name, text in self.documents.items()],
+                context=config.context,
+                max_windows=config.eval_windows,
+                track=watch.track,
+                stages=stages,
+            )
+            self.data = data.open_training_data(
+                sources,
+                tokenizer,
+                options=data_options(config),
+                token_limit=token_limit,
+                written={data.SELF: written} if written is not None else None,
+                say=watch.say,
+            )
+        self.sha256 = self.data.sha256
+        self.overlap = data.overlaps(self.data, self.documents, say=watch.say)
+
+    def write(self, text: Tensor) -> None:
+        """Take up the text that the model has written itself, (sequences, length) token ids."""
+        self.data = self.data.with_written(store_of(text))
+        self.overlap = data.overlaps(self.data, self.documents, say=lambda line: None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`texts` of a report: what was measured, text by text, and how much of each is trained on, too."""
+        rows = self.measured.rows()
+        for row in rows:
+            row["measured_and_trained_on"] = dict(zip(("found", "of"), self.overlap[row["data"]], strict=True))
+        return rows
+
+    def summary(self, blocks: data.Blocks) -> dict[str, Any]:
+        """`data` of a report."""
+        overlap = [sum(counts) for counts in zip(*self.overlap.values(), strict=True)]
+        return {
+            **self.data.summary(blocks),
+            "measured_and_trained_on": dict(zip(("found", "of"), overlap, strict=True)),
+        }
+
+
+class OwnText:
+    """The text that a model writes itself for a run, kept in `DIR.partial`: on another machine, without the cache, the
+    model would write another one, and training could not go on."""
+
+    def __init__(self, partial: Path, world: World):
+        self._path, self._world = partial / "checkpoints" / SELF_TEXT, world
+
+    def read(self, recorded: Mapping[str, Any] | None) -> Tensor | None:
+        """What an unfinished run kept. Raises UserError where it is damaged, or none is left that it had."""
+        sha256 = recorded.get("text_sha256") if recorded is not None else None
+        if sha256 is None:
+            return None
+        text = kept_text(self._path) if self._world.main else None
+        if not self._world.on_main(lambda: text is not None and _sha256(text) == sha256):
+            raise UserError(
+                f"--resume needs the text that the model wrote for this run, but {self._path} is damaged or missing; start "
+                "again with --overwrite",
+                everywhere=True,
+            )
+        return self._world.broadcast_whole(text)
+
+    def keep(self, text: Tensor | None) -> dict[str, Any]:
+        """Write it down; returns what the run's mark says of it."""
+        if text is None:
+            return {}
+        if self._world.main and not self._path.is_file():
+            keep_text(self._path, text)
+        return {"text_sha256": _sha256(text)}
+
+
+def _sha256(text: Tensor) -> str:
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()
+
+
+def machine_facts(config: Any, clock: Clock, world: World) -> dict[str, Any]:
+    """What every report says of its run: settings, time and memory, versions and hardware."""
+    return {
+        "processes": world.size,
+        "seconds": clock.seconds,
+        "peak_memory_bytes": peak_memory_bytes(world.device),
+        "config": asdict(config),
+        "versions": versions(),
+        "hardware": hardware(world.device),
+    }
+
+
+__all__ = ["NOT_WRITTEN", "OwnText", "Texts", "identity_of", "machine_facts", "reads"]
