@@ -13,7 +13,19 @@ from safetensors.torch import load_file
 
 from edkm_cli.hf import load
 from edkm_cli.report.build import build_report
-from edkm_cli.report.charts import Axis, Series, bars, figure, histogram, line_chart, log_ticks, thin, ticks
+from edkm_cli.report.charts import (
+    Axis,
+    Series,
+    bars,
+    figure,
+    heat_map,
+    histogram,
+    line_chart,
+    log_ticks,
+    scale_of,
+    thin,
+    ticks,
+)
 from edkm_cli.report.layers import measure_weights, place
 from edkm_cli.report.markup import Markup, tag
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
@@ -344,6 +356,33 @@ class TestCharts:
         sizes = [math.log(value) if wide else value for value in values]  # of a perplexity: the loss
         for length, size in zip(lengths, sizes, strict=True):
             assert length / max(lengths) == pytest.approx(size / max(sizes), abs=1e-3)
+
+    def test_labels_and_figures_of_bars_fit_into_the_drawing(self):
+        rows = [
+            ("compressed, not trained, on a text of a long name", [("", 9.0, "c1")], "1.15x"),
+            ("a", [("", 3.0, "c1")], ""),
+        ]
+        chart = ElementTree.fromstring(bars(rows, title="t", reference=8.9))
+        width = float(chart.get("viewBox").split()[2])
+        for words in chart.iter("text"):
+            size = 7.0 * len("".join(words.itertext()))  # of letters at 13 units
+            x = float(words.get("x"))
+            assert (x >= size) if "end" in words.get("class") else (x + size <= width)
+
+    def test_a_figure_does_not_stand_under_the_line_of_reference(self):
+        chart = ElementTree.fromstring(bars([("a", [("", 8.8, "c1")], "0.99x")], title="t", reference=9.0))
+        line = next(line for line in chart.iter("line") if line.get("class") == "reference")
+        figures = [words for words in chart.iter("text") if words.get("class") == "bar-label"]
+        assert float(figures[0].get("x")) > float(line.get("x1"))
+
+    def test_one_outlier_leaves_the_other_cells_of_an_error_map_their_colours(self):
+        values = {("a", str(n)): (value, "") for n, value in enumerate((0.01, 0.02, 0.04, 2.63))}
+        chart = ElementTree.fromstring(heat_map(["a"], ["0", "1", "2", "3"], values, title="t", show=str))
+        strengths = [float(cell.get("fill-opacity")) for cell in chart.iter("rect")]
+        assert strengths[1] - strengths[0] == pytest.approx(strengths[2] - strengths[1], abs=0.011)
+        assert strengths[2] > 0.25
+        assert "log scale" in scale_of([value for value, _ in values.values()], show=str)
+        assert "log scale" not in scale_of([0.01, 0.02], show=str)
 
     def test_a_histogram_s_entries_stand_at_their_values(self):
         chart = ElementTree.fromstring(

@@ -78,10 +78,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten between `low` and `high`, with their 2s and 5s where there are few."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0)):
-        found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
-        if len(found) >= 3:
-            return found[:: math.ceil(len(found) / 7)]
-    return found or [low, high]
+        marks = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
+        if len(marks) >= 3:
+            return marks[:: math.ceil(len(marks) / 7)]
+    return marks or [low, high]
 
 
 def wants_log(values: Sequence[float], *, ratio: float = 12.0) -> bool:
@@ -245,13 +245,13 @@ def heat_map(
     for line, row in enumerate(rows):
         top = 20 + line * (tall + 2)
         parts.append(tag("text", row, x=left - 10, y=top + 16, class_="bar-label end"))
-        found = [values[row, column][0] for column in columns if (row, column) in values]
+        known = [values[row, column][0] for column in columns if (row, column) in values]
         for number, column in enumerate(columns):
             if (row, column) in values:
                 value, tip = values[row, column]
                 parts.append(tag("rect", tag("title", tip), x=left + number * wide, y=top, width=wide - 1.5, height=tall,
                                  rx=2, class_="fill-c1", fill_opacity=scale(value)))  # fmt: skip
-        parts.append(tag("text", show(sum(found) / len(found)), x=end - 4, y=top + 16, class_="bar-label end strong"))
+        parts.append(tag("text", show(sum(known) / len(known)), x=end - 4, y=top + 16, class_="bar-label end strong"))
     return _svg(title, width, 22 + len(rows) * (tall + 2), *parts)
 
 

@@ -63,26 +63,21 @@ def header(run: RunFiles) -> Markup:
 
 
 def _sentence(run: RunFiles) -> str:
-    measured, report = run.perplexity, run.report
+    report = run.report
     if not report:
         done = f"{len(run.metrics):,} of {run.steps:,} steps are done"
         return f"{done}, the loss is {figure(run.metrics[-1].get('loss', 0.0))}." if run.metrics else f"{done}."
     smaller = f"{report['original_weights_bytes'] / report['weights_bytes']:.2f} times smaller than in 16 bits"
     trained = f"after {report['steps']:,} training steps" if report["steps"] else "without training"
-    if not {"original", "exported"} <= measured.keys():
+    texts = [text for text in run.texts if {"exported", "original"} <= text.keys()]
+    factors = [f"{text['exported'] / text['original']:.2f} times" for text in texts]
+    if not factors:
         return f"{smaller.capitalize()}, {trained}."
-    factors = [_factor(text) for text in run.texts]
-    if len(factors) < 2 or None in factors:
-        return f"{smaller.capitalize()} at {_factor(measured):.2f} times the perplexity, {trained}."
-    names = text_names([text["data"] for text in run.texts])
-    parts = [f"{factor:.2f} times on {name}" for factor, name in zip(factors, names, strict=True)]
+    if len(factors) < 2:
+        return f"{smaller.capitalize()} at {factors[0]} the perplexity, {trained}."
+    names = text_names([text["data"] for text in texts])
+    parts = [f"{factor} on {name}" for factor, name in zip(factors, names, strict=True)]
     return f"{smaller.capitalize()}, {trained}; the perplexity is {', '.join(parts)}."
-
-
-def _factor(perplexity: Mapping[str, float]) -> float | None:
-    """The exported perplexity by the original."""
-    known = {"original", "exported"} <= perplexity.keys()
-    return perplexity["exported"] / perplexity["original"] if known else None
 
 
 def tiles(run: RunFiles) -> Markup:
@@ -126,18 +121,13 @@ def training_section(run: RunFiles) -> Markup | None:
     loss, hard = _points(metrics, "loss"), _points(metrics, "hard_loss")
     if not loss:
         return None
-    soft = bool(hard)
-    name = "soft loss" if soft else "loss"
-    series, entries = [], [(name, "c1")]
-    average = _running_mean(loss)
-    if average:
-        series += [Series(f"{name}, each step", loss, "c1", "faint"), Series(f"{name}, mean", average)]
-        entries = [(f"{name}, mean over {_window(loss)} steps (each step faint)", "c1")]
-    else:
-        series.append(Series(name, loss))
+    name = "soft loss" if hard else "loss"
+    series = [Series(name, loss)]
+    if average := _running_mean(loss):
+        mean = Series(f"{name}, mean over {_window(loss)} steps (each step faint)", average)
+        series = [Series(f"{name}, each step", loss, "c1", "faint"), mean]
     if hard:
-        series.append(Series("hard loss", hard, "c2", "dots"))
-        entries.append(("hard loss (weights as exported)", "c2"))
+        series.append(Series("hard loss (weights as exported)", hard, "c2", "dots"))
     target = _objective(settings)
     side = [
         _small_chart(metrics, "learning_rate", "learning rate", "c3", log=False),
@@ -152,7 +142,7 @@ def training_section(run: RunFiles) -> Markup | None:
     return section(
         "Training",
         f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point for each step')}.",
-        legend(entries),
+        legend([(one.label, one.colour) for one in series if one.shape != "faint"]),
         tag("figure", line_chart(series, title=f"Training loss by step: {target}", x_label="step", y_label="loss",
                                  width=1000, height=300)),
         tag("div", *side, class_="pair"),
