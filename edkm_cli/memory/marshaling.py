@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,7 +155,9 @@ class MarshalSavedTensors:
         self.statistics = Statistics()
         self._hops, self._identity, self._force, self._min_bytes = hops, identity, force, min_bytes
         self._mover = Mover(self.statistics, prefetch=prefetch)
-        self._store = _chain(codecs, self._mover.store)
+        self._store: Store = self._mover.store
+        for codec in reversed(codecs):
+            self._store = partial(_offer, codec, self._store)
         self._table = StorageTable()
         self._marks = Marks()
         self._keep = {ref.cdata: ref for ref in (StorageWeakRef(t.untyped_storage()) for t in keep)}
@@ -171,10 +173,8 @@ class MarshalSavedTensors:
         self._entered.append(hooks)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     def reset_statistics(self) -> None:
         """Start counting anew. Bytes stored now remain counted as stored."""
@@ -250,15 +250,6 @@ class MarshalSavedTensors:
         return None
 
 
-def _chain(codecs: Sequence[Codec], last: Store) -> Store:
-    """One `Store` that offers a tensor to each codec in turn; what a codec keeps goes on to the codecs after it."""
-
-    def through(codec: Codec, rest: Store) -> Any:
-        def store(flat: torch.Tensor) -> Stored:
-            return codec.pack(flat, rest) or rest(flat)
-
-        return store
-
-    for codec in reversed(codecs):
-        last = through(codec, last)
-    return last
+def _offer(codec: Codec, rest: Store, flat: torch.Tensor) -> Stored:
+    """Store a tensor by a codec, or without it where it is not for the codec; what it keeps goes on to `rest`."""
+    return codec.pack(flat, rest) or rest(flat)
