@@ -36,7 +36,6 @@ from edkm_cli.preflight import (
     RunPlan,
     calibration_batches,
     choose_device,
-    needed_bytes,
     needed_tokens,
     plan_run,
     start_batches,
@@ -91,6 +90,8 @@ class Run:
         rehearse_export(plan.skeleton, plan.swaps, plan.spec, plan.clustering, trust_remote_code=trust)
         self.config, self.world, self.watch = plan.config, world, watch
         self.clock = Clock()
+        for warning in plan.warnings:
+            watch.say(f"WARNING: {warning}")
 
     @property
     def exports_start(self) -> bool:
@@ -364,3 +365,19 @@ class Run:
             "resolved": plan.resolved,
             **machine_facts(plan.asked, self.clock, self.world),
         }
+
+
+def needed_bytes(plan: RunPlan) -> int:
+    """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
+    trains, and two moments, in float32)."""
+    config = plan.config
+    kept = (config.keep + 1) if config.steps and config.save_every else 0
+    kept += 2 if config.steps and config.keep_best else 0
+    kept *= 2 if config.compare_dense else 1
+    trained = plan.parameters
+    if config.lora_rank:
+        tables = [(plan.spec.granularity.groups(*swap.shape), plan.spec.bits_of(swap.name)) for swap in plan.clustered]
+        updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
+        trained = updates + sum(groups * 2**bits for groups, bits in tables)
+    start = getattr(torch, config.dtype).itemsize * plan.parameters
+    return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

@@ -6,6 +6,7 @@ stand for (`resolve`), device and dtypes, what is swapped for what. Texts and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -106,8 +107,16 @@ class RunPlan:
         return {name: value for name, value in asdict(self.config).items() if value != asked[name]}
 
     @property
+    def warnings(self) -> list[str]:
+        """What is possible, and hardly meant."""
+        positions = getattr(self.architecture.get_text_config(decoder=True), "max_position_embeddings", None)
+        config, most = self.config, positions if isinstance(positions, int) else math.inf
+        lengths = {"--sequence-length": config.sequence_length * (config.steps > 0), "--context": config.context}
+        more = f"is more than the {most} positions that the model knows; give at most {most}"
+        return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
+
+    @property
     def parameters(self) -> int:
-        """Numbers in the dense model; tied ones once."""
         return sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     @property
@@ -181,8 +190,11 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
         config = replace(config, sharding=sharding)
     except UserError as error:
         raise UserError(str(error), everywhere=True) from error
-    start, labels = _start(config), _label_weight(config, texts)
+    start = _start(config)
     allocation = choose_allocation(config, start)
+    taught = config.distill and texts and all(source.needs_model for source in texts)
+    # Text that the model wrote has no labels to teach it.
+    labels = config.label_weight if config.label_weight is not None else 0.0 if taught else 1.0
     dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded and not config.lora_rank)
     rounds = launch.gpu and dtype == "float32"  # products of float32 weights
     sequences = config.steps * config.batch_size * config.gradient_accumulation * launch.processes
@@ -207,20 +219,13 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
 
 def _start(config: CompressConfig) -> str:
     """`auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction is for layers that are whole."""
+    iteration moves the tables that weights are fitted to. Reconstruction is for whole layers."""
     if config.start != "auto":
         return config.start
     weighted = config.centroid_weighting == "importance" and config.importance != "none"
     if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     return "reconstructed" if trains_whole_weights(config) else "compensated"
-
-
-def _label_weight(config: CompressConfig, texts: Sequence[data.Source]) -> float:
-    """The weight of the next-token loss beside distillation. Text that the model wrote has nothing to teach it."""
-    if config.label_weight is not None:
-        return config.label_weight
-    return 0.0 if config.distill and texts and all(source.needs_model for source in texts) else 1.0
 
 
 def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = None) -> RunPlan:
@@ -391,19 +396,3 @@ def calibration_batches(
     blocks = data.Blocks(tokens, length, seed=config.seed)
     count = max(1, min(len(blocks), limit // length))
     return [blocks.batch(index, 1) for index in range(count)]
-
-
-def needed_bytes(plan: RunPlan) -> int:
-    """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
-    trains, and two moments, in float32)."""
-    config = plan.config
-    kept = (config.keep + 1) if config.steps and config.save_every else 0
-    kept += 2 if config.steps and config.keep_best else 0
-    kept *= 2 if config.compare_dense else 1
-    trained = plan.parameters
-    if config.lora_rank:
-        tables = [(plan.spec.granularity.groups(*swap.shape), plan.spec.bits_of(swap.name)) for swap in plan.clustered]
-        updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
-        trained = updates + sum(groups * 2**bits for groups, bits in tables)
-    start = getattr(torch, config.dtype).itemsize * plan.parameters
-    return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

@@ -201,6 +201,7 @@ def plan_summary(plan: dict[str, Any]) -> str:
             f"peak memory of {where}",
             *_indented(_need_table(plan)),
             *([f"  not counted: {plan['not_counted']}"] if "not_counted" in plan else []),
+            *(f"WARNING: {warning}" for warning in plan.get("warnings", ())),
             "",
             f"training  {plan['steps']} steps of {plan['sequences_per_step']} sequences, "
             f"{plan['training_tokens']:,} tokens",

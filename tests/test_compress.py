@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli.compress import Run, compress
+from edkm_cli.compress import Run, compress, needed_bytes
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.preflight import Launch, needed_bytes, plan_run
+from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
 from helpers import settings, weights_of
 

@@ -12,7 +12,9 @@ from edkm_cli.data import parse_sources
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.errors import UserError
 from edkm_cli.preflight import Launch, plan_run, resolve
+from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
+from edkm_cli.summaries import plan_summary
 from helpers import settings
 
 HERE, TWO = Launch(), Launch(processes=2, sharded=True)
@@ -156,3 +158,18 @@ def test_one_model_without_weights_is_made_for_a_run(model_directory, text_file,
     monkeypatch.setattr(models, "skeleton", lambda *a, **k: made.append(1) or skeleton(*a, **k))
     dry_run(settings(model_directory, text_file, tmp_path / "out"))
     assert len(made) == 1
+
+
+def test_more_tokens_than_the_model_has_positions_for_are_warned_of(model_directory, text_file, tmp_path):
+    long = {"sequence_length": 256, "context": 129, "steps": 1, "calibration_tokens": 64, "start_tokens": 64}
+    config = settings(model_directory, text_file, tmp_path / "out", **long)
+    told = []
+    compress(config, observer=Observer(say=told.append))
+    wanted = ["--sequence-length 256 is more than the 128 positions", "--context 129 is more than the 128 positions"]
+    assert [warning.startswith(start) for warning, start in zip(dry_run(config)["warnings"], wanted, strict=True)] == [
+        1,
+        1,
+    ]
+    assert all(any(f"WARNING: {start}" in line for line in told) for start in wanted)
+    assert plan_run(replace(config, sequence_length=128, context=128), HERE).warnings == []
+    assert "WARNING: --context 129" in plan_summary(dry_run(config))

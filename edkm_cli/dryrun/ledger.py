@@ -45,6 +45,21 @@ class Account:
             self.totals[phase], self.peaks[phase] = self.total, dict(self.bytes)
 
 
+@dataclass(frozen=True)
+class Peak:
+    """Bytes by part at the moment of the highest total, the phase it is in, the highest total of each phase, and how
+    much of that of loading is pages of files."""
+
+    phase: str
+    parts: dict[str, int]
+    phases: dict[str, int]
+    files: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
 @dataclass
 class _Entry:
     size: int

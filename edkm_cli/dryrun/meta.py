@@ -109,6 +109,8 @@ class Stage:
                 return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
             if self._autocast is not None:
                 query, key, value = (tensor.to(self._autocast) for tensor in (query, key, value))
+            if query.shape[-1] != value.shape[-1]:  # the fast kernels are for heads of one width
+                return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
             if gpu and attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
                 flash = _aten._scaled_dot_product_flash_attention
                 return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

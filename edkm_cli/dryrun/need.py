@@ -8,9 +8,9 @@ import torch
 
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
-from edkm_cli.dryrun.ledger import DEVICE, HOST
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.machine import Machine, resident_bytes
-from edkm_cli.dryrun.rehearsal import Peak, Rehearsal
+from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.preflight import RunPlan
 
 RUNTIME, HEAP = "runtime", "heap"

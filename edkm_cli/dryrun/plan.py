@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from edkm_cli.config import CompressConfig
+from edkm_cli.dryrun.ledger import Peak
 from edkm_cli.dryrun.machine import choose_machine, this_machine
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
-from edkm_cli.dryrun.rehearsal import Peak
 from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.allocation import SENSITIVITY
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
@@ -50,6 +50,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "phases": need.device.phases,
         **({"host_memory_bytes": _by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
         **({"not_counted": need.not_counted} if need.not_counted else {}),
+        **({"warnings": plan.warnings} if plan.warnings else {}),
         "memory": memory,
         "weights_bytes": weights_bytes(plan),
         "original_weights_bytes": 2 * plan.parameters,

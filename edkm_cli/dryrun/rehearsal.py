@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from edkm_cli.clustering import kmeans_start
 from edkm_cli.data import Batch
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.gradients import Gradients, size_bytes
-from edkm_cli.dryrun.ledger import DEVICE, HOST
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.meta import (
     ACTIVATIONS,
     CLUSTERING,
@@ -49,8 +49,10 @@ from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
-from edkm_cli.preflight import RunPlan, calibration_batches, start_batches
+from edkm_cli.precision import multiplies_bfloat16
+from edkm_cli.preflight import RunPlan, calibration_batches, needed_tokens, start_batches
 from edkm_cli.runtime.palettized import Rounded, to_nearest
+from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.masters import state_bytes
@@ -61,21 +63,6 @@ _GATHERED_LAYERS = 3
 _DISTINCT = 65536
 # bitsandbytes: a byte a moment, and a float32 scale for each block of 256.
 _MOMENT_8BIT_BYTES = 1 + 4 / 256
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes by part at the moment of the highest total, the phase it is in, the highest total of each phase, and how
-    much of that of loading is pages of files."""
-
-    phase: str
-    parts: dict[str, int]
-    phases: dict[str, int]
-    files: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
 
 
 class _Taught:
@@ -106,6 +93,8 @@ class Rehearsal:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
         with self._stage:
             dense = self._load()
+            if self.plan.writes_text:
+                self._write(dense)
             teacher = self._teacher(dense) if self.plan.distills else None
             model = self._start(dense)
             del dense
@@ -151,6 +140,15 @@ class Rehearsal:
         self._ledger.move(model.buffers(), WEIGHTS)
         self._stage.label(model)
         return model.eval()
+
+    def _write(self, model: Any) -> None:
+        """Two tokens of the text that the model writes itself, in a cache that has room for all."""
+        self._ledger.begin("text")
+        rounded = not self.launch.gpu and multiplies_bfloat16("cpu") and self.plan.dense_dtype == "float32"
+        linears = [module.weight for module in model.modules() if type(module) is nn.Linear]
+        copies = 2 * sum(weight.numel() for weight in linears) * rounded  # see `bfloat16_linears`
+        with self._ledger.more(copies, WEIGHTS):
+            rehearse_text(model, tokens=needed_tokens(self.plan))
 
     def _evaluate(self, model: Any) -> None:
         """One of a run's four perplexities. The others need no more: there is no teacher yet, or not any more."""

@@ -209,8 +209,8 @@ def rises_of(
     """
     if importance is None or importance.shape != weight.shape:
         raise UserError(
-            f"--allocation sensitivity needs the squared gradients of {name}, but there are none; use "
-            "--importance gradient, and --skip for modules that the text does not reach"
+            f"bits by sensitivity need the squared gradients of {name}, but there are none: the model does not call it "
+            f"as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform"
         )
     rows = sampled_rows(weight, spec)
     weights, weighing = weight.detach()[rows], importance[rows]

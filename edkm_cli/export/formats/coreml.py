@@ -49,7 +49,11 @@ def check(source: Compressed, options: Options) -> None:
     if window is not None and getattr(config, "use_sliding_window", True):
         limit = min(limit, window)
     if last > limit:
-        raise UserError(f"--sequence-length must be at most {limit}, which the model's attention spans, got {last}")
+        given = "is 1-1024 by default" if options.sequence_length == "1-1024" else f"is {options.sequence_length}"
+        raise UserError(
+            f"--sequence-length must end at {limit} at most, which the model's attention spans, but {given}; give "
+            f"--sequence-length 1-{limit}"
+        )
     if options.context is not None and not first <= options.context <= last:
         raise UserError(
             f"--verify perplexity measures windows of --context {options.context} tokens, but the program takes "
