@@ -35,9 +35,9 @@ def use(monkeypatch, tmp_path):
 
     def built(flags, **environment):
         library = tmp_path / f"kernels{len(list(tmp_path.iterdir()))}.so"
-        source = Path(lut_linear_c.__file__).parent / "lut_linear.c"
+        sources = [Path(lut_linear_c.__file__).parent / name for name in ("lut_linear.c", "lut_pairs.c")]
         options = ["-O2", "-shared", "-fPIC", "-Wno-psabi", f"-I{Path(build.__file__).parent}", *flags.split()]
-        subprocess.run(["cc", *options, source, "-o", library, "-lm"], check=True)
+        subprocess.run(["cc", *options, *sources, "-o", library, "-lm"], check=True)
         compiled = build.ctypes.CDLL(str(library))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -133,3 +133,12 @@ def test_an_unknown_way_is_measured(use):
     columns, packed = next(iter(matrices(3)))
     assert product(torch.ones(40, columns, dtype=torch.bfloat16), packed).isfinite().all()
     assert os.environ["EDKM_MULTIPLY"] == "somehow"
+
+
+def test_every_header_compiles_alone(tmp_path):
+    if not has():
+        pytest.skip("no C compiler here")
+    folders = [Path(build.__file__).parent, Path(lut_linear_c.__file__).parent]
+    for header in (file for folder in folders for file in folder.glob("*.h")):
+        command = ["cc", "-fsyntax-only", "-xc", "-Wno-psabi", f"-I{folders[0]}", header]
+        assert subprocess.run(command, check=False).returncode == 0, header

@@ -6,47 +6,14 @@
  *
  * Sums are float32 in an order that depends on shapes only, so that the number of threads changes no result.
  */
-#include "codes.h"
-#include "packed.h"
+#include "lut_call.h"
 #include "threads.h"
-#include "vectors.h"
 
-#include <time.h>
-#ifdef __AMX_BF16__
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#define MOST_PARTS 8
-#define UNIT 16    /* rows of W that a thread takes at a time */
 #define STRIP 8    /* rows of W decoded at a time for panels */
 #define DEPTH 512  /* columns of W decoded at a time: 16 KiB of weights, 32 KiB of x */
 #define PANELS 8   /* panels of x that share a decoded strip */
 #define SHARED_PRODUCTS (1 << 17) /* from so many on, other threads help: below, waking them costs more */
 #define SHARED_WEIGHTS (1 << 15)  /* the same for decoding */
-#define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
-
-typedef struct {
-    const Part *parts;
-    void *const *outs;
-    const void *x;
-    int64_t count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
-    Meaning meaning;
-    int bits, pairs, half; /* pairs: x is laid out for lut_pairs.h, as words; half: of float16, and scaled */
-    float unscale[16];     /* what undoes it, for each token */
-} Call;
-
-INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
-
-INLINE int64_t group_at(const Call *call, const Part *part, int64_t row, int64_t column) {
-    return row / part->tile_rows * (call->columns / part->tile_columns) + column / part->tile_columns;
-}
-
-/* Whether whole vectors of 16 weights have one table: the fast loops need it. */
-INLINE int even_tiles(const Call *call, const Part *part) {
-    return part->tile_columns == call->columns || part->tile_columns % LANES == 0;
-}
 
 /* Weights of columns [from, end) of one row, levels unscaled; may write up to 15 floats more. `from` is a multiple of 16. */
 INLINE void decode_row(
@@ -118,7 +85,6 @@ typedef void Decode(const Call *, const Part *, const Unpacker *, Table *, int64
 typedef void Few(
     const Call *, const Part *, const Unpacker *, Table *, int64_t row, int count, const float *x, vf sums[][UNIT]
 );
-#define NOINLINE static __attribute__((noinline)) void
 #define FEW_OF(meaning, tokens)                                                                                     \
     NOINLINE few_##meaning##_##tokens(                                                                              \
         const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, const float *x, \
@@ -140,22 +106,6 @@ LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
 static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
-/* Scale (of levels), bias, rounding: 16 sums of rows from `row` on for one token, of which `count` are there. */
-INLINE void finish(const Call *call, const Part *part, int64_t row, int count, int64_t token, vf y) {
-    vf factor, bias;
-    if (call->meaning >= LEVEL) {
-        memcpy(&factor, (const float *)part->lut + row, count * sizeof(float));
-        y *= factor;
-    }
-    if (part->bias) {
-        Matrix matrix = {part->bias, part->bias_dtype};
-        load_run(&matrix, row, count, (float *)&bias);
-        y += bias;
-    }
-    int64_t stride = call->out_stride ? call->out_stride : part->rows;
-    write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
-}
-
 /* Fetch the part of the strip from `row` on that stands for columns [from, end), while another one is multiplied. */
 INLINE void prefetch_strip(const Call *call, const Part *part, int64_t row, int64_t from, int64_t end) {
     const uint8_t *bytes = part->indices + row * row_bytes(call);
@@ -165,8 +115,6 @@ INLINE void prefetch_strip(const Call *call, const Part *part, int64_t row, int6
 
 /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
 INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5 : 13; }
-
-#include "lut_pairs.h"
 
 /* Rows [row, row + count) of W, at most UNIT, with up to four tokens. */
 static void few_tokens(
@@ -262,21 +210,16 @@ static int64_t units(const Call *call) {
 /* Units [first, last) of all parts, one after the other. */
 static void multiply_units(const void *job, int64_t first, int64_t last) {
     const Call *call = job;
-#if HAS_PAIRS
-    Words words;
-    if (call->pairs) prepare_words(&words, call->bits, call->meaning);
-#endif
     for (int64_t p = 0, before = 0; p < call->count; p++) {
         const Part *part = call->parts + p;
         int64_t own = (part->rows + UNIT - 1) / UNIT, start = first > before ? first - before : 0;
         int64_t stop = smaller(own, last - before);
         before += own;
 #if HAS_PAIRS
-        for (int64_t i = start; call->pairs && i < stop; i++)
-            (is_few(call) ? pairs_of_unit : panels_of_unit)(
-                call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT)
-            );
-        if (call->pairs) continue;
+        if (call->pairs) {
+            if (start < stop) edkm_pairs_units(call, part, start, stop);
+            continue;
+        }
 #endif
         Unpacker u;
         Table table;
@@ -338,16 +281,8 @@ int edkm_lut_linear_into(
     int64_t padded = (call.columns + 127) / 128 * 128, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
-    int exponents[2 * FEW_TOKENS];
-    call.pairs = takes_pairs(&call);
-    if (call.pairs && tokens > FEW_TOKENS) choose_multiply();
-    call.half = call.pairs && takes_halves(&call, x, x_row, exponents);
-    for (int64_t p = 0; call.half && p < call.count; p++) {
-        parts[p] = call.parts[p];
-        parts[p].lut_dtype = BFLOAT16; /* words are taken as they are */
-    }
-    for (int64_t n = 0; call.half && n < tokens; n++) call.unscale[n] = ldexpf(1, -exponents[n]);
-    if (call.half) call.parts = parts;
+    int exponents[16];
+    call.pairs = edkm_pairs_take(&call, x, x_row, parts, exponents);
 #endif
     float *own = scratch((tokens < panels_from(&call) && !call.pairs ? tokens : rounded + LANES) * padded);
     if (!own) return 1;
@@ -355,7 +290,7 @@ int edkm_lut_linear_into(
     call.x_stride = padded;
     Matrix from = {x, dtype};
 #if HAS_PAIRS
-    if (call.pairs) lay_out_pairs(&call, x, x_row, exponents, (uint16_t *)own);
+    if (call.pairs) edkm_pairs_lay_out(&call, x, x_row, exponents, own);
     else
 #endif
         lay_out(&call, &from, x_row, own);

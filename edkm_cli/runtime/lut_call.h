@@ -1,0 +1,66 @@
+/* A product with packed matrices as its loops see it: lut_linear.c computes it anywhere, lut_pairs.c where the processor
+ * multiplies pairs of bfloat16. */
+#ifndef EDKM_LUT_CALL
+#define EDKM_LUT_CALL
+
+#include "codes.h"
+#include "packed.h"
+#include "vectors.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+#define NOINLINE static __attribute__((noinline)) void
+#define MOST_PARTS 8
+#define UNIT 16    /* rows of W that a thread takes at a time */
+#define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
+
+typedef struct {
+    const Part *parts;
+    void *const *outs;
+    const void *x;
+    int64_t count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
+    Meaning meaning;
+    int bits, pairs, half; /* pairs: x is laid out for lut_pairs.c, as words; half: of float16, and scaled */
+    float unscale[16];     /* what undoes it, for each token */
+} Call;
+
+INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
+
+INLINE int64_t group_at(const Call *call, const Part *part, int64_t row, int64_t column) {
+    return row / part->tile_rows * (call->columns / part->tile_columns) + column / part->tile_columns;
+}
+
+/* Whether whole vectors of 16 weights have one table: the fast loops need it. */
+INLINE int even_tiles(const Call *call, const Part *part) {
+    return part->tile_columns == call->columns || part->tile_columns % LANES == 0;
+}
+
+/* Scale (of levels), bias, rounding: 16 sums of rows from `row` on for one token, of which `count` are there. */
+INLINE void finish(const Call *call, const Part *part, int64_t row, int count, int64_t token, vf y) {
+    vf factor, bias;
+    if (call->meaning >= LEVEL) {
+        memcpy(&factor, (const float *)part->lut + row, count * sizeof(float));
+        y *= factor;
+    }
+    if (part->bias) {
+        Matrix matrix = {part->bias, part->bias_dtype};
+        load_run(&matrix, row, count, (float *)&bias);
+        y += bias;
+    }
+    int64_t stride = call->out_stride ? call->out_stride : part->rows;
+    write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
+}
+
+#if HAS_PAIRS
+/* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` and `exponents` stay. */
+int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]);
+void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
+/* Units [first, last) of a part, UNIT rows each, with all tokens. */
+void edkm_pairs_units(const Call *call, const Part *part, int64_t first, int64_t last);
+#endif
+
+#endif

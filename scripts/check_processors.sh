@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The C kernels of packed products on processors that are not here, emulated: aarch64 with NEON, x86-64 with AVX2 and without.
+# Needs qemu-user and gcc-aarch64-linux-gnu (Debian: apt-get install qemu-user gcc-aarch64-linux-gnu). First the machine's own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_pairs.c"
+flags="-O2 -static -Wno-psabi -fno-math-errno -fno-trapping-math -Iedkm_cli/kernels"
+
+check() { # name, compiler with its flags, emulator with its flags
+    $2 $flags $sources -o "$scratch/$1" -lm
+    echo -n "$1: "
+    $3 "$scratch/$1" 2>/dev/null # qemu warns of features that it has not
+}
+check aarch64-neon "aarch64-linux-gnu-gcc" "qemu-aarch64 -cpu cortex-a72"
+if [ "$(uname -m)" = x86_64 ]; then
+    check native "gcc -march=native" env
+    check x86-64-avx2 "gcc -march=haswell" "qemu-x86_64 -cpu Haswell"
+    check x86-64 "gcc -march=x86-64" "qemu-x86_64 -cpu qemu64"
+fi
