@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from edkm_cli.data import load_documents, parse_source, reading
+from edkm_cli.data import load_documents, parse_source, reading, splits
 from edkm_cli.data.encode import Encoder
 from edkm_cli.data.reading import Part, line_ranges, read_files
 from edkm_cli.errors import UserError
@@ -100,6 +100,20 @@ def test_a_compressed_text_is_the_text_whatever_its_pieces(tmp_path, monkeypatch
     monkeypatch.setattr(reading, "PART_BYTES", 300)
     whole, pieces = (load_documents(parse_source(str(tmp_path / file)), split).text() for file in (name, f"{name}.gz"))
     assert pieces == whole
+
+
+@pytest.mark.parametrize("text", ["A line of words.\n", "Eine Zeile über Straßen.\n", "x\n\n"])
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
+def test_of_a_large_text_the_first_characters_are_held_out_whatever_its_letters(tmp_path, monkeypatch, text, suffix):
+    path = tmp_path / f"large.{suffix}"
+    lines = text * (6000 // len(text))
+    path.write_bytes(gzip.compress(lines.encode()) if suffix.endswith("gz") else lines.encode())
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 3000)
+    monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 1000)
+    monkeypatch.setattr(reading, "PART_BYTES", 1000)
+    whole, train, test = (load_documents(parse_source(str(path)), split).text() for split in ("all", "train", "test"))
+    assert test + train == whole
+    assert len(test) - len(text) < 1000 <= len(test)
 
 
 def test_of_several_texts_each_is_a_document_also_where_they_are_large(tmp_path, monkeypatch):
