@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.preflight import Launch
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
@@ -204,13 +205,11 @@ class Stage:
 
         self._autocast = torch.bfloat16 if enabled else None
         layers = [m for m in model.modules() if isinstance(m, ClusteredLinear)] if enabled else []
-        handles = [layer.register_forward_pre_hook(cast) for layer in layers]
         try:
-            yield
+            with hooked(layers, cast):
+                yield
         finally:
             self._autocast = None
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def offload(self, model: nn.Module, enabled: bool) -> Iterator[None]:

@@ -46,6 +46,7 @@ from edkm_cli.initialize.tables import fits_tables
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
@@ -284,13 +285,10 @@ class Rehearsal:
     def _compensate(self, model: Any, batches: list[Tensor], **options: Any) -> None:
         """The pass that `compensate` makes."""
         self._settle(model)
-
-        handles = [layer.register_forward_pre_hook(self._hold) for layer in clustered_layers(model).values()]
         model.eval()
-        with self._ledger.under(ACTIVATIONS), self._gathered(model):
+        holding = hooked(clustered_layers(model).values(), self._hold)
+        with self._ledger.under(ACTIVATIONS), self._gathered(model), holding:
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
-        for handle in handles:
-            handle.remove()
 
     def _reconstruct(self, model: Any, batches: list[Tensor], *, passes: int, **options: Any) -> None:
         """`reconstruct`, of two decoder layers for two steps each: from then on all hold the same."""

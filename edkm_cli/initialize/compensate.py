@@ -29,6 +29,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.precision import sum_of_products
 
 _LAZY_COLUMNS = 128
@@ -238,16 +239,12 @@ def compensate(
     layers = clustered_layers(model)
     progress = iter(track(range(len(layers)), "compensation", len(layers)))
     compensation = Compensation(world, progress)
-    handles = [layer.register_forward_pre_hook(compensation) for layer in layers.values()]
     was_training = model.training
     model.eval()
-    try:
+    with hooked(layers.values(), compensation):
         # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
         model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
-        for _ in progress:  # layers that were not reached
-            pass
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.train(was_training)
+    for _ in progress:  # layers that were not reached
+        pass
+    model.train(was_training)
     compensation.keep()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.precision import sum_of_products
 
 # Shares of the two errors that are made up for: measured on SmolLM2-135M with 24,576 tokens, docs/log.md.
@@ -62,7 +63,7 @@ class Corrections:
                 outputs[module] = output
 
         others = [m for m in self._block.modules() if m is not self._block and m not in self._layers]
-        with _hooked(others, enters), _hooked(self._layers, leaves, after=True):
+        with hooked(others, enters), hooked(self._layers, leaves, after=True):
             end = run(hidden)
         ends = [stream for _, stream in streams] + [end]
         for layer, output in outputs.items():
@@ -79,7 +80,7 @@ class Corrections:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._exact.setdefault(module, []).append(_entering(args, kwargs))
 
-        with _hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
+        with hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield
 
     def weigh(self, outputs: list[Tensor]) -> None:
@@ -102,7 +103,7 @@ class Corrections:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._now[module] = _entering(args, kwargs)
 
-        with _hooked(set(self._adds_to.values()), keep, with_kwargs=True):
+        with hooked(set(self._adds_to.values()), keep, with_kwargs=True):
             yield
         self._exact.clear()
         self._now.clear()
@@ -142,18 +143,3 @@ class Corrections:
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     found: Tensor = args[0] if args else kwargs["hidden_states"]
     return found
-
-
-@contextmanager
-def _hooked(
-    modules: Any, hook: Callable[..., None], *, after: bool = False, with_kwargs: bool = False
-) -> Iterator[None]:
-    handles = [
-        module.register_forward_hook(hook) if after else module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-        for module in modules
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.precision import bfloat16_products, sum_of_products
 from edkm_cli.progress import Track, no_progress
 
@@ -203,10 +204,8 @@ def _run(model: Any, batch: Tensor, kind: str) -> None:
             model(input_ids=batch, use_cache=False)  # the whole model: FSDP2 gathers the root's parameters for it alone
         return
     # No parameter asks for a gradient, so the embedded tokens do, or there would be no graph.
-    embedding = model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_(True))
-    try:
-        with torch.enable_grad():
-            _loss(model(input_ids=batch, use_cache=False).logits, batch).backward()
-    finally:
-        handle.remove()
+    asking = hooked(
+        [model.get_input_embeddings()], lambda layer, args, output: output.detach().requires_grad_(True), after=True
+    )
+    with asking, torch.enable_grad():
+        _loss(model(input_ids=batch, use_cache=False).logits, batch).backward()

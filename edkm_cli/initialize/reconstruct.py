@@ -30,7 +30,7 @@ from edkm_cli.initialize.compensate import Compensation
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import LayerCall
+from edkm_cli.nn.hooks import LayerCall, hooked
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 
@@ -144,13 +144,8 @@ class _Block:
         self, hidden: list[Tensor], corrections: Corrections, compensation: Callable[..., None]
     ) -> list[Tensor]:
         """`edkm_cli.initialize.compensate` on the inputs that the layer gets now; returns what it gives then."""
-        handles = [layer.register_forward_pre_hook(compensation) for layer in self.layers]
-        try:
-            with corrections.following():
-                return list(self._run(torch.cat(hidden)).split(1))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with corrections.following(), hooked(self.layers, compensation):
+            return list(self._run(torch.cat(hidden)).split(1))
 
     def fit(self, hidden: list[Tensor], wanted: list[Tensor], picks: list[list[int]]) -> None:
         """Train weights, tables, norms and biases, on some of the texts a step."""
