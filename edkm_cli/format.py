@@ -54,9 +54,8 @@ class QuantizationSpec:
     """The fields of `quantization_config`, checked. `skipped` names the linears and embeddings that stay dense.
 
     `embedding_bits` 16 stands for dense embeddings, for which the file has null. `embedding_group` columns of an embedding
-    share a scale; None: a whole row. `module_bits` holds the bits of the
-    linears that have others than `bits`. `granularity` may be given as the file has it, a text. `format_version` 0
-    stands for the lowest that can hold the rest.
+    share a scale; None: a whole row. `module_bits` holds the bits of the linears that have others than `bits`.
+    `granularity` may be given as the file has it, a text. `format_version` 0 stands for the lowest that can hold the rest.
     """
 
     bits: int
@@ -72,30 +71,27 @@ class QuantizationSpec:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
         if self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION,)
-        if self.format_version == 0 and _is_int(self.format_version):
+        if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
-        if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
+        if not _is_within(self.bits, MIN_BITS, MAX_BITS):
             faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
-        if not _is_int(self.embedding_bits) or not (
-            2 <= self.embedding_bits <= MAX_BITS or self.embedding_bits == DENSE_BITS
+        if not _is_within(self.embedding_bits, 2, MAX_BITS) and not _is_within(
+            self.embedding_bits, DENSE_BITS, DENSE_BITS
         ):
             faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
         if not isinstance(self.lut_dtype, str) or self.lut_dtype not in LUT_DTYPES:
             faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
         if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
             faults.append("skipped must be a list of module names")
-        if not _is_int(self.format_version) or self.format_version not in versions:
+        if not _is_within(self.format_version, versions[0], versions[-1]):
             faults.append(
                 f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: a newer edkm-cli "
                 "may read it"
             )
-        if self.embedding_group is not None and (
-            not _is_int(self.embedding_group) or self.embedding_group < 1 or self.embedding_bits == DENSE_BITS
-        ):
-            faults.append(
-                f"embedding_group must be a positive number, with embedding_bits, got {self.embedding_group!r}"
-            )
+        group = self.embedding_group
+        if group is not None and (not _is_within(group, 1) or self.embedding_bits == DENSE_BITS):
+            faults.append(f"embedding_group must be a positive number, with embedding_bits, got {group!r}")
         faults += _module_bits_faults(self.module_bits)
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
@@ -192,13 +188,14 @@ def _module_bits_faults(value: Any) -> list[str]:
     if not isinstance(value, dict):
         return [f"module_bits must map module names to bits, got {value!r:.60}"]
     for name, bits in value.items():
-        if not isinstance(name, str) or not _is_int(bits) or not MIN_BITS <= bits <= MAX_BITS:
+        if not isinstance(name, str) or not _is_within(bits, MIN_BITS, MAX_BITS):
             return [f"module_bits must map module names to {MIN_BITS} to {MAX_BITS}, got {name!r:.60}: {bits!r:.60}"]
     return []
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_within(value: object, low: int, high: int | None = None) -> bool:
+    """Whether a value of a file is a whole number in a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high)
 
 
 def read_json(path: Path, *, remedy: str) -> dict[str, Any]:

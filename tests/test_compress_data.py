@@ -114,7 +114,19 @@ def test_the_best_step_needs_steps_that_are_measured(model_directory, text_file,
 
 
 def test_a_text_that_is_trained_on_is_not_measured(model_directory, text_file, tmp_path):
-    arguments = ["compress", "--model", model_directory, "--data", text_file, "--device", "cpu", "--steps", 0]
+    arguments = [
+        "compress",
+        "--model",
+        model_directory,
+        "--data",
+        text_file,
+        "--device",
+        "cpu",
+        "--steps",
+        0,
+        "--context",
+        64,
+    ]
     line = refused(*arguments, "--eval-data", text_file, "-o", tmp_path / "out")
     assert "must not be trained on" in line
 
