@@ -161,10 +161,10 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
             raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
     shared = ("model", "data", "bits", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code")
     try:
-        ours = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
+        arguments = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
-    return {name: value for name, value in asdict(ours).items() if name != "output"}
+    return {name: value for name, value in asdict(arguments).items() if name != "output"}
 
 
 def _gguf_settings(entry: Entry) -> dict[str, Any]:

@@ -114,10 +114,10 @@ def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     source = models.resolve(settings["file"])
     configs = [models.load_config(one).get_text_config() for one in (models.resolve(settings["model"]), source)]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        ours, theirs = (getattr(config, name, None) for config in configs)
-        if ours != theirs:
+        wanted, given = (getattr(config, name, None) for config in configs)
+        if wanted != given:
             raise UserError(
-                f"{settings['file']} must be a file of {settings['model']}, but its {name} is {theirs}, not {ours}"
+                f"{settings['file']} must be a file of {settings['model']}, but its {name} is {given}, not {wanted}"
             )
     model = models.load_dense(source, dtype="float32", device=settings["device"], progress=False)
     return {**FREE, **settings["facts"]}, model
