@@ -19,7 +19,7 @@ from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.tables import table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
-from edkm_cli.export.checkpoint import write_checkpoint
+from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.rehearsal import rehearse_export
@@ -30,7 +30,7 @@ from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
 from edkm_cli.initialize.kept import KeptStart, restore
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
-from edkm_cli.model_files import files_digest
+from edkm_cli.model_files import files_digest, stored_dtypes
 from edkm_cli.preflight import (
     Launch,
     RunPlan,
@@ -186,6 +186,10 @@ class Run:
             models.require_finite(plan.source, dense)
             self.data = self.texts.data
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
+            dtype = getattr(torch, plan.stored_dtype)
+            stored = {f"{swap.name}.weight": dtype for swap in plan.swaps if not swap.reason}
+            stored |= stored_dtypes(plan.source.path)
+            self.dense_format = DenseFormat.of(dense.model, dtype, stored, world=self.world)
             if config.packing and config.steps:
                 require_attention_within_documents(dense.model)
         return dense
@@ -260,6 +264,8 @@ class Run:
                     model, _ = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)
                 kept.write(model, self.plan.spec.module_bits)
+        if not config.steps:
+            self.dense_format.settle(model)
         return model
 
     def _rebuild(self) -> Any:
@@ -281,6 +287,7 @@ class Run:
         with self.clock.phase("train"):
             objective = Objective(teacher, label_weight=config.label_weight or 0.0)
             offloaded = train(model, objective, self.blocks, config, staging=staging, **self._training())
+        self.dense_format.settle(model)
         self._measure("trained", model)
         return offloaded
 
@@ -303,7 +310,8 @@ class Run:
 
     def _export(self, model: Any, staging: Path) -> None:
         with self.clock.phase("export"):
-            write_checkpoint(model, self.tokenizer, staging, self.plan.spec, track=self.watch.track, world=self.world)
+            watch: dict[str, Any] = {"track": self.watch.track, "world": self.world}
+            write_checkpoint(model, self.tokenizer, staging, self.plan.spec, dense=self.dense_format, **watch)
 
     def _finish(self, output: OutputDirectory, staging: Path, offloaded: dict[str, Any]) -> dict[str, Any]:
         """On the first process: load what was written, measure it, report, and put it in its place."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import (
@@ -28,6 +27,7 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
+from edkm_cli.model_files import header
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.one_token import shorten
@@ -118,14 +118,7 @@ def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
 
 def stored_names(files: Iterable[str | Path]) -> set[str]:
     """The tensor names of safetensors files. Raises UserError for a file that is none."""
-    names: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); {AGAIN}") from error
-    return names
+    return {name for file in files for name, *_ in header(Path(file), remedy=AGAIN)}
 
 
 def foreign_modules(model: Any, stored: set[str]) -> set[str]:

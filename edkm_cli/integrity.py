@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec, is_plain_name, read_json, read_spec, verify_checksums
-from edkm_cli.model_files import check_numbers, header, no_larger_than
+from edkm_cli.format import SAFETENSORS_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
+from edkm_cli.model_files import TensorFiles, check_numbers, no_larger_than
 from edkm_cli.nn.swap import palettize_skeleton
 from edkm_cli.runtime.palettized import PALETTIZED
 
@@ -138,46 +138,15 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def stored_tensors(directory: Path) -> dict[str, str]:
     """Tensor name -> "dtype (shape)" of the safetensors files of a directory. Raises UserError for files that are not
-    whole, are links out of it, hold a tensor twice, or are not those of the index."""
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise UserError(f"{directory} has no model.safetensors; {AGAIN}")
-    index = directory / "model.safetensors.index.json"
-    placed: dict[str, str] | None = None
-    if index.is_file():
-        weight_map = read_json(index, remedy=AGAIN).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise UserError(f"{index} must map tensors to files, but does not; {AGAIN}")
-        placed = weight_map
-        missing = [
-            name for name in sorted(set(placed.values())) if not is_plain_name(name) or not (directory / name).is_file()
-        ]
-        if missing:
-            raise UserError(f"{directory} lacks {missing[0][:100]!r}, which its index names; {AGAIN}")
-    elif files != [directory / "model.safetensors"]:
-        raise UserError(f"{directory} holds {files[0].name}, but no index that names it; {AGAIN}")
-    stored: dict[str, str] = {}
-    for file in files:
-        for name, dtype, shape in header(file, remedy=AGAIN):
-            if name in stored or (placed is not None and placed.get(name) != file.name):
-                raise UserError(f"{file} holds {name[:100]}, which its index does not place there; {AGAIN}")
-            stored[name] = _describe(_DTYPES.get(dtype), shape)
-    absent = sorted(set(placed or ()) - set(stored))
-    if absent:
-        raise UserError(f"{directory} lacks tensor {absent[0][:100]}, which its index names; {AGAIN}")
-    return stored
+    whole, lie elsewhere, hold a tensor twice, or are more than the index names."""
+    tensors = TensorFiles(directory, remedy=AGAIN).tensors
+    more = {file.name for file in directory.glob("model*.safetensors")} - {tensor.file for tensor in tensors.values()}
+    if more:
+        raise UserError(f"{directory} holds {min(more)[:100]}, but no index that names it; {AGAIN}")
+    return {name: _describe(_DTYPES.get(dtype), shape) for name, (_, dtype, shape) in tensors.items()}
 
 
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _FLOATING = re.compile(r"^(float32|float16|bfloat16)\b")
 
 

@@ -7,12 +7,14 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import is_plain_name, read_json, sha256_of
+from edkm_cli.format import SAFETENSORS_DTYPES, is_plain_name, read_json, sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,12 +28,80 @@ _MAX_NUMBER = 2**48
 _TIMES_STORED = 8
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What a directory's weight files hold: tensors, and numbers in all of them."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file: the file's name, the dtype as safetensors calls it, the shape."""
 
-    tensors: int
-    numbers: int
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """The tensors of a directory's safetensors files: what they are is read at once, each itself when asked for.
+
+    `tensors` has them by name, of `model.safetensors` or of the files that the index names, as transformers chooses.
+
+    Raises UserError for a directory without such files, an index that names files elsewhere, none, or tensors that its
+    files do not hold, a file that is not whole, and for a tensor in two files: transformers takes one of the two.
+    """
+
+    def __init__(self, directory: Path, *, remedy: str = FETCH_AGAIN):
+        self.directory, self._remedy = directory, remedy
+        placed = self._placed()
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in sorted(set(placed.values())) if placed is not None else [SINGLE]:
+            for name, dtype, shape in header(directory / file, remedy=remedy):
+                if name in self.tensors:
+                    raise UserError(
+                        f"{directory} holds {name[:100]} in {self.tensors[name].file} and in {file}; {remedy}"
+                    )
+                self.tensors[name] = StoredTensor(file, dtype, shape)
+        for name, file in sorted((placed or {}).items()):
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise UserError(f"{directory / file} lacks {name[:100]}, which {INDEX} names; {remedy}")
+
+    def _placed(self) -> dict[str, str] | None:
+        """Tensor -> file, as the index says; None where one file holds all."""
+        directory, remedy = self.directory, self._remedy
+        if (directory / SINGLE).is_file():  # transformers prefers it, too
+            return None
+        if not (directory / INDEX).is_file():
+            raise UserError(f"{directory} has no {SINGLE} and no index of several files; {remedy}")
+        placed = read_json(directory / INDEX, remedy=remedy).get("weight_map")
+        if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+            raise UserError(f"{directory / INDEX} must map tensors to files, but does not; {remedy}")
+        for file in sorted(set(placed.values())):
+            if not is_plain_name(file):
+                raise UserError(
+                    f"{directory / INDEX} must name files of its own directory, got {file[:100]!r}; {remedy}"
+                )
+            if not (directory / file).is_file():
+                raise UserError(f"{directory} lacks {file[:100]}, which {INDEX} names; {remedy}")
+        return placed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Any]:
+        """The file that holds a tensor, by safetensors. Raises UserError where none does."""
+        from safetensors import safe_open
+
+        if name not in self.tensors:
+            raise UserError(f"the weights in {self.directory} must hold {name}, but do not; {self._remedy}")
+        # Opened anew for each tensor: a file that stays open keeps in memory all that has been read of it.
+        with safe_open(self.directory / self.tensors[name].file, framework="pt") as file:
+            yield file
+
+    def get(self, name: str) -> Tensor:
+        """The tensor on the CPU as stored. Raises UserError where the files don't have it."""
+        with self.opened(name) as file:
+            return file.get_tensor(name)
+
+    @property
+    def numbers(self) -> int:
+        """In all tensors together."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def files_digest(path: Path) -> str:
@@ -61,54 +131,69 @@ def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: st
             raise UserError(f"{path}: {key} must be at most {limit}, got {str(config)[:40]}; {remedy}")
 
 
-def check_model_files(directory: Path) -> Stored | None:
+def has_safetensors(directory: Path) -> bool:
+    """Whether a directory has weight files of the only kind that is read."""
+    return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
+def check_model_files(directory: Path) -> TensorFiles | None:
     """Look at the headers of the safetensors files that transformers will read; None where there are none.
 
-    Raises UserError for an index that names files elsewhere, none, or tensors that its files do not hold, for a tensor in
-    two files, and for weights that are no real numbers: transformers takes one of the two, and turns integers and the
-    real parts of complex numbers into weights.
+    Raises UserError as `TensorFiles` does, for weights in files of another kind only, and for weights that are no real
+    numbers: transformers turns integers and the real parts of complex numbers into weights.
     """
-    placed = _placed(directory)
-    if placed is None:
+    if not has_safetensors(directory):
+        if any(directory.glob("pytorch_model*.bin")):
+            raise needs_safetensors(str(directory))
         return None
-    holders: dict[str, str] = {}
-    numbers = 0
-    for file in sorted(set(placed.values())) if placed else [SINGLE]:
-        for name, dtype, shape in header(directory / file):
-            if name in holders:
-                raise UserError(f"{directory} holds {name[:100]} in {holders[name]} and in {file}; {FETCH_AGAIN}")
-            if name.endswith("weight") and not dtype.startswith(("F", "BF")):
-                raise UserError(
-                    f"{directory / file} must hold weights of real numbers, but {name[:100]} is {dtype}; give the model "
-                    "that it was made from"
-                )
-            holders[name] = file
-            numbers += math.prod(shape)
-    lacking = sorted(name for name, file in placed.items() if holders.get(name) != file)
-    if lacking:
-        raise UserError(
-            f"{directory / placed[lacking[0]]} lacks {lacking[0][:100]}, which {INDEX} names; {FETCH_AGAIN}"
-        )
-    return Stored(len(holders), numbers)
-
-
-def _placed(directory: Path) -> dict[str, str] | None:
-    """Tensor -> file, as the index says; empty where one file holds all, None where there are no such files."""
-    if (directory / SINGLE).is_file():  # transformers prefers it, too
-        return {}
-    if not (directory / INDEX).is_file():
-        return None
-    placed = read_json(directory / INDEX, remedy=FETCH_AGAIN).get("weight_map")
-    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
-        raise UserError(f"{directory / INDEX} must map tensors to files, but does not; {FETCH_AGAIN}")
-    for file in sorted(set(placed.values())):
-        if not is_plain_name(file):
+    files = TensorFiles(directory)
+    for name, (file, dtype, _) in files.tensors.items():
+        if name.endswith("weight") and not dtype.startswith(("F", "BF")):
             raise UserError(
-                f"{directory / INDEX} must name files of its own directory, got {file[:100]!r}; {FETCH_AGAIN}"
+                f"{directory / file} must hold weights of real numbers, but {name[:100]} is {dtype}; give the model "
+                "that it was made from"
             )
-        if not (directory / file).is_file():
-            raise UserError(f"{directory} lacks {file[:100]}, which {INDEX} names; {FETCH_AGAIN}")
-    return placed
+    return files
+
+
+def needs_safetensors(name: str) -> UserError:
+    """For a model whose weights are in files of another kind."""
+    return UserError(
+        f"--model {name} must have its weights in safetensors files, and has none: those of pickle (pytorch_model.bin) can "
+        "run code while they are read; convert a model that you trust, with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(NEW), and the tokenizer likewise"
+    )
+
+
+def stored_dtypes(directory: Path | None) -> dict[str, Any]:
+    """Tensor name -> number format in a directory's safetensors files, as PyTorch calls it; empty where there are none."""
+    if directory is None or not has_safetensors(directory):
+        return {}
+    kinds = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+    return {
+        name: kinds[tensor.dtype] for name, tensor in TensorFiles(directory).tensors.items() if tensor.dtype in kinds
+    }
+
+
+def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:
+    """Raises UserError unless the files hold the model's tensors, all of them and no others: transformers fills what
+    lacks with random numbers."""
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    mismatched = sorted(
+        f"{tensor} is {tuple(stored)} for {tuple(wanted)}" for tensor, stored, wanted in report["mismatched_keys"]
+    )
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if names
+    ]
+    if report.get("error_msgs"):
+        problems.append(" ".join(str(report["error_msgs"]).split())[:200])
+    if problems:
+        raise UserError(
+            f"--model {name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}; "
+            "fetch the files again, or check that config.json belongs to them"
+        )
 
 
 def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -121,8 +206,8 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
                 part = opened.get_slice(name)
                 yield name, str(part.get_dtype()), tuple(part.get_shape())
     except (SafetensorError, OSError) as error:
-        told = " ".join(str(error).split())[:160]
-        raise UserError(f"{file} is not a whole safetensors file ({told}); {remedy}") from error
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{file} is not a whole safetensors file ({reason}); {remedy}") from error
 
 
 @contextmanager
@@ -167,20 +252,14 @@ def settle_ties(config: Any, directory: Path) -> None:
 
 def differing_head(directory: Path) -> str | None:
     """The name of an output embedding in a directory's safetensors files that is not equal to the input embedding."""
-    from safetensors import SafetensorError, safe_open
-
-    places: dict[str, Path] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                places |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError):
-            return None  # whoever reads the weights says what is wrong with them
-    heads = [name for name in places if name.split(".")[-2:] in _HEADS]
-    inputs = [name for name in places if name.split(".")[-2:] in _INPUTS]
+    if not has_safetensors(directory):
+        return None
+    files = TensorFiles(directory)
+    heads = [name for name in files.tensors if name.split(".")[-2:] in _HEADS]
+    inputs = [name for name in files.tensors if name.split(".")[-2:] in _INPUTS]
     if len(heads) != 1 or len(inputs) != 1:
         return None
-    with safe_open(places[heads[0]], framework="pt") as one, safe_open(places[inputs[0]], framework="pt") as other:
+    with files.opened(heads[0]) as one, files.opened(inputs[0]) as other:
         head, rows = one.get_slice(heads[0]), other.get_slice(inputs[0])
         if head.get_shape() != rows.get_shape() or head.get_dtype() != rows.get_dtype():
             return heads[0]

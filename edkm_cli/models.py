@@ -19,7 +19,15 @@ from edkm_cli.config import cache_directory, configs_directory
 from edkm_cli.distributed import local
 from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
-from edkm_cli.model_files import FETCH_AGAIN, check_model_files, check_numbers, no_larger_than, settle_ties
+from edkm_cli.model_files import (
+    FETCH_AGAIN,
+    check_model_files,
+    check_numbers,
+    needs_safetensors,
+    no_larger_than,
+    require_whole,
+    settle_ties,
+)
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.quantized import as_if_dense, require_unquantized
 
@@ -106,6 +114,8 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
             f"--model {source.name} brings Python files of its own, which would be run; read them, and if you trust them "
             "give --trust-remote-code"
         )
+    if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
+        return needs_safetensors(source.name)
     text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
         return UserError(
@@ -152,6 +162,13 @@ def load_config(
     return config
 
 
+def stored_dtype(source: ModelSource, config: Any, dtype: str) -> str:
+    """The number format of a model's files, as its configuration names it, or `dtype`, in which it is loaded, where that is
+    narrower or none is named. A GGUF file is decoded to bfloat16."""
+    name = "bfloat16" if source.gguf_file else str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in DTYPES and dtype == "float32" else dtype
+
+
 def require_finite(source: ModelSource, model: Any) -> None:
     """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
     for name, parameter in model.named_parameters():
@@ -176,7 +193,7 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
         raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
     directory = Path(source.location)
     stored = check_model_files(directory) if source.is_local and not source.gguf_file else None
-    limit = no_larger_than(directory, tensors=stored.tensors, numbers=stored.numbers) if stored else nullcontext()
+    limit = no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers) if stored else nullcontext()
     try:
         with torch.device("meta"), limit:
             # A copy: building a model leaves its mark on the configuration.
@@ -247,7 +264,7 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
 
     try:
         with no_warnings():  # tables of what does not fit: it is named below, in one line
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 source.location,
                 local_files_only=source.is_local,
                 use_safetensors=None if "gguf_file" in options else True,  # never a pickle
@@ -257,33 +274,12 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
             )
     except Exception as error:
         raise _loading_error(source, error) from error
-    _require_whole(source, model, found)
+    require_whole(source.name, model, report)
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False) and head is not None:
         tied = getattr(head, "weight", None) is getattr(rows, "weight", ())
         model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = tied
     return model
-
-
-def _require_whole(source: ModelSource, model: Any, found: dict[str, Any]) -> None:
-    """Raises UserError unless the files hold the model's tensors, all of them and no others: transformers fills what
-    lacks with random numbers."""
-    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    mismatched = sorted(
-        f"{name} is {tuple(stored)} for {tuple(wanted)}" for name, stored, wanted in found["mismatched_keys"]
-    )
-    problems = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
-        if names
-    ]
-    if found.get("error_msgs"):
-        problems.append(" ".join(str(found["error_msgs"]).split())[:200])
-    if problems:
-        raise UserError(
-            f"--model {source.name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}; "
-            "fetch the files again, or check that config.json belongs to them"
-        )
 
 
 def _load_gguf(source: ModelSource) -> Any:

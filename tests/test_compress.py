@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import edkm_cli
 from edkm_cli.compress import Run, compress, needed_bytes
@@ -16,7 +17,8 @@ from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
-from helpers import settings, weights_of
+from families import family
+from helpers import byte_tokenizer, settings, weights_of
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,31 @@ def test_a_gradient_that_is_not_finite_never_reaches_weights_and_checkpoints(
         compress(config)
     kept = sorted(path.name for path in (tmp_path / "out.partial" / "checkpoints").glob("step-*"))
     assert kept == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, text_file, tmp_path):
+    """On a CPU, where a bfloat16 model trains in float32: stored as float32 it grew."""
+    source, text = tmp_path / "model", str(text_file)
+    model = family("deepseek_v3", torch.bfloat16)
+    gate = model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias = gate.e_score_correction_bias.float()  # as the family's files have it
+    model.save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    config = settings(source, text, tmp_path / "out", steps=steps, start="kmeans", context=32, sequence_length=32)
+    result = compress(config)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    kept = sorted(before.keys() & after.keys())
+    router = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert before[router].dtype == torch.float32
+    assert {router, "model.norm.weight"} <= set(kept)
+    experts = [after[f"model.layers.1.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")]  # fused
+    assert {tensor.dtype for tensor in experts} == {torch.bfloat16}
+    for name in kept:
+        assert after[name].dtype == before[name].dtype, name
+        assert steps or torch.equal(after[name], before[name]), name
+    assert result["weights_bytes"] < sum(tensor.nbytes for tensor in before.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    measured = result["perplexity"]
+    assert measured["exported"] == pytest.approx(measured["trained" if steps else "start"], rel=1e-5)
+    assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16

@@ -90,12 +90,12 @@ def test_each_compressed_weight_is_one_table_operation_with_our_indices_and_entr
     function, metadata = coreml._function(tmp_path / "out")
     names = json.loads(metadata["edkm.tensors"])
     found = {names[op.name]: op for op in function.operations if op.op_type == "constexpr_lut_to_dense"}
-    with Compressed(rows) as source:
-        assert found.keys() == {tensor.name for tensor in source.linears}
-        for tensor in source.linears:
-            operation = found[tensor.name]
-            assert np.array_equal(operation.indices.val, source.indices(tensor.module).numpy())
-            assert np.array_equal(operation.lut.val[:, 0, :, 0], source.table(tensor.module).half().numpy())
+    source = Compressed(rows)
+    assert found.keys() == {tensor.name for tensor in source.linears}
+    for tensor in source.linears:
+        operation = found[tensor.name]
+        assert np.array_equal(operation.indices.val, source.indices(tensor.module).numpy())
+        assert np.array_equal(operation.lut.val[:, 0, :, 0], source.table(tensor.module).half().numpy())
 
 
 @here
@@ -113,17 +113,17 @@ def test_damage_to_a_program_is_found_and_named(what, tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "source", tiny_llama(bias=True))
     options = Options(sequence_length="32")
     name = "model.layers.1.mlp.down_proj"
-    with Compressed(folder) as source:
-        with monkeypatch.context() as patch:
-            if what == "entry":
-                table = source.table
-                patch.setattr(source, "table", lambda path: table(path) + (path == name) / 64)
-            elif what == "row":
-                indices = source.indices
-                patch.setattr(source, "indices", lambda path: indices(path).roll(int(path == name), 0))
-            else:
-                patch.setattr(coreml, "_biases", lambda source, names: lambda path: None)
-            (tmp_path / "out").mkdir()
-            coreml.write(source, tmp_path / "out", options)
-        with pytest.raises(UserError, match="is in the source, but not" if what == "bias" else name):
-            require_parity(source, tmp_path / "out", coreml, options)
+    source = Compressed(folder)
+    with monkeypatch.context() as patch:
+        if what == "entry":
+            table = source.table
+            patch.setattr(source, "table", lambda path: table(path) + (path == name) / 64)
+        elif what == "row":
+            indices = source.indices
+            patch.setattr(source, "indices", lambda path: indices(path).roll(int(path == name), 0))
+        else:
+            patch.setattr(coreml, "_biases", lambda source, names: lambda path: None)
+        (tmp_path / "out").mkdir()
+        coreml.write(source, tmp_path / "out", options)
+    with pytest.raises(UserError, match="is in the source, but not" if what == "bias" else name):
+        require_parity(source, tmp_path / "out", coreml, options)

@@ -59,9 +59,9 @@ def test_each_weight_of_a_plain_model_is_rounded_once(rows, dtype, tmp_path):
     result = export_model(rows, "dense", tmp_path / "out", options=Options(dtype=dtype))
     assert (result["largest_difference"] == 0) is (dtype == "float32")
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    with Compressed(rows) as source:
-        for name, tensor in stored.items():
-            assert torch.equal(tensor, source.dense(name).to(getattr(torch, dtype)))
+    source = Compressed(rows)
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, source.dense(name).to(getattr(torch, dtype)))
 
 
 def test_fused_experts_are_written_as_their_family_stores_them(tmp_path):

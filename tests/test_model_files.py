@@ -90,7 +90,8 @@ def test_divided_files_count_like_one(directory):
     whole = check_model_files(directory)
     assert whole.numbers == sum(parameter.numel() for parameter in tiny_llama().parameters())
     divide(directory)
-    assert check_model_files(directory) == whole
+    divided = check_model_files(directory)
+    assert (divided.tensors.keys(), divided.numbers) == (whole.tensors.keys(), whole.numbers)
     assert models.load_config(models.resolve(str(directory))).hidden_size == 24
 
 

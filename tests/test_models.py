@@ -10,7 +10,7 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.swap import is_tied
-from helpers import cluster, export, tiny_llama
+from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, tiny_llama
 
 
 def test_aliases_resolve_to_the_hub_or_the_cache(monkeypatch, tmp_path):
@@ -152,3 +152,16 @@ def test_a_model_that_is_quantized_already_is_refused_with_the_remedy(tmp_path, 
         models.load_config(models.resolve(str(tmp_path)))
     with pytest.raises(UserError):
         models.load_dense(models.resolve(str(tmp_path)), dtype="float32")
+
+
+def test_a_model_of_pickles_is_told_that_it_needs_safetensors_and_how_to_convert_it(tmp_path, text_file):
+    directory = tmp_path / "pickled"
+    tiny_llama().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    torch.save(tiny_llama().state_dict(), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    for more in ([], ["--dry-run"]):
+        line = refused(*compress_arguments(directory, text_file, tmp_path / "out", *more))
+        assert "must have its weights in safetensors files" in line
+        assert "save_pretrained(NEW)" in line
+        assert "damaged" not in line

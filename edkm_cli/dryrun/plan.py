@@ -104,7 +104,7 @@ def weights_bytes(plan: RunPlan) -> int:
     target = copy.deepcopy(plan.skeleton)
     with torch.device("meta"):
         palettize_skeleton(target, plan.spec)
-    dtype = getattr(torch, plan.dense_dtype)
+    dtype = getattr(torch, plan.stored_dtype)
     sizes = {name: dtype.itemsize for name, _ in target.named_parameters()}
     stored = skeleton_tensors(target)
     return sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())

@@ -6,14 +6,17 @@ import copy
 import inspect
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from edkm_cli.distributed import ALONE, World, full, gathered
+from edkm_cli.distributed import ALONE, World, full, gathered, local
 from edkm_cli.export.record import RECORD, record_tensors
 from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
 from edkm_cli.hf import EdkmConfig
@@ -21,10 +24,50 @@ from edkm_cli.integrity import skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import LutLayer
 from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.palettized import PALETTIZED
 
 MAX_SHARD_SIZE = "5GB"
 _PACKED = ("indices", "lut", "lut_scale")
 _INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class DenseFormat:
+    """The dtype that uncompressed tensors are stored in, and the names of those that the source holds more exactly."""
+
+    dtype: torch.dtype
+    wider: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, model: Any, dtype: torch.dtype, stored: Mapping[str, torch.dtype], *, world: World = ALONE
+    ) -> DenseFormat:
+        """Of a model as it was loaded, before anything trains. What the source has `stored` with more bytes keeps them, and
+        so does a tensor that its files do not name, or that are not at hand, where `dtype` would round it."""
+        wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name in sorted(tensors.keys() - stored.keys()):
+            if world.any(_rounds(local(tensors[name].detach()), dtype)):
+                wider.add(name)
+        return cls(dtype, frozenset(wider))
+
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """What `tensor` is stored in: never in a wider format than it has."""
+        narrower = tensor.is_floating_point() and self.dtype.itemsize < tensor.dtype.itemsize
+        return self.dtype if narrower and name not in self.wider else tensor.dtype
+
+    @torch.no_grad()
+    def settle(self, model: nn.Module) -> None:
+        """Round what trained and is not packed on writing, in place: what is measured is then what is exported."""
+        for path, module in model.named_modules():
+            for leaf, parameter in module.named_parameters(path, recurse=False):
+                if leaf.endswith(".bias") or not isinstance(module, LutLayer):
+                    parameter.copy_(parameter.to(self.dtype_of(leaf, parameter)))
+
+
+def _rounds(tensor: Tensor, dtype: torch.dtype) -> bool:
+    narrower = tensor.is_floating_point() and not tensor.is_meta and dtype.itemsize < tensor.dtype.itemsize
+    return narrower and not torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
 
 
 class _Source:
@@ -57,8 +100,8 @@ def _packed(module: LutLayer) -> dict[str, Tensor]:
     return packed if scale is None else {**packed, "lut_scale": scale}
 
 
-def _like(model: nn.Module, name: str, like: Tensor) -> Tensor:
-    """`like`, a meta tensor, in the dtype that the tensor has in the model, where it is not packed on writing.
+def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tensor:
+    """`like`, a meta tensor, in the dtype that it will be stored in.
 
     Raises ValueError where the model's has another shape.
     """
@@ -70,7 +113,10 @@ def _like(model: nn.Module, name: str, like: Tensor) -> Tensor:
         shape = (module.out_features, packed_width(module.in_features, module.clustering.bits))
     if shape != tuple(like.shape):
         raise ValueError(f"{name} is {shape} in the model, and {tuple(like.shape)} by its configuration")
-    return like if packed else like.to(getattr(module, leaf).dtype)
+    if packed:
+        return like
+    tensor = getattr(module, leaf)
+    return like.to(tensor.dtype if isinstance(module, PALETTIZED) and leaf != "bias" else dense.dtype_of(name, tensor))
 
 
 def is_remote(model: nn.Module) -> bool:
@@ -78,17 +124,20 @@ def is_remote(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
 
 
-def announced_tensors(model: Any, spec: QuantizationSpec) -> tuple[Any, dict[str, Tensor]]:
+def announced_tensors(
+    model: Any, spec: QuantizationSpec, dense: DenseFormat | None = None
+) -> tuple[Any, dict[str, Tensor]]:
     """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
 
     Raises AttributeError for a tensor that the model does not have.
     """
-    dense = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
-    dtype = dense[0] if dense else model.config.dtype
-    target = skeleton(copy.deepcopy(model.config), spec, dtype=dtype, trust_remote_code=is_remote(model))
+    if dense is None:
+        dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
+        dense = DenseFormat(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
+    target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=is_remote(model))
     tensors = skeleton_tensors(target)
     for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = _like(model, name, like)
+        tensors[name] = _like(model, name, like, dense)
     return target, tensors
 
 
@@ -97,6 +146,7 @@ def write_weights(
     directory: Path,
     spec: QuantizationSpec,
     *,
+    dense: DenseFormat | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     track: Track = no_progress,
     world: World = ALONE,
@@ -107,7 +157,7 @@ def write_weights(
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
-    target, tensors = announced_tensors(model, spec)
+    target, tensors = announced_tensors(model, spec, dense)
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -118,7 +168,7 @@ def write_weights(
             for name in track(names, f"writing {file}", len(names)):
                 tensor = source.read(name)
                 if writer is not None and tensor is not None:
-                    writer.write(name, tensor)
+                    writer.write(name, tensor.to(tensors[name].dtype))
     code = []
     if world.main:
         _write_index_and_config(target, spec, split, directory)
@@ -169,15 +219,18 @@ def write_checkpoint(
     directory: Path,
     spec: QuantizationSpec,
     *,
+    dense: DenseFormat | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     track: Track = no_progress,
     world: World = ALONE,
 ) -> None:
     """Write the whole checkpoint into an existing directory: weights, config, tokenizer, generation config, checksums.
 
+    What is not compressed is stored in the `dense` format, without one as the model has it.
     All processes of `world` call this; the first one writes.
     """
-    written = write_weights(model, directory, spec, max_shard_size=max_shard_size, track=track, world=world)
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "track": track, "world": world}
+    written = write_weights(model, directory, spec, dense=dense, **options)
     if not world.main:
         return
     if model.can_generate() and model.generation_config is not None:

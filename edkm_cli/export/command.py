@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
+from edkm_cli.export.formats.folder import read_model
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.parity import Parity, require_parity, require_same_perplexity
@@ -27,15 +28,6 @@ from edkm_cli.progress import Track, no_progress
 
 RECORD = "export.json"
 _SPARE_BYTES = 50_000_000
-
-
-@dataclass(frozen=True)
-class Windows:
-    """What perplexities are measured on: the first `count` windows of `context` tokens."""
-
-    tokens: Tensor
-    context: int
-    count: int
 
 
 def export_model(
@@ -65,35 +57,35 @@ def export_model(
     if verify not in ("weights", "perplexity"):
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
-    with Compressed(directory, trust_remote_code=options.trust_remote_code) as source:
-        form.check(source, options)
-        tokens = _tokens(source, data) if verify == "perplexity" else None
-        inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", data)]
-        with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
-            place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
-            folder = place.begin()
-            try:
-                place.mark({"format": to, "source": str(source.directory)})
-                form.write(source, folder, options, track)
-                parity = require_parity(source, folder, form, options, track=track)
-                measured = None
-                if tokens is not None:
-                    windows = Windows(tokens, context, max_windows)
-                    measured = _perplexities(source, folder, form, options, windows, parity, track)
-                facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
-                write_json(folder / RECORD, facts)
-                place.commit()
-            except BaseException:
-                place.discard()
-                raise
-        return {
-            "source": str(source.directory),
-            "output": str(place.path),
-            **facts,
-            **({"perplexity": measured, "data": data} if measured else {}),
-            "weights_bytes": sum(file.stat().st_size for file in place.path.rglob("*") if _holds_weights(file)),
-            "seconds": round(time.perf_counter() - begin, 3),
-        }
+    source = Compressed(directory, trust_remote_code=options.trust_remote_code)
+    form.check(source, options)
+    tokens = _tokens(source, data) if verify == "perplexity" else None
+    inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", data)]
+    with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
+        place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
+        folder = place.begin()
+        try:
+            place.mark({"format": to, "source": str(source.directory)})
+            form.write(source, folder, options, track)
+            parity = require_parity(source, folder, form, options, track=track)
+            measured = None
+            if tokens is not None:
+                windows = {"context": context, "max_windows": max_windows, "track": track}
+                measured = _perplexities(source, folder, form, options, parity, tokens, windows)
+            facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
+            write_json(folder / RECORD, facts)
+            place.commit()
+        except BaseException:
+            place.discard()
+            raise
+    return {
+        "source": str(source.directory),
+        "output": str(place.path),
+        **facts,
+        **({"perplexity": measured, "data": data} if measured else {}),
+        "weights_bytes": sum(file.stat().st_size for file in place.path.rglob("*") if _holds_weights(file)),
+        "seconds": round(time.perf_counter() - begin, 3),
+    }
 
 
 def _holds_weights(file: Path) -> bool:
@@ -107,25 +99,22 @@ def _tokens(source: Compressed, data: str) -> Tensor:
 
 
 def _perplexities(
-    source: Compressed, folder: Path, form: Any, options: Options, windows: Windows, parity: Parity, track: Track
+    source: Compressed, folder: Path, form: Any, options: Options, parity: Parity, tokens: Tensor, windows: Any
 ) -> dict[str, float]:
     """Of the source and of the export read back, both in float32; one of them in memory at a time."""
+    trust = options.trust_remote_code
 
     def measure(name: str, model: Any) -> float:
-        return perplexity(
-            model,
-            windows.tokens,
-            context=windows.context,
-            max_windows=windows.count,
-            track=track,
-            description=f"perplexity, {name}",
-        ).perplexity
+        return perplexity(model, tokens, description=f"perplexity, {name}", **windows).perplexity
 
-    found = {
-        "source": measure(
-            "source", load(source.directory, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
-        ),
-        "export": measure("export", form.load(folder, source, options)),
+    def exported() -> Any:
+        if hasattr(form, "load"):
+            return form.load(folder, source, options)
+        return read_model(folder, form.read(folder, options), trust_remote_code=trust)
+
+    figures = {
+        "source": measure("source", load(source.directory, dtype=torch.float32, trust_remote_code=trust)),
+        "export": measure("export", exported()),
     }
-    require_same_perplexity(found["source"], found["export"], exact=not parity.rounded)
-    return found
+    require_same_perplexity(figures["source"], figures["export"], exact=not parity.rounded)
+    return figures

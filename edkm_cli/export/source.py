@@ -6,19 +6,17 @@ Memory holds what one of them needs.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from edkm_cli.clustering import lookup
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.integrity import check_checkpoint, read_config, skeleton, skeleton_tensors
+from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
+from edkm_cli.model_files import TensorFiles
 from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 
@@ -37,7 +35,7 @@ class DenseTensor:
 
 
 class Compressed:
-    """The checkpoint in `directory`; use as a context manager.
+    """The checkpoint in `directory`.
 
     Attributes:
         spec, config: its quantization and its model's configuration.
@@ -62,24 +60,12 @@ class Compressed:
                 module: Any = self._modules[path]
                 shape = (like.shape[0], module.in_features if _is_linear(module) else module.columns)
                 self.tensors[f"{path}.weight"] = DenseTensor(f"{path}.weight", shape, path, _is_linear(module))
-        self._files = ExitStack()
-        self._places: dict[str, Any] = {}
-        for file in sorted(self.directory.glob("model*.safetensors")):
-            opened = self._files.enter_context(safe_open(file, framework="pt"))
-            self._places |= dict.fromkeys(opened.keys(), opened)
-
-    def __enter__(self) -> Compressed:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
+        self._files = TensorFiles(self.directory, remedy=AGAIN)
 
     @property
     def names(self) -> list[str]:
         """Of the tensors as the files hold them."""
-        return list(self._places)
+        return list(self._files.tensors)
 
     @property
     def linears(self) -> list[DenseTensor]:
@@ -88,7 +74,7 @@ class Compressed:
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the files hold it."""
-        return self._places[name].get_tensor(name)
+        return self._files.get(name)
 
     def indices(self, path: str) -> Tensor:
         """The indices of a packed module, (rows, columns) uint8."""
@@ -99,7 +85,7 @@ class Compressed:
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
         name = f"{path}.lut_scale"
-        return float(self.stored(name)) if name in self._places else 1.0
+        return float(self.stored(name)) if name in self._files else 1.0
 
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""

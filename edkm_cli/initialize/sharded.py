@@ -2,75 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from edkm_cli import model_files, models
 from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
+from edkm_cli.model_files import TensorFiles
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.quantized import require_unquantized
-
-
-class SafetensorsReader:
-    """The tensors of a directory's safetensors files, by name, each read when asked for."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._files = self._index()
-
-    def _index(self) -> dict[str, str]:
-        index = self._directory / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                files = {str(name): str(file) for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise UserError(f"{index} must map tensors to files, but cannot be read; fetch it again") from error
-            for file in set(files.values()):
-                if Path(file).name != file or not (self._directory / file).is_file():
-                    raise UserError(f"{self._directory} lacks {file}, which its index names; fetch the model again")
-            return files
-        file = "model.safetensors"
-        if not (self._directory / file).is_file():
-            raise UserError(
-                f"{self._directory} must hold safetensors files to be sharded, but has none; convert the model, or use "
-                "--sharding none"
-            )
-        with self._opened(file) as opened:
-            return dict.fromkeys(opened.keys(), file)
-
-    def _opened(self, file: str) -> Any:
-        try:
-            return safe_open(self._directory / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{self._directory / file} is not a whole safetensors file; fetch the model again"
-            ) from error
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def get(self, name: str) -> Tensor:
-        """The tensor on the CPU as stored. Raises UserError where the files don't have it."""
-        if name not in self._files:
-            raise UserError(
-                f"the weights in {self._directory} must hold {name}, but do not; --sharding none loads other layouts"
-            )
-        # Opened anew for each tensor: a file that stays open keeps in memory all that has been read of it.
-        with self._opened(self._files[name]) as opened:
-            return opened.get_tensor(name)
 
 
 def build_sharded(
@@ -117,7 +62,7 @@ def open_layers(
         return None
     model, reader, tied = _empty(source, dtype, trainable=True, trust_remote_code=trust_remote_code)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if not names - tied <= reader.names() or getattr(model, "_keep_in_fp32_modules", None):
+    if not names - tied <= reader.tensors.keys() or getattr(model, "_keep_in_fp32_modules", None):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
     _read(model, "", reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
@@ -134,7 +79,7 @@ def open_layers(
 
 def _empty(
     source: models.ModelSource, dtype: torch.dtype, *, trainable: bool, trust_remote_code: bool
-) -> tuple[Any, SafetensorsReader, set[str]]:
+) -> tuple[Any, TensorFiles, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -149,13 +94,13 @@ def _empty(
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
-    reader = SafetensorsReader(directory)
+    reader = TensorFiles(directory)
     tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
     return model, reader, {name for name in tied if name not in reader}
 
 
 def _read(
-    module: nn.Module, prefix: str, reader: SafetensorsReader, dtype: torch.dtype, device: str, leave: Any = ()
+    module: nn.Module, prefix: str, reader: TensorFiles, dtype: torch.dtype, device: str, leave: Any = ()
 ) -> None:
     """Fill the parameters that are still empty, all but those in `leave`, and the buffers that files hold."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -177,11 +122,11 @@ def _read(
                 owner._buffers[leaf] = reader.get(name).to(buffer.device, buffer.dtype)  # a router's correction, say
 
 
-def _refuse_unexpected(model: Any, reader: SafetensorsReader) -> None:
+def _refuse_unexpected(model: Any, reader: TensorFiles) -> None:
     """Raises UserError for a tensor that the model has no place for, but those that its family is known to carry."""
     known = set(model.state_dict())
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
-    strangers = sorted(name for name in reader.names() if name not in known and not ignored.search(name))
+    strangers = sorted(name for name in reader.tensors if name not in known and not ignored.search(name))
     if strangers:
         raise UserError(
             f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too; check that "

@@ -15,8 +15,8 @@ from edkm_cli.summaries import megabytes, table
 
 def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
-    with Compressed(directory, trust_remote_code=trust_remote_code) as source:
-        return describe(source)
+    source = Compressed(directory, trust_remote_code=trust_remote_code)
+    return describe(source)
 
 
 def describe(source: Compressed) -> dict[str, Any]:

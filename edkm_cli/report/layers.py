@@ -17,7 +17,7 @@ from torch import Tensor
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed
-from edkm_cli.initialize.sharded import SafetensorsReader
+from edkm_cli.model_files import TensorFiles
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.inspection import describe
 
@@ -68,24 +68,24 @@ def measure_weights(
 
     Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
     """
-    with Compressed(directory, trust_remote_code=trust_remote_code) as compressed:
-        stored, dense = _parts(describe(compressed), original_bytes)
-        linears = [tensor.module for tensor in compressed.linears]
-        errors, histograms = {}, []
-        try:
-            reference = SafetensorsReader(_original_directory(original))
-            sample = set(_representative(linears))
-            for name in track(linears, "comparing layers", len(linears)):
-                weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
-                if weight.shape != restored.shape:
-                    raise UserError(
-                        f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} in the original: another model?"
-                    )
-                errors[name] = relative_squared_error(weight, restored)
-                if name in sample:
-                    histograms.append(_histogram(name, weight, compressed.table(name)))
-        except UserError as error:
-            return Weights(stored, dense, missing=str(error))
+    compressed = Compressed(directory, trust_remote_code=trust_remote_code)
+    stored, dense = _parts(describe(compressed), original_bytes)
+    linears = [tensor.module for tensor in compressed.linears]
+    errors, histograms = {}, []
+    try:
+        reference = TensorFiles(_original_directory(original))
+        sample = set(_representative(linears))
+        for name in track(linears, "comparing layers", len(linears)):
+            weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
+            if weight.shape != restored.shape:
+                raise UserError(
+                    f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} in the original: another model?"
+                )
+            errors[name] = relative_squared_error(weight, restored)
+            if name in sample:
+                histograms.append(_histogram(name, weight, compressed.table(name)))
+    except UserError as error:
+        return Weights(stored, dense, missing=str(error))
     return Weights(stored, dense, errors, histograms)
 
 

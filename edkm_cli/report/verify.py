@@ -31,24 +31,22 @@ def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False)
     Raises UserError naming the first thing that differs, or the record that is missing.
     """
     directory = Path(directory)
-    with Compressed(directory, trust_remote_code=trust_remote_code) as source:
-        for name in (CHECKSUMS, RECORD):
-            if not (directory / name).is_file():
-                raise UserError(f"{directory} holds no {name}, so it cannot be verified; {_REMEDY}")
-        recorded = read_json(directory / RECORD, remedy=_REMEDY)
-        modules = dict(source.model.named_modules())
-        for name in source.names:
-            tensor = source.stored(name)
-            if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
-                raise UserError(
-                    f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {_REMEDY}"
-                )
-            _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
-        if len(source.names) != len(recorded):
-            raise UserError(
-                f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {_REMEDY}"
-            )
-        return {"tensors": len(recorded), "report": _check_report(directory, source.model)}
+    source = Compressed(directory, trust_remote_code=trust_remote_code)
+    for name in (CHECKSUMS, RECORD):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory} holds no {name}, so it cannot be verified; {_REMEDY}")
+    recorded = read_json(directory / RECORD, remedy=_REMEDY)
+    modules = dict(source.model.named_modules())
+    for name in source.names:
+        tensor = source.stored(name)
+        if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
+            raise UserError(f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {_REMEDY}")
+        _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
+    if len(source.names) != len(recorded):
+        raise UserError(
+            f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {_REMEDY}"
+        )
+    return {"tensors": len(recorded), "report": _check_report(directory, source.model)}
 
 
 def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> None:

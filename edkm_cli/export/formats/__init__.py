@@ -11,7 +11,8 @@ A format is a module with these functions; `source` is the compressed checkpoint
     read(folder, options)             yield (name in the dense model, float32 tensor) of an export, by the format's own
                                       rules: nothing of the writer is used
     stated(source, name, options)     (the tensor that `read` must give, the same before the format's rounding)
-    load(folder, source, options)     a float32 causal LM with what the export holds, to measure its perplexity
+    load(folder, source, options)     a float32 causal LM with what the export holds, to measure its perplexity; a format
+                                      without this function has the dense model filled with what `read` gives
     facts(source, options)            what export.json says of the format, a map
 """
 

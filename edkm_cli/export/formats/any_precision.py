@@ -16,14 +16,22 @@ where each thread stores what it decodes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.folder import (
+    EXPORT_AGAIN,
+    Entry,
+    entry_bytes,
+    read_packed,
+    write_config,
+    write_entries,
+)
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit, row_tables
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import read_json
@@ -41,33 +49,41 @@ def check(source: Compressed, options: Options) -> None:
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     """What export.json says."""
-    return {"dtype": str(options.torch_dtype("float32")).removeprefix("torch.")}
+    return {"dtype": options.dtype_name()}
+
+
+def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
+    """What is stored of each tensor of the dense model."""
+    bits = source.spec.bits
+    for tensor in source.tensors.values():
+        if tensor.linear:
+            module, (out, columns) = tensor.module, tensor.shape
+            planes = (bits, out, columns // _WORD)
+            yield Entry(f"{module}.qweight", torch.int32, planes, partial(_packed, source, module))
+            yield Entry(f"{module}.lut{bits}", torch.float16, (out, 2**bits), partial(row_tables, source, tensor))
+        else:
+            yield Entry(tensor.name, options.torch_dtype(), tensor.shape, partial(source.dense, tensor.name))
+
+
+def _packed(source: Compressed, module: str) -> Tensor:
+    return _planes(source.indices(module), source.spec.bits)
 
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about."""
-    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in _announced(source, options).values())
+    return entry_bytes(_entries(source, options))
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
     """Write the model, one tensor after another."""
-    bits = source.spec.bits
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for tensor in track(source.tensors.values(), "writing any-precision", len(source.tensors)):
-            if tensor.linear:
-                yield f"{tensor.module}.qweight", _planes(source.indices(tensor.module), bits)
-                name = f"{tensor.module}.lut{bits}"
-                yield name, rounded(row_tables(source, tensor), torch.float16, name)
-            else:
-                yield tensor.name, rounded(source.dense(tensor.name), options.torch_dtype("float32"), tensor.name)
-
-    write_tensors(folder, _announced(source, options), tensors())
+    write_entries(folder, _entries(source, options), "writing any-precision", track)
+    bits, (model, layers, names) = source.spec.bits, repeated_layers([tensor.module for tensor in source.linears])
     settings = {
         "seed_precision": bits,
         "parent_precision": bits,
         "group_count": 1,
-        "arch_config": _architecture(source),
+        # Where decoder layers are, and which of their linears have tables.
+        "arch_config": {"model_name": model, "layers_name": layers, "module_names": names},
     }
     write_config(source.directory, folder, {"dtype": "float16", "anyprec": settings})
 
@@ -98,16 +114,13 @@ def _byte_order(count: int) -> Tensor:
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, as the kernel decodes it."""
-    settings = read_json(folder / "config.json", remedy="export it again")["anyprec"]
+    settings = read_json(folder / "config.json", remedy=EXPORT_AGAIN)["anyprec"]
     bits = int(settings["parent_precision"])
-    files = read_tensors(folder)
-    for name, file in files.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf == "qweight":
-            table = files[f"{path}.lut{bits}"].get_tensor(f"{path}.lut{bits}")
-            yield f"{path}.weight", table.float().gather(1, _decoded(file.get_tensor(name)))
-        elif not leaf.startswith("lut"):
-            yield name, file.get_tensor(name).float()
+
+    def decode(words: Tensor, table: Tensor) -> Tensor:
+        return table.float().gather(1, _decoded(words))
+
+    return read_packed(folder, "qweight", f"lut{bits}", decode)
 
 
 def _decoded(words: Tensor) -> Tensor:
@@ -129,29 +142,5 @@ def _decoded(words: Tensor) -> Tensor:
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """Tables are float16, which holds float16 and scaled float8 entries; the rest has the dtype of the options."""
     exact = source.dense(name)
-    dtype = torch.float16 if source.tensors[name].linear else options.torch_dtype("float32")
+    dtype = torch.float16 if source.tensors[name].linear else options.torch_dtype()
     return exact.to(dtype).float(), exact
-
-
-def load(folder: Path, source: Compressed, options: Options) -> Any:
-    """The dense model with the weights that `read` gives."""
-    return read_model(folder, read(folder, options), trust_remote_code=options.trust_remote_code)
-
-
-def _architecture(source: Compressed) -> dict[str, Any]:
-    """The project's `arch_config`: where decoder layers are, and which of their linears have tables."""
-    model, layers, names = repeated_layers([tensor.module for tensor in source.linears])
-    return {"model_name": model, "layers_name": layers, "module_names": names}
-
-
-def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    bits = source.spec.bits
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            out, columns = tensor.shape
-            found[f"{tensor.module}.qweight"] = (torch.int32, (bits, out, columns // _WORD))
-            found[f"{tensor.module}.lut{bits}"] = (torch.float16, (out, 2**bits))
-        else:
-            found[tensor.name] = (options.torch_dtype("float32"), tensor.shape)
-    return found

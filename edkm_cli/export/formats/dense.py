@@ -1,8 +1,8 @@
 """`dense`: a plain Hugging Face model in float16, bfloat16 or float32, which every other converter reads.
 
 Each weight is its table entry, rounded once to the dtype. `auto` is the dtype of the tables, which rounds no entry
-(bfloat16 for float8 tables, whose scale is a power of two); embeddings, whose numbers are products with a float32 scale,
-are rounded.
+(bfloat16 for float8 tables, whose scale is a power of two). Rounded then are embeddings, whose numbers are products with a
+float32 scale, and what is stored uncompressed in another dtype: norms, biases.
 
 Some families (mixtures of experts) have other tensors in memory than in the files of the hub. transformers undoes its
 own conversion here, decoder layer by decoder layer, and reads the export back.
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import stored as stored_tensors
-from edkm_cli.export.formats.folder import write_config, write_tensors
+from edkm_cli.export.formats.folder import read_tensors, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress, quiet_bars
@@ -35,7 +34,7 @@ def check(source: Compressed, options: Options) -> None:
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     """What export.json says."""
-    return {"dtype": str(_dtype(source, options)).removeprefix("torch.")}
+    return {"dtype": options.dtype_name(_AUTO[source.spec.lut_dtype])}
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
@@ -74,7 +73,7 @@ def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     if not _conversions(empty):
-        return ((name, tensor.float()) for name, tensor in stored_tensors(folder))
+        return read_tensors(folder)
     model = _from_pretrained(folder, options)
     tied = set(model.all_tied_weights_keys)
     return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)

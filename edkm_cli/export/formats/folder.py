@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from torch import Tensor
 
+from edkm_cli.export.formats.options import rounded
 from edkm_cli.format import SafetensorsWriter, read_json
-from edkm_cli.model_files import BESIDE_WEIGHTS
+from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
+from edkm_cli.progress import Track
 
 MAX_SHARD_SIZE = "5GB"
-INDEX = "model.safetensors.index.json"
+EXPORT_AGAIN = "export it again"
 
 Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -46,19 +47,46 @@ def write_tensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> the opened safetensors file that holds it; `file.get_tensor(name)` reads it."""
-    places: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        opened = safe_open(path, framework="pt")
-        places |= dict.fromkeys(opened.keys(), opened)
-    return places
+class Entry(NamedTuple):
+    """A tensor of an export: its name, dtype and shape, and what makes it when it is its turn."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
 
 
-def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all safetensors files of a folder, one after another."""
-    for name, opened in read_tensors(folder).items():
-        yield name, opened.get_tensor(name)
+def entry_bytes(entries: Iterable[Entry]) -> int:
+    """What entries take on the disk, without the files' headers."""
+    return sum(entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in entries)
+
+
+def write_entries(folder: Path, entries: Iterable[Entry], description: str, track: Track) -> None:
+    """Write entries, one after another. Raises UserError for a number that is too large for its dtype."""
+    entries = list(entries)
+    announced = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    made = track(entries, description, len(entries))
+    write_tensors(folder, announced, ((entry.name, rounded(entry.make(), entry.dtype, entry.name)) for entry in made))
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of all safetensors files of a folder, one after another."""
+    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    return ((name, files.get(name).float()) for name in files.tensors)
+
+
+def read_packed(
+    folder: Path, indices: str, table: str, decode: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of the dense model, where a linear P stores `P.indices` and `P.table`, which `decode` makes
+    its weight of."""
+    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    for name in files.tensors:
+        path, _, leaf = name.rpartition(".")
+        if leaf == indices:
+            yield f"{path}.weight", decode(files.get(name), files.get(f"{path}.{table}"))
+        elif leaf != table:
+            yield name, files.get(name).float()
 
 
 def write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:

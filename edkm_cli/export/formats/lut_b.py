@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.folder import Entry, entry_bytes, read_packed, write_config, write_entries
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress
@@ -58,34 +59,47 @@ def check(source: Compressed, options: Options) -> None:
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     """What export.json says."""
     return {
-        "dtype": str(options.torch_dtype("float32")).removeprefix("torch."),
+        "dtype": options.dtype_name(),
         "draft": DRAFT,
         "scale_moved": _scale(source),
         "notes": [f"experimental: the format is a draft ({DRAFT}) and may change; no released runtime reads it"],
     }
 
 
+def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
+    """What is stored of each tensor of the dense model."""
+    for tensor in source.tensors.values():
+        if tensor.linear:
+            tiles, module = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS), tensor.module
+            packed, codebook = (*tiles, _TILE_BYTES), (*tiles, _ENTRIES)
+            yield Entry(f"{module}.weight_packed", torch.uint8, packed, partial(_tiles, source, module))
+            table = partial(_codebook, source, module, codebook)
+            yield Entry(f"{module}.weight_codebook", torch.float8_e4m3fn, codebook, table)
+        else:
+            yield Entry(tensor.name, options.torch_dtype(), tensor.shape, partial(_scaled, source, tensor.name))
+
+
+def _tiles(source: Compressed, module: str) -> Tensor:
+    return tiled_bytes(source.stored(f"{module}.indices"))
+
+
+def _codebook(source: Compressed, module: str, shape: tuple[int, ...]) -> Tensor:
+    return source.stored(f"{module}.lut").view(shape)
+
+
+def _scaled(source: Compressed, name: str) -> Tensor:
+    return source.dense(name) * _factor(source, name)
+
+
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about."""
-    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in _announced(source, options).values())
+    return entry_bytes(_entries(source, options))
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
     """Write the model, one tensor after another."""
-    dtype = options.torch_dtype("float32")
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for tensor in track(source.tensors.values(), "writing lut-b", len(source.tensors)):
-            if tensor.linear:
-                out, columns = tensor.shape
-                tiles = (out // _ROWS, columns // _COLUMNS)
-                yield f"{tensor.module}.weight_packed", tiled_bytes(source.stored(f"{tensor.module}.indices"))
-                yield f"{tensor.module}.weight_codebook", source.stored(f"{tensor.module}.lut").view(*tiles, _ENTRIES)
-            else:
-                yield tensor.name, rounded(source.dense(tensor.name) * _factor(source, tensor.name), dtype, tensor.name)
-
-    write_tensors(folder, _announced(source, options), tensors())
-    write_config(source.directory, folder, _config_changes(source, dtype))
+    write_entries(folder, _entries(source, options), "writing lut-b", track)
+    write_config(source.directory, folder, _config_changes(source, options.dtype_name()))
 
 
 def tiled_bytes(packed: Tensor) -> Tensor:
@@ -98,14 +112,7 @@ def tiled_bytes(packed: Tensor) -> Tensor:
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, index by index."""
-    files = read_tensors(folder)
-    for name, file in files.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf == "weight_packed":
-            codebook = files[f"{path}.weight_codebook"].get_tensor(f"{path}.weight_codebook")
-            yield f"{path}.weight", decoded(file.get_tensor(name), codebook)
-        elif leaf != "weight_codebook":
-            yield name, file.get_tensor(name).float()
+    return read_packed(folder, "weight_packed", "weight_codebook", decoded)
 
 
 def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
@@ -129,15 +136,10 @@ def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """The source's tensor times its power of two; tables are exact, the rest has the dtype of the options."""
-    exact = source.dense(name) * _factor(source, name)
+    exact = _scaled(source, name)
     if source.tensors[name].linear:
         return exact, exact
-    return exact.to(options.torch_dtype("float32")).float(), exact
-
-
-def load(folder: Path, source: Compressed, options: Options) -> Any:
-    """The dense model with the weights that `read` gives and the export's own configuration."""
-    return read_model(folder, read(folder, options), trust_remote_code=options.trust_remote_code)
+    return exact.to(options.torch_dtype()).float(), exact
 
 
 def _scale(source: Compressed) -> float:
@@ -159,7 +161,7 @@ def _factor(source: Compressed, name: str) -> float:
     return 1.0
 
 
-def _config_changes(source: Compressed, dtype: torch.dtype) -> dict[str, Any]:
+def _config_changes(source: Compressed, dtype: str) -> dict[str, Any]:
     scale = _scale(source)
     weights = {
         "type": "codebook",
@@ -176,19 +178,7 @@ def _config_changes(source: Compressed, dtype: torch.dtype) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "lut-b"}},
         "ignore": sorted({*source.spec.skipped, "lm_head"}),
     }
-    changes: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
+    changes: dict[str, Any] = {"dtype": dtype, "quantization_config": quantization}
     if scale != 1.0:
         changes["rms_norm_eps"] = source.config.rms_norm_eps / scale**2
     return changes
-
-
-def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            tiles = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS)
-            found[f"{tensor.module}.weight_packed"] = (torch.uint8, (*tiles, _TILE_BYTES))
-            found[f"{tensor.module}.weight_codebook"] = (torch.float8_e4m3fn, (*tiles, _ENTRIES))
-        else:
-            found[tensor.name] = (options.torch_dtype("float32"), tensor.shape)
-    return found

@@ -34,15 +34,19 @@ class Options:
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 
-    def torch_dtype(self, auto: str) -> torch.dtype:
+    def dtype_name(self, auto: str = "float32") -> str:
+        """The dtype's name, where `auto` stands for the one given."""
+        return auto if self.dtype == "auto" else self.dtype
+
+    def torch_dtype(self, auto: str = "float32") -> torch.dtype:
         """The dtype, where `auto` stands for the one given."""
-        return DTYPES[auto if self.dtype == "auto" else self.dtype]
+        return DTYPES[self.dtype_name(auto)]
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A float32 tensor in `dtype`. Raises UserError where a number is too large for it."""
+    """A tensor in `dtype`. Raises UserError where a number is too large for it."""
     result = tensor.to(dtype)
-    if not bool(result.isfinite().all()):
+    if tensor.dtype != dtype and not bool(result.isfinite().all()):
         largest = float(tensor.abs().max())
         raise UserError(
             f"{name} holds {largest:g}, more than {torch.finfo(dtype).max:g}, the largest number of "

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import read_model, read_tensors, write_config, write_tensors
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.folder import Entry, entry_bytes, read_packed, write_config, write_entries
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit, row_tables
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress
@@ -51,46 +52,48 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
             f"SqueezeLLM's CUDA kernels take {_KERNEL_WIDTH} rows and columns at once and check no borders; they would read "
             f"beyond these matrices: {shapes}"
         )
-    return {"dtype": str(options.torch_dtype("float32")).removeprefix("torch."), "notes": notes}
+    return {"dtype": options.dtype_name(), "notes": notes}
+
+
+def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
+    """What is stored of each tensor of the dense model."""
+    bits = source.spec.bits
+    for tensor in source.tensors.values():
+        if tensor.linear:
+            out, columns = tensor.shape
+            words, table = (columns // _WORD_BITS * bits, out), (out, 2**bits)
+            yield Entry(f"{tensor.module}.qweight", torch.int32, words, partial(_words, source, tensor.module))
+            yield Entry(f"{tensor.module}.lookup_table", torch.float32, table, partial(row_tables, source, tensor))
+        else:
+            dtype = torch.float32 if _is_bias(source, tensor.name) else options.torch_dtype()
+            yield Entry(tensor.name, dtype, tensor.shape, partial(source.dense, tensor.name))
+
+
+def _words(source: Compressed, module: str) -> Tensor:
+    return source.stored(f"{module}.indices").view(torch.int32).t().contiguous()  # of (out, in * bits / 8) bytes
 
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about."""
-    return sum(_bytes(dtype, shape) for dtype, shape in _announced(source, options).values())
+    return entry_bytes(_entries(source, options))
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
     """Write the model, one tensor after another."""
-    dtype, bits = options.torch_dtype("float32"), source.spec.bits
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for tensor in track(source.tensors.values(), "writing squeezellm", len(source.tensors)):
-            if tensor.linear:
-                stream = source.stored(f"{tensor.module}.indices")  # (out, in * bits / 8) bytes
-                yield f"{tensor.module}.qweight", stream.view(torch.int32).t().contiguous()
-                yield f"{tensor.module}.lookup_table", row_tables(source, tensor)
-            elif _is_bias(source, tensor.name):
-                yield tensor.name, source.dense(tensor.name)
-            else:
-                yield tensor.name, rounded(source.dense(tensor.name), dtype, tensor.name)
-
-    write_tensors(folder, _announced(source, options), tensors())
+    write_entries(folder, _entries(source, options), "writing squeezellm", track)
     write_config(source.directory, folder, {"dtype": "float16"})
-    (folder / "quant_config.json").write_text(json.dumps({"wbits": bits}, indent=4) + "\n", encoding="utf-8")
+    settings = json.dumps({"wbits": source.spec.bits}, indent=4)
+    (folder / "quant_config.json").write_text(settings + "\n", encoding="utf-8")
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, by the project's rules for words."""
     bits = json.loads((folder / "quant_config.json").read_text(encoding="utf-8"))["wbits"]
-    files = read_tensors(folder)
-    for name, file in files.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf == "qweight":
-            table = files[f"{path}.lookup_table"].get_tensor(f"{path}.lookup_table")
-            indices = _indices_of_words(file.get_tensor(name), bits)
-            yield f"{path}.weight", table.gather(1, indices)
-        elif leaf != "lookup_table":
-            yield name, file.get_tensor(name).float()
+
+    def decode(words: Tensor, table: Tensor) -> Tensor:
+        return table.gather(1, _indices_of_words(words, bits))
+
+    return read_packed(folder, "qweight", "lookup_table", decode)
 
 
 def _indices_of_words(words: Tensor, bits: int) -> Tensor:
@@ -108,12 +111,7 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     """Tables and biases are float32; the rest has the dtype of the options."""
     exact = source.dense(name)
     kept = source.tensors[name].linear or _is_bias(source, name)
-    return exact if kept else exact.to(options.torch_dtype("float32")).float(), exact
-
-
-def load(folder: Path, source: Compressed, options: Options) -> Any:
-    """The dense model with the weights that `read` gives."""
-    return read_model(folder, read(folder, options), trust_remote_code=options.trust_remote_code)
+    return exact if kept else exact.to(options.torch_dtype()).float(), exact
 
 
 def _is_bias(source: Compressed, name: str) -> bool:
@@ -121,21 +119,3 @@ def _is_bias(source: Compressed, name: str) -> bool:
     path, _, leaf = name.rpartition(".")
     weight = source.tensors.get(f"{path}.weight")
     return leaf == "bias" and weight is not None and weight.linear
-
-
-def _announced(source: Compressed, options: Options) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            out, columns = tensor.shape
-            words = columns // _WORD_BITS * source.spec.bits
-            found[f"{tensor.module}.qweight"] = (torch.int32, (words, out))
-            found[f"{tensor.module}.lookup_table"] = (torch.float32, (out, 2**source.spec.bits))
-        else:
-            dtype = torch.float32 if _is_bias(source, tensor.name) else options.torch_dtype("float32")
-            found[tensor.name] = (dtype, tensor.shape)
-    return found
-
-
-def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
