@@ -26,8 +26,8 @@ from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.export.run import NOT_WRITTEN, OwnText, Texts, identity_of, machine_facts, reads
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load
-from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
-from edkm_cli.initialize.kept import KeptStart, restore
+from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
+from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.model_files import files_digest, stored_dtypes
@@ -183,6 +183,7 @@ class Run:
                     self.text = self.world.broadcast(self._write_text(writing))
                 self.texts.write(self.text)
             dense = self._open_dense() or Layers(writing if writing is not None else self._load_dense())
+            del writing
             models.require_finite(plan.source, dense)
             self.data = self.texts.data
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
@@ -259,7 +260,7 @@ class Run:
                 text: dict[str, Any] = {"calibration": calibration, "fitting": start_batches(self.data, plan)}
                 if plan.by_layer:
                     watch: dict[str, Any] = {"world": world, "track": self.watch.track}
-                    model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch)
+                    model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch, kept=kept)
                 else:
                     model, _ = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)

@@ -127,11 +127,11 @@ class RunPlan:
     @property
     def by_layer(self) -> bool:
         """Whether the start works on one decoder layer after the other, each dense no longer than that takes: where every
-        layer is reconstructed, then packed, and none is needed whole again."""
+        layer is reconstructed, then packed, since no weight trains afterwards."""
         config, inside = self.config, tuple(f"{path}." for path in decoder_layers(self.skeleton))
         return (
             config.start == "reconstructed"
-            and config.assignments == "held"
+            and (config.assignments == "held" or not config.steps)
             and not (config.lora_rank or self.launch.sharded)
             and all(swap.name.startswith(inside) for swap in self.clustered)
         )

@@ -1,21 +1,27 @@
 """The start layer by layer, from files and in memory, against the start of a whole model: the same to the bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from edkm_cli import models
+from edkm_cli.compress import compress
+from edkm_cli.distributed import ALONE
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize import build as building
 from edkm_cli.initialize import layers as streaming
-from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer
+from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
-from edkm_cli.initialize.kept import tensors_of
+from edkm_cli.initialize.kept import KeptStart, tensors_of
 from edkm_cli.initialize.layers import HiddenStates, Layers
 from edkm_cli.initialize.sharded import open_layers
-from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.swap import plan_swaps
 from families import FAMILIES, family
-from helpers import tiny_llama, tiny_qwen
+from helpers import settings, tiny_llama, tiny_qwen
 
 
 def texts(count, length, seed=0):
@@ -83,26 +89,67 @@ def test_from_files_and_in_memory_it_is_the_start_of_a_whole_model(tied, changes
     recipe = recipe_of(tiny_llama(tied=tied), **changes)
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
     expected, _ = initialize(tiny_llama(tied=tied), recipe, **texts_of)
-    layers = opened(source)
-    at_once = []
-    streamed = initialize_by_layer(layers, recipe, **texts_of, done=lambda path, _: at_once.append(_dense(layers)))
-    assert at_once == [1, 1]  # the others are in the files still, or packed
+    streamed = initialize_by_layer(opened(source), recipe, **texts_of)
     assert_same(initialize_by_layer(Layers(tiny_llama(tied=tied)), recipe, **texts_of), expected)
     assert_same(streamed, expected)
     ids = texts(1, 16, seed=2)[0]
     assert torch.equal(streamed(ids).logits, expected(ids).logits)
 
 
-def _dense(layers):
-    """How many layers have parameters that are not on the meta device and not packed, or are being finished."""
-    return sum(
-        any(
-            not parameter.is_meta and parameter.dim() == 2
-            for parameter in layers.model.get_submodule(path).parameters()
-        )
-        and path not in list(layers._stays)[:-1]
-        for path in layers.paths
+class Killed(Exception):
+    """What a test ends a start with."""
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_killed_start_goes_on_with_the_layer_it_was_in(done, tmp_path, monkeypatch):
+    source = saved(tiny_llama(), tmp_path / "model")
+    recipe = recipe_of(tiny_llama())
+    texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
+    expected = initialize_by_layer(opened(source), recipe, **texts_of)
+    worked_on = []
+
+    class Killing(KeptStart):
+        def add(self, path, layer, states):
+            if len(worked_on) == done:
+                raise Killed
+            worked_on.append(path)
+            super().add(path, layer, states)
+            if len(worked_on) == done == 2:
+                raise Killed
+
+    with pytest.raises(Killed):
+        initialize_by_layer(opened(source), recipe, **texts_of, kept=Killing(tmp_path / "start", ALONE))
+    kept = KeptStart(tmp_path / "start", ALONE)
+    add = kept.add
+    monkeypatch.setattr(kept, "add", lambda path, *rest: (worked_on.append(path), add(path, *rest)))
+    monkeypatch.setattr(building, "collect_by_layer", None)  # the importance is not measured again
+    model = initialize_by_layer(opened(source), recipe, **texts_of, kept=kept)
+    assert worked_on == list(decoder_layers(model))  # each once
+    assert_same(model, expected)
+    kept.write(model, {name: layer.clustering.bits for name, layer in lut_layers(model).items()})
+    assert sorted(path.name for path in (tmp_path / "start").iterdir()) == [
+        "model.layers.0.safetensors",
+        "model.layers.1.safetensors",
+        "rest.safetensors",
+        "state.json",
+    ]
+    whole = KeptStart(tmp_path / "start", ALONE)
+    bits = whole.state()["module_bits"]
+    restored = restore(
+        opened(source).model, replace(recipe, spec=recipe.spec.with_bits(bits), average_bits=None), whole
     )
+    assert_same(restored, expected)
+
+
+def test_a_layer_that_was_damaged_begins_the_start_anew(tmp_path):
+    source, recipe = saved(tiny_llama(), tmp_path / "model"), recipe_of(tiny_llama())
+    texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
+    expected = initialize_by_layer(opened(source), recipe, **texts_of, kept=KeptStart(tmp_path / "start", ALONE))
+    damaged = tmp_path / "start" / "model.layers.0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    kept = KeptStart(tmp_path / "start", ALONE)
+    assert kept.begun() is None
+    assert_same(initialize_by_layer(opened(source), recipe, **texts_of, kept=kept), expected)
 
 
 def test_a_model_in_files_can_be_called_and_read_as_a_whole(tmp_path):
@@ -139,3 +186,25 @@ def test_each_family_is_read_layer_by_layer_or_not_at_all(kind, tmp_path):
     with layers.at_hand() as lent, torch.no_grad():
         assert torch.equal(lent(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)
     assert layers.paths == list(decoder_layers(model))
+
+
+def test_a_run_killed_in_its_start_ends_with_the_same_weights(model_directory, text_file, tmp_path, monkeypatch):
+    def run(name, **options):
+        return compress(settings(model_directory, text_file, tmp_path / name, steps=0, save_every=1), **options)
+
+    run("whole")
+    add = KeptStart.add
+    monkeypatch.setattr(KeptStart, "add", lambda *arguments: (add(*arguments), _kill()))
+    with pytest.raises(Killed):
+        run("killed")
+    worked_on = []
+    monkeypatch.setattr(KeptStart, "add", lambda kept, path, *rest: (worked_on.append(path), add(kept, path, *rest)))
+    run("killed", resume=True)
+    assert worked_on == ["model.layers.1"]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _kill():
+    raise Killed

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import lut_reach, lut_scale, relative_importance
@@ -22,6 +23,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
+from edkm_cli.initialize.kept import KeptStart, put, tensors_of
 from edkm_cli.initialize.kmeans import shared_kmeans_start
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
@@ -85,7 +87,7 @@ class Recipe:
             seed=config.seed,
             average_bits=plan.average_bits,
             passes=config.start_passes if config.start == "reconstructed" else None,
-            holds=config.assignments == "held",
+            holds=config.assignments == "held" or plan.by_layer,
         )
 
     @property
@@ -173,68 +175,121 @@ def initialize_by_layer(
     fitting: Sequence[Tensor],
     world: World = ALONE,
     track: Track = no_progress,
-    done: Callable[[str, nn.Module], None] = lambda path, layer: None,
+    kept: KeptStart | None = None,
 ) -> Any:
     """As `initialize`, to the bit, with the dense weights of one decoder layer in memory: for a recipe that reconstructs
     layers and holds assignments. Returns the model.
 
-    Of the importance only what follows from it is kept: tables with each number of bits that a linear may get, and what the
-    loss is expected to rise by. A layer that is finished is packed, stays in memory and goes to `done(path, layer)`.
+    A layer that is finished is packed and stays in memory; it goes to `kept`, too. A start that was interrupted goes on from
+    what `kept` has of it.
     """
-    average, model = recipe.average_bits, layers.model
-    head = output_embedding(recipe.swaps)
-    tables: dict[str, dict[int, Tensor]] = {}
+    model = layers.model
+    begun = kept.begun() if kept is not None else None
+    if begun is None:
+        done, states = 0, None
+        tables, bits, rounding = _tables(layers, recipe, calibration, world=world, track=track)
+    else:
+        done, bits, tables, states = begun
+        rounding = {}
+    recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
+    palettize_embeddings(model, recipe.swaps, recipe.spec, rounding)
+    inside = tuple(f"{path}." for path in layers.paths)
+    outside = {name: value for name, value in tensors_of(model).items() if not name.startswith(inside)}
+    if begun is not None:
+        put(model, {name: tables.pop(name) for name in outside})
+    elif kept is not None:
+        kept.begin({**tables, **outside}, bits)
+
+    def start(weight: Tensor, k: int, *, name: str, **_: Any) -> Tensor:
+        return tables.pop(f"tables.{name}").to(weight.device)
+
+    def begin(path: str, layer: nn.Module) -> None:
+        cluster_linears(layer, recipe, prefix=f"{path}.", world=world, start=start)
+
+    def end(path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
+        hold(layer)
+        layers.stay(path)
+        if kept is not None:
+            kept.add(path, layer, states)
+
+    for path in layers.paths[:done]:
+        layer = model.get_submodule(path)
+        begin(path, layer)
+        hold(layer)
+        layers.stay(path)
+        assert kept is not None
+        kept.fill_layer(path, layer)
+    options: dict[str, Any] = {"passes": recipe.passes, "seed": recipe.seed, "world": world, "track": track}
+    reconstruct(model, list(fitting), layers=layers, begin=begin, end=end, done=done, states=states, **options)
+    return model
+
+
+def _tables(
+    layers: Layers, recipe: Recipe, calibration: Sequence[Tensor], *, world: World, track: Track
+) -> tuple[dict[str, Tensor], dict[str, int], dict[str, Rounded]]:
+    """What follows from the importance: ("tables.PATH" -> where the tables of a linear start, bits of the linears, how
+    embeddings are rounded).
+
+    Nothing of weight size is kept: of each layer tables with each number of bits that a linear may get, and what the loss is
+    expected to rise by.
+    """
+    average = recipe.average_bits
+    candidates: dict[str, dict[int, Tensor]] = {}
     rises: dict[str, dict[int, float]] = {}
 
     def tabulate(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
         for swap in recipe.clustered:
             if not swap.name.startswith(f"{path}."):
                 continue
-            weight = model.get_submodule(swap.name).weight.detach()
+            weight = layers.model.get_submodule(swap.name).weight.detach()
             weighing = importance.pop(swap.name, None)
             if average is not None:
-                rises[swap.name] = world.on_main(partial(rises_of, swap.name, weight, weighing, recipe.spec, average))
-            tables[swap.name] = {
-                bits: shared_kmeans_start(
-                    weight,
-                    2**bits,
-                    granularity=recipe.spec.granularity,
-                    importance=weighing,
-                    name=swap.name,
-                    world=world,
-                ).cpu()
+                found = world.on_main(partial(rises_of, swap.name, weight, weighing, recipe.spec, average))
+                rises[swap.name] = {int(bits): rise for bits, rise in found.items()}
+            options: dict[str, Any] = {"importance": weighing, "name": swap.name, "world": world}
+            candidates[swap.name] = {
+                bits: shared_kmeans_start(weight, 2**bits, granularity=recipe.spec.granularity, **options).cpu()
                 for bits in (tried_bits(average) if average is not None else [recipe.spec.bits_of(swap.name)])
             }
 
+    moments: dict[str, Tensor] = {}
     if recipe.importance == "none":
-        moments: dict[str, Tensor] = {}
         for path in track(layers.paths, "k-means start", len(layers.paths)):
             with layers.whole(path) as layer:
                 tabulate(path, layer, {})
     else:
-        names = [swap.name for swap in recipe.clustered]
-        options: dict[str, Any] = {"kind": recipe.importance, "moments": head, "world": world, "track": track}
-        moments = collect_by_layer(layers, names, list(calibration), tabulate, **options)
+        moments = collect_by_layer(
+            layers,
+            [swap.name for swap in recipe.clustered],
+            list(calibration),
+            tabulate,
+            kind=recipe.importance,
+            moments=output_embedding(recipe.swaps),
+            world=world,
+            track=track,
+        )
+    bits = {swap.name: recipe.spec.bits_of(swap.name) for swap in recipe.clustered}
     if average is not None:
-        in_order = {
-            swap.name: {int(bits): rise for bits, rise in rises[swap.name].items()} for swap in recipe.clustered
-        }
-        recipe = replace(recipe, spec=recipe.spec.with_bits(choose(recipe.clustered, in_order, recipe.spec, average)))
-    palettize_embeddings(model, recipe.swaps, recipe.spec, compensating_rounding(recipe.swaps, moments))
+        bits = choose(recipe.clustered, rises, recipe.spec, average)
+    tables = {f"tables.{name}": candidates[name][count] for name, count in bits.items()}
+    return tables, bits, compensating_rounding(recipe.swaps, moments)
 
-    def start(weight: Tensor, k: int, *, name: str, **_: Any) -> Tensor:
-        return tables.pop(name)[k.bit_length() - 1].to(weight.device)
 
-    def begin(path: str, layer: nn.Module) -> None:
-        cluster_linears(layer, recipe, prefix=f"{path}.", world=world, start=start)
+def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
+    """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
 
-    def end(path: str, layer: nn.Module) -> None:
-        hold(layer)
-        layers.stay(path)
-        done(path, layer)
+    def empty(weight: Tensor, k: int, *, granularity: Any, **_: Any) -> Tensor:
+        return torch.zeros(granularity.groups(*weight.shape), k, device=weight.device)
 
-    options = {"passes": recipe.passes, "seed": recipe.seed, "world": world, "track": track}
-    reconstruct(model, list(fitting), layers=layers, begin=begin, end=end, **options)
+    model, _ = initialize(
+        dense,
+        recipe,
+        start=empty,
+        collect=lambda *_, **__: {},
+        rounding_of=lambda *_, **__: {},
+        **options,
+    )
+    kept.fill(model)
     return model
 
 

@@ -7,6 +7,11 @@ computes another start in the last bits. So all tensors of the model that traini
     checkpoints/start/model.layers.0.safetensors     a file for each decoder layer, by its module path
     checkpoints/start/rest.safetensors               everything outside of them, and the state of the random numbers
     checkpoints/start/state.json                     SHA-256 of each file, bits of the linears; written last
+
+A start that works layer by layer writes each file when its layer is done, and until the last one is there what the others
+need: tables and rounded embeddings, and the hidden states of the text at the end of the last layer that is done:
+
+    checkpoints/start/begun.safetensors, states.N.safetensors, progress.json
 """
 
 from __future__ import annotations
@@ -21,16 +26,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign, full
 from edkm_cli.errors import UserError
 from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
-from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.decoder import decoder_layers
 
 STATE = "state.json"
+_PROGRESS, _BEGUN = "progress.json", "begun"
 _REST = "rest"
 _RANDOM = "random.cpu"
 
@@ -40,13 +46,60 @@ class KeptStart:
 
     def __init__(self, directory: Path, world: World):
         self.directory, self._world = directory, world
+        self._progress: dict[str, Any] = {"files": {}, "module_bits": {}, "layers": 0}
 
-    def state(self) -> dict[str, Any] | None:
+    def begin(self, tensors: dict[str, Tensor], module_bits: dict[str, int]) -> None:
+        """Keep what a start layer by layer needs of what comes before the layers. Of several processes none does."""
+        if self._world.size == 1:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+            self._progress = {"files": {}, "module_bits": module_bits, "layers": 0}
+            self._save({_BEGUN: tensors})
+
+    def add(self, path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
+        """Keep a layer that is done, and what the next one goes on from."""
+        if self._world.size == 1:
+            done = self._progress["layers"]
+            self._progress["files"].pop(f"states.{done}.safetensors", None)
+            self._progress["layers"] = done + 1
+            held = {f"{path}.{name}": tensor for name, tensor in tensors_of(layer).items() if name != _RANDOM}
+            self._save({path: held, f"states.{done + 1}": {**states, _RANDOM: torch.get_rng_state()}})
+            (self.directory / f"states.{done}.safetensors").unlink(missing_ok=True)
+
+    def _save(self, files: dict[str, dict[str, Tensor]]) -> None:
+        for name, tensors in files.items():
+            path = self.directory / f"{name}.safetensors"
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+            sync(path)
+            self._progress["files"][path.name] = sha256_of(path)
+        write_json(self.directory / _PROGRESS, self._progress)
+        sync(self.directory)
+
+    def begun(self) -> tuple[int, dict[str, int], dict[str, Tensor], dict[str, Tensor] | None] | None:
+        """Of a start that was interrupted: (how many layers are done, bits, what `begin` was given, what `add` was given
+        last); None where there is none."""
+        state = self.state(_PROGRESS) if self._world.size == 1 else None
+        if state is None:
+            return None
+        self._progress = state
+        done = state["layers"]
+        begun, states = (self.directory / f"{name}.safetensors" for name in (_BEGUN, f"states.{done}"))
+        tensors, last = load_file(begun), load_file(states) if done else None
+        torch.set_rng_state((last or tensors)[_RANDOM])
+        return done, state["module_bits"], tensors, last
+
+    def fill_layer(self, path: str, layer: nn.Module) -> None:
+        """Give a layer of the same modules what was kept of it."""
+        kept = load_file(self.directory / f"{path}.safetensors")
+        materialize(layer, self._world.device)
+        put(layer, {name.removeprefix(f"{path}."): value for name, value in kept.items()})
+
+    def state(self, file: str = STATE) -> dict[str, Any] | None:
         """state.json of a whole start, every file checked; None where there is none."""
 
         def read() -> dict[str, Any] | None:
             try:
-                state = json.loads((self.directory / STATE).read_text(encoding="utf-8"))
+                state = json.loads((self.directory / file).read_text(encoding="utf-8"))
                 whole = all(sha256_of(self.directory / name) == sha256 for name, sha256 in state["files"].items())
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None
@@ -55,17 +108,19 @@ class KeptStart:
         return self._world.on_main(read)
 
     def write(self, model: Any, module_bits: dict[str, int]) -> None:
-        """Write all tensors of a model, file by file and tensor by tensor."""
+        """Write all tensors of a model, file by file and tensor by tensor, but those that are there already."""
+        files = {name: sha256 for name, sha256 in self._progress["files"].items() if self._progress["layers"]}
         if self._world.main:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory.mkdir(parents=True)
+            if not files:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
         tensors = tensors_of(model)
-        files = {}
-        for file, names in _files(model, tensors).items():
-            announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+        names_of = _files(model, tensors)
+        for file in [file for file in names_of if file not in files]:
+            announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names_of[file]}
             path = self.directory / file
             with SafetensorsWriter(path, announced) if self._world.main else nullcontext() as writer:
-                for name in names:
+                for name in names_of[file]:
                     tensor = full(tensors[name])  # a collective where it is sharded
                     if writer is not None:
                         writer.write(name, tensor)
@@ -73,22 +128,18 @@ class KeptStart:
                 sync(path)
                 files[file] = sha256_of(path)
         if self._world.main:
-            write_json(self.directory / STATE, {"files": files, "module_bits": module_bits})
+            whole = {file: files[file] for file in names_of}
+            write_json(self.directory / STATE, {"files": whole, "module_bits": module_bits})
             sync(self.directory)
+            for file in [_PROGRESS, *(files.keys() - whole.keys())]:
+                (self.directory / file).unlink(missing_ok=True)
 
     @torch.no_grad()
     def fill(self, model: Any) -> None:
         """Give a model of the same modules the tensors that were kept. Raises UserError where one is missing."""
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None
-        for module in model.modules():  # of a model whose layers are in its files
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    room = torch.empty_like(parameter, device=self._world.device)
-                    module.register_parameter(name, nn.Parameter(room, parameter.requires_grad))
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=self._world.device)
+        materialize(model, self._world.device)
         tensors = tensors_of(model)
         for name, value in self._read():
             if name.endswith(".importance"):
@@ -116,22 +167,24 @@ class KeptStart:
                 yield name, self._world.broadcast_whole(opened.get_tensor(name) if opened else None)
 
 
-def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
-    """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
+def materialize(model: nn.Module, device: str) -> None:
+    """Room for the tensors that are on the meta device: of a model whose layers are in its files."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                room = torch.empty_like(parameter, device=device)
+                module.register_parameter(name, nn.Parameter(room, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
-    def empty(weight: Tensor, k: int, *, granularity: Any, **_: Any) -> Tensor:
-        return torch.zeros(granularity.groups(*weight.shape), k, device=weight.device)
 
-    model, _ = initialize(
-        dense,
-        recipe,
-        start=empty,
-        collect=lambda *_, **__: {},
-        rounding_of=lambda *_, **__: {},
-        **options,
-    )
-    kept.fill(model)
-    return model
+@torch.no_grad()
+def put(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Give a module its tensors by name."""
+    tensors = tensors_of(module)
+    for name, value in values.items():
+        tensors[name].copy_(value)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -48,7 +48,9 @@ def reconstruct(
     *,
     layers: Layers | None = None,
     begin: Callable[[str, nn.Module], None] = lambda path, layer: None,
-    end: Callable[[str, nn.Module], None] = lambda path, layer: None,
+    end: Callable[[str, nn.Module, dict[str, Tensor]], None] = lambda path, layer, states: None,
+    done: int = 0,
+    states: dict[str, Tensor] | None = None,
     passes: int = 2,
     seed: int = 0,
     world: World = ALONE,
@@ -68,7 +70,9 @@ def reconstruct(
         batches: token ids, (1, sequence) int64, all of one shape, the same on all processes. Kept are three hidden
             states of each token.
         layers: of the model, where they are not in memory already.
-        begin, end: called with each decoder layer, `begin` to swap its linears, `end` when it is done.
+        begin, end: called with each decoder layer, `begin` to swap its linears, `end` when it is done, with the hidden
+            states of the text at its end.
+        done, states: how many decoder layers are done already, and what `end` got of the last of these.
         passes: how often each layer's training goes over the text; 0 corrects and compensates only.
         seed: of the order of the text.
         compensation: a hook before each clustered layer in place of `Compensation`, for a rehearsal.
@@ -82,10 +86,13 @@ def reconstruct(
     model.eval()
     with torch.no_grad(), bfloat16_products():
         calls = layers.calls(texts[0])
-        exact = [layers.calls(text)[0].hidden for text in texts]
-    compressed = exact
+        exact = compressed = [layers.calls(text)[0].hidden for text in texts]
+    if states is not None:
+        exact, compressed = ([*states[name].to(world.device).split(1)] for name in ("exact", "compressed"))
     order = torch.Generator().manual_seed(seed)
-    todo = list(zip(layers.paths, calls, strict=True))[:at_most_layers]
+    for _ in range(done):
+        list(_picks(texts, passes, order))
+    todo = list(zip(layers.paths, calls, strict=True))[done:at_most_layers]
     for path, call in track(todo, "reconstruction", len(todo)):
         with layers.whole(path) as layer, bfloat16_products():
             begin(path, layer)
@@ -103,7 +110,7 @@ def reconstruct(
                 for parameter in block.module.parameters():
                     world.broadcast(parameter.data)  # processors may differ in the last bit
                 compressed = block.outputs(entering)
-            end(path, layer)
+            end(path, layer, {"exact": torch.cat(exact), "compressed": torch.cat(compressed)})
     model.train(was_training)
 
 
