@@ -114,8 +114,7 @@ class Run:
             return report
         unfinished = output.unfinished(self.identity)
         dense = self._load(output, unfinished)
-        with self.clock.phase("evaluate"), dense.at_hand() as whole:
-            why_not = self.measured.measure_original(whole, self.world)
+        why_not = self._measure_original(dense)
         if why_not:
             self.watch.say(f"KL and agreement are not measured: {why_not}")
         if unfinished is not None:
@@ -232,6 +231,10 @@ class Run:
             device=world.device,
             trust_remote_code=config.trust_remote_code,
         )
+
+    def _measure_original(self, dense: Layers) -> str | None:
+        with self.clock.phase("evaluate"), dense.at_hand() as model:
+            return self.measured.measure_original(model, self.world)
 
     def _measure(self, stage: str, model: Any) -> None:
         with self.clock.phase("evaluate"):
