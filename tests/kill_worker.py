@@ -55,9 +55,10 @@ def end_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(config, *, after="", number=0, record=None):
+def run(config, *, after="", number=0, record=None, environment=()):
     """Go on with a run, if there is one; write the names of its changes to `record`."""
     torch.set_num_threads(1)
+    os.environ.update(environment)
     changes = Changes(after=after, number=number)
     compress(config, resume=True)
     if record is not None:

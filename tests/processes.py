@@ -52,7 +52,7 @@ def children():
             child.join()
 
 
-def together(start, configs, log, *, size=2, resume=False):
+def together(start, configs, log, *, size=2, resume=False, environment=()):
     """Starts the processes of a run as torchrun would, but from the fork server; they run each of the settings in turn.
 
     `start` is the fixture; what process N says on stderr goes to `log.N`.
@@ -62,7 +62,7 @@ def together(start, configs, log, *, size=2, resume=False):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = (size, port, str(log), configs, resume)
+    arguments = (size, port, str(log), configs, resume, environment)
     return [start(forked.compress_together, rank, *arguments) for rank in range(size)]
 
 

@@ -2,22 +2,19 @@
 
 import json
 import os
-import random
 import shutil
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import edkm_cli
 import kill_worker
 from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
 from edkm_cli.format import sha256_of
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
-from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
+from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
 
@@ -305,48 +302,3 @@ def test_a_kill_while_a_run_is_marked_does_not_stand_in_its_way(tmp_path):
         OutputDirectory(tmp_path / "out").begin()
         assert os.listdir(partial) == [MARKER]
         shutil.rmtree(partial)
-
-
-def moments_to_kill(names, seed):
-    """Twenty: eight by the clock, and twelve before a change of the file system: as (after, the most changes to count
-    from there), from the beginning, within a checkpoint and from the first weights written to the end."""
-    first = next(place for place, name in enumerate(names) if CHECKPOINTS in name)
-    export = next(place for place, name in enumerate(names) if "model.safetensors" in name)
-    moments = [None] * 8 + [("", first)] * 3 + [("step-", 9)] * 4 + [("model.safetensors", len(names) - export)] * 5
-    random.Random(seed).shuffle(moments)
-    return moments
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(start, model_directory, text_file, tmp_path):
-    def configured(name):
-        return settings(model_directory, text_file, tmp_path / name, steps=30, save_every=3)
-
-    assert not was_killed(start(kill_worker.run, configured("whole"), record=tmp_path / "names"))
-    begin = time.monotonic()  # the server is there by now, and imports are done
-    assert not was_killed(start(kill_worker.run, configured("again")))
-    seconds = time.monotonic() - begin
-    chance = random.Random(1)
-    moments = moments_to_kill(json.loads((tmp_path / "names").read_text()), seed=0)
-    runs, attempts = ["again", "killed-1"], 0
-    while moments:
-        attempts += 1
-        assert attempts < 200
-        config, output = configured(runs[-1]), tmp_path / runs[-1]
-        if moments[-1] is None:
-            killed = was_killed(start(kill_worker.run, config), chance.uniform(0, seconds))
-        else:
-            after, most = moments[-1]
-            killed = was_killed(start(kill_worker.run, config, after=after, number=chance.randint(1, most)))
-        if output.exists():
-            edkm_cli.load(output)
-            assert weights_of(output) == weights_of(tmp_path / "whole")
-        if killed:
-            moments.pop()
-        else:
-            runs.append(f"killed-{len(runs)}")  # that one was through before its moment came
-    assert not was_killed(start(kill_worker.run, configured(runs[-1])))
-    for name in runs:
-        assert_same_run(tmp_path / name, tmp_path / "whole")
-    left = {f".{name}.lock" for name in runs}  # by a kill between the last rename and the end: it locks nothing
-    assert {"whole", "names", *runs} <= set(os.listdir(tmp_path)) <= {"whole", "names", *runs} | left
