@@ -56,6 +56,17 @@ def test_product_and_gradients_are_those_of_the_reference(bits, granularity, lut
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("bits", "granularity", "lut_dtype"), LAYOUTS)
+def test_a_model_that_computes_with_the_weight_itself_trains_the_tables(bits, granularity, lut_dtype):
+    _, held = pair(bits, granularity, lut_dtype)
+    x = torch.randn(5, 24)
+    held(x).square().sum().backward()
+    wanted, held.centroids.grad = held.centroids.grad, None
+    torch.nn.functional.linear(x, held.weight, held.bias).square().sum().backward()
+    torch.testing.assert_close(held.centroids.grad, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(held.weight, held.hard_weight())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "granularity", "lut_dtype"), LAYOUTS)
 def test_it_computes_and_trains_as_free_weights_do_until_one_moves(bits, granularity, lut_dtype, dtype):

@@ -208,7 +208,7 @@ class ClusteredLinear(LutLayer):
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
             indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
-            entries = _differentiable_lookup(self.centroids, indices, options.granularity)
+            entries = differentiable_lookup(self.centroids, indices, options.granularity)
             value = self.hard_weight().to(entries.dtype)
             return value + (entries - entries.detach()) + (weight - weight.detach())
         soft, final = dense_dkm(
@@ -281,7 +281,7 @@ class ClusteredLinear(LutLayer):
         return nearest_indices(self.effective_weight(), self.lut(), granularity=self.clustering.granularity)
 
 
-def _differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Granularity) -> Tensor:
+def differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Granularity) -> Tensor:
     """centroids[group of a weight, its index], (out, in), by a differentiable gather."""
     tile = granularity.tile(*indices.shape)
     grouped = to_groups(indices, tile).long()  # (groups, n)

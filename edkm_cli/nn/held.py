@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from edkm_cli.clustering import lookup, nearest_indices, round_lut
 from edkm_cli.clustering.checks import require_finite
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
 from edkm_cli.runtime.lut_linear import lut_linear
 
@@ -35,8 +35,10 @@ class HeldLinear(LutLayer):
         *,
         in_features: int,
         name: str,
+        dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
+        self.dtype = dtype  # of the weight it stands for
         self.out_features, self.in_features = indices.shape[0], in_features
         self.clustering, self.name = clustering, name
         self.register_buffer("indices", indices)
@@ -54,18 +56,26 @@ class HeldLinear(LutLayer):
                 layer.effective_weight().detach(), layer.lut(), granularity=layer.clustering.granularity
             )
             packed = pack(codes, bits)
-        held = cls(packed, layer.centroids, layer.bias, layer.clustering, in_features=columns, name=layer.name)
+        held = cls(packed, layer.centroids, layer.bias, layer.clustering, in_features=columns, name=layer.name, dtype=layer.weight.dtype)
         return held.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        clustering = self.clustering
-        table = _Rounded.apply(self.centroids, clustering.lut_dtype, clustering.lut_scale)
+        tile = self.clustering.granularity.tile(self.out_features, self.in_features, layer=self.name)
+        return lut_linear(x, self.indices, self._table(), self.bias, bits=self.clustering.bits, tile=tile)
+
+    def _table(self) -> Tensor:
+        """`lut()`, differentiable."""
+        table = _Rounded.apply(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
         if not table.is_meta:
             require_finite(table.detach(), layer=self.name)
-        tile = clustering.granularity.tile(self.out_features, self.in_features, layer=self.name)
-        return lut_linear(x, self.indices, table, self.bias, bits=clustering.bits, tile=tile)
+        return table
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight (out, in), differentiable, for models that compute with it themselves (Mamba's blocks do)."""
+        return differentiable_lookup(self._table(), self.codes(), self.clustering.granularity).to(self.dtype)
 
     def codes(self) -> Tensor:
         """The entry of each weight, (out, in) uint8."""
