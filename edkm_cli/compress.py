@@ -387,9 +387,8 @@ def needed_bytes(plan: RunPlan) -> int:
     kept += 2 if config.steps and config.keep_best else 0
     kept *= 2 if config.compare_dense else 1
     trained = plan.parameters
-    if config.lora_rank:
+    if config.assignments == "held" and not config.compare_dense:
         tables = [(plan.spec.granularity.groups(*swap.shape), plan.spec.bits_of(swap.name)) for swap in plan.clustered]
-        updates = sum(config.lora_rank * sum(swap.shape) for swap in plan.clustered)
-        trained = updates + sum(groups * 2**bits for groups, bits in tables)
+        trained = sum(groups * 2**bits for groups, bits in tables)
     start = getattr(torch, config.dtype).itemsize * plan.parameters
     return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

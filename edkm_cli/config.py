@@ -167,7 +167,7 @@ class CompressConfig:
         "How weights are set before training.",
         COMPRESSION,
         choices={
-            "auto": "reconstructed in mode straight-through without LoRA or sharding; compensated where lookup tables "
+            "auto": "reconstructed in mode straight-through without sharding; compensated where lookup tables "
             "are trained by gradient otherwise, or updated by importance; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
@@ -241,7 +241,7 @@ class CompressConfig:
         "Whether weights may leave the table entries that the start gave them.",
         TRAINING,
         choices={
-            "auto": "held where the teacher alone is learnt in mode straight-through, without LoRA or sharding; else free",
+            "auto": "held where the teacher alone is learnt in mode straight-through, without sharding; else free",
             "free": "weights train, and change their entries",
             "held": "only tables, norms and biases train",
         },
@@ -262,15 +262,6 @@ class CompressConfig:
         "Optimizer.",
         TRAINING,
         choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes", "sgd": "with momentum"},
-    )
-    lora_rank: int = setting(
-        0,
-        "Rank of low-rank updates (LoRA) that train in place of the weights; 0 trains the weights.",
-        TRAINING,
-        minimum=0,
-    )
-    lora_alpha: float | None = setting(
-        None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True
     )
     batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
     sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)

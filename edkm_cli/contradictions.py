@@ -10,17 +10,15 @@ from edkm_cli.targets import misfits
 
 def trains_whole_weights(config: Any) -> bool:
     """Whether weights train by themselves and in one piece, which the reconstructed start and held assignments need."""
-    return config.mode == "straight-through" and not config.lora_rank and config.sharding != "full"
+    return config.mode == "straight-through" and config.sharding != "full"
 
 
 def contradictions(config: Any) -> list[str]:
     """Settings that do not go together, each with what would."""
     found = []
-    if config.start == "compensated" and config.lora_rank:
-        found.append("start compensated moves the weights, which LoRA keeps; leave start out, or lora_rank")
     for name, value in (("start", "reconstructed"), ("assignments", "held")):
         if getattr(config, name) == value and not trains_whole_weights(config):
-            found.append(f"{name} {value} is for mode straight-through without LoRA or sharding; use {name} auto")
+            found.append(f"{name} {value} is for mode straight-through without sharding; use {name} auto")
     if not config.distill and config.label_weight not in (None, 1.0):
         found.append(
             f"label_weight {config.label_weight:g} stands beside distillation, which distill false turns off; leave one out"
@@ -43,8 +41,6 @@ def contradictions(config: Any) -> list[str]:
             found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
     if config.compare_dense and not config.steps:
         found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
-    if config.compare_dense and config.lora_rank:
-        found.append("compare_dense trains all weights, which lora_rank is to avoid; leave one of the two out")
     if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
     if not config.data:

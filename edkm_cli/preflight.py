@@ -132,7 +132,7 @@ class RunPlan:
         return (
             config.start == "reconstructed"
             and (config.assignments == "held" or not config.steps)
-            and not (config.lora_rank or self.launch.sharded)
+            and not self.launch.sharded
             and all(swap.name.startswith(inside) for swap in self.clustered)
         )
 
@@ -186,7 +186,7 @@ class RunPlan:
 def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]) -> CompressConfig:
     """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
 
-    Only `device`, `memory`, `streaming` and `lora_alpha` stay as they are: they are decided where they take effect. Raises
+    Only `device`, `memory` and `streaming` stay as they are: they are decided where they take effect. Raises
     UserError for what was asked for and cannot be had where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
@@ -200,7 +200,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     taught = config.distill and texts and all(source.needs_model for source in texts)
     # Text that the model wrote has no labels to teach it.
     labels = config.label_weight if config.label_weight is not None else 0.0 if taught else 1.0
-    dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded and not config.lora_rank)
+    dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded)
     rounds = launch.gpu and dtype == "float32"  # products of float32 weights
     sequences = config.steps * config.batch_size * config.gradient_accumulation * launch.processes
     trained = sequences * config.sequence_length
@@ -223,12 +223,12 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
 
 
 def _start(config: CompressConfig) -> str:
-    """`auto` moves weights only where they are free to move, which those under LoRA are not, and where no unweighted
-    iteration moves the tables that weights are fitted to. Reconstruction is for whole layers."""
+    """`auto` moves weights only where no unweighted iteration moves the tables that weights are fitted to. Reconstruction is
+    for whole layers."""
     if config.start != "auto":
         return config.start
     weighted = config.centroid_weighting == "importance" and config.importance != "none"
-    if config.lora_rank or not (trains_luts(config.mode, config.iterations) or weighted):
+    if not (trains_luts(config.mode, config.iterations) or weighted):
         return "kmeans"
     return "reconstructed" if trains_whole_weights(config) else "compensated"
 
@@ -261,10 +261,10 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
-    if config.optimizer == "adamw-8bit" and config.steps and config.dtype != "float32" and not config.lora_rank:
+    if config.optimizer == "adamw-8bit" and config.steps and config.dtype != "float32" and config.assignments != "held":
         raise UserError(
             f"--optimizer adamw-8bit rounds the updates of {config.dtype} weights away; give --dtype float32 (with "
-            "--mixed-precision bf16), --optimizer adamw, or --lora-rank",
+            "--mixed-precision bf16), or --optimizer adamw",
             everywhere=True,
         )
     spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits is None)
@@ -285,7 +285,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> None:
     """Raises UserError for what cannot be done with parameters that are divided over processes."""
-    tables_beside_weights = trains_luts(config.mode, config.iterations) and not config.lora_rank
+    tables_beside_weights = trains_luts(config.mode, config.iterations)
     why = ""
     if config.dequantize:
         why = "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first"
@@ -297,7 +297,7 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> 
     elif tables_beside_weights and config.dtype != "float32":
         why = (
             "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
-            f"{config.dtype}; leave --dtype out, or use --lora-rank, or --mode soft or hard with --iterations"
+            f"{config.dtype}; leave --dtype out, or use --mode soft or hard with --iterations"
         )
     if why:
         raise UserError(why, everywhere=True)

@@ -1,13 +1,13 @@
 """Measure a training step of a randomly initialised LLaMA, clustered and plain, as JSON.
 
-    python scripts/bench_training.py --shape llama-7b --mode lora --memory-limit 24GiB --json FILE
+    python scripts/bench_training.py --shape llama-7b --mode held --memory-limit 24GiB --json FILE
     python scripts/bench_training.py --shape llama-7b --mode full --json FILE
     python scripts/bench_training.py                       a tiny shape on a CPU: the same code
 
 Nothing is downloaded and no weight is written: the shape is `tiny` or an alias of configs/models.yaml. Both variants are
 trained by `edkm_cli.train.loop`, the loop of `edkm compress`, each in a process of its own, with the same optimizer, losses,
-checkpointing and 8-bit embeddings. `clustered` has `ClusteredLinear` where `plain` has `nn.Linear` (mode `lora`: with
-peft's own layers). Only steps are measured, so LUTs start at the quantiles that normally distributed weights have.
+checkpointing and 8-bit embeddings. `clustered` has `ClusteredLinear` where `plain` has `nn.Linear` (mode `held`:
+`HeldLinear`). Only steps are measured, so LUTs start at the quantiles that normally distributed weights have.
 
     python scripts/bench_training.py --shape smollm2-135m --no-gradient-checkpointing --sequence-length 1024 --json FILE
                                                            what clustering costs a step of full fine-tuning on a CPU
@@ -31,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -40,8 +40,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.config import CompressConfig
@@ -54,10 +52,9 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.kernels import to_groups
-from edkm_cli.nn.swap import Swap
 from edkm_cli.preflight import Launch, RunPlan, choose_device, choose_dtype, plan_run
 from edkm_cli.train.loop import train
-from edkm_cli.train.losses import FrozenTeacher, Objective
+from edkm_cli.train.losses import Objective
 
 VARIANTS = ("plain", "clustered")
 TINY = {
@@ -96,8 +93,8 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
         batch_size=arguments.batch_size,
         sequence_length=arguments.sequence_length,
         context=arguments.sequence_length,
-        lora_rank=arguments.rank if arguments.mode == "lora" else 0,
-        distill=arguments.distill,
+        distill=False,
+        assignments="held" if arguments.mode == "held" else "free",
         gradient_checkpointing=arguments.gradient_checkpointing,
         dtype=choose_dtype(arguments.dtype, device),
         device=device,
@@ -106,7 +103,7 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
         save_every=0,
         memory=arguments.memory,
     )
-    return replace(config, memory=choose_memory(config))
+    return replace(config, memory=choose_memory(plan_run(config, Launch(device))))
 
 
 def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **others: Any) -> torch.Tensor:
@@ -115,36 +112,6 @@ def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **oth
     spots = (torch.arange(k, device=weight.device) + 0.5) / k
     deviation, mean = torch.std_mean(values, 1, keepdim=True)
     return mean + deviation * torch.special.ndtri(spots)
-
-
-def add_plain_lora(model: Any, swaps: Sequence[Swap], config: CompressConfig) -> None:
-    """peft's own layers, with updates in float32 as `add_lora` and `peft.get_peft_model` have them."""
-    names = [swap.name for swap in swaps if swap.clustered]
-    inject_adapter_in_model(
-        LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=names), model
-    )
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
-
-class PlainTeacher:
-    """The model under peft's plain layers, as `FrozenTeacher` is under clustered ones."""
-
-    def __init__(self, model: Any):
-        self._model = model
-
-    def __call__(self, **inputs: Any) -> Any:
-        layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
-        training = self._model.training
-        self._model.eval()
-        for layer in layers:
-            layer._disable_adapters = True
-        output = self._model(**inputs)
-        for layer in layers:
-            layer._disable_adapters = False
-        self._model.train(training)
-        return output
 
 
 def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
@@ -157,13 +124,9 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
         ).eval()
     if variant == "plain":
         others = [swap for swap in plan.swaps if not swap.clustered]
-        recipe = replace(recipe, swaps=others, lora_rank=0)
-    model, teacher = initialize(model, recipe, keep_dense=plan.copies_teacher, start=quick_start)
-    if config.lora_rank and variant == "plain":
-        add_plain_lora(model, plan.swaps, config)
-    if plan.distills and config.lora_rank:
-        teacher = PlainTeacher(model) if variant == "plain" else FrozenTeacher(model)
-    return model, Objective.of(config, teacher)
+        recipe = replace(recipe, swaps=others, holds=False)
+    model, _ = initialize(model, recipe, start=quick_start)
+    return model, Objective()
 
 
 class Tick(NamedTuple):
@@ -272,15 +235,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     switch = argparse.BooleanOptionalAction
     parser.add_argument("--shape", default="tiny", help="tiny, or an alias of configs/models.yaml")
-    parser.add_argument("--mode", choices=("full", "lora"), default="full")
-    parser.add_argument("--rank", type=int, default=16, help="of the updates in mode lora")
+    parser.add_argument("--mode", choices=("full", "held"), default="full")
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--granularity", default="row:1")
     parser.add_argument("--embedding-bits", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--gradient-checkpointing", action=switch, default=True)
-    parser.add_argument("--distill", action=switch, default=True)
     parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--memory", choices=("auto", "speed", "small"), default="auto", help="as of edkm compress")

@@ -26,8 +26,8 @@ SHORT = "--steps 2 --calibration-tokens 2048 --eval-windows 1 --context 512 --sa
 CASES = (
     "",
     "--gradient-checkpointing",
-    "--lora-rank 16",
-    "--lora-rank 16 --gradient-checkpointing",
+    "--label-weight 0",
+    "--label-weight 0 --no-gradient-checkpointing",
     "--no-distill --sequence-length 512 --batch-size 2",
     "--dtype bfloat16",
     "--steps 0 --context 1024",

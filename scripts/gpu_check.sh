@@ -2,7 +2,7 @@
 # Everything that needs a GPU, tested and measured on this machine in a few minutes, offline, from a checkout.
 #
 #     scripts/gpu_check.sh [DIRECTORY]            JSON goes to DIRECTORY (default docs/results)
-#     PARTS="kernels lora" scripts/gpu_check.sh   some parts only
+#     PARTS="kernels held" scripts/gpu_check.sh   some parts only
 #     DEVICE=cpu scripts/gpu_check.sh out/check   the same steps on a CPU, with tiny shapes
 #
 # Models are random, of LLaMA's shape; nothing is downloaded. A part that fails or that this machine cannot run does not
@@ -17,9 +17,9 @@ work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
 if [ "$DEVICE" = cpu ]; then
-    PARTS=${PARTS:-kernels lora full compress processes clustering runtime decode ablation offload}
+    PARTS=${PARTS:-kernels held full compress processes clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-300} SHAPE=${SHAPE:-tiny} machine=cpu
-    training=(--sequence-length 64 --steps 2 --warmup 1) lora=() hidden=32 layers=2
+    training=(--sequence-length 64 --steps 2 --warmup 1) held=() hidden=32 layers=2
     run=(--steps 2 --calibration-tokens 256 --start-tokens 256 --sequence-length 64 --context 64 --eval-windows 2)
     runtime=(--shape 64x64 --tokens 1)
     clustering=(--width 64 --tokens 16) ablation=(--width 64)
@@ -27,13 +27,13 @@ if [ "$DEVICE" = cpu ]; then
     decode=(--tokens 2)
     processes=2
 else
-    PARTS=${PARTS:-kernels lora full compress processes clustering runtime decode ablation offload}
+    PARTS=${PARTS:-kernels held full compress processes clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-150} SHAPE=${SHAPE:-llama-7b}
     machine=$("$PYTHON" -c 'import sys, torch
 if not torch.cuda.is_available():
     sys.exit("gpu_check.sh: torch finds no GPU here; DEVICE=cpu tries the steps without one")
 print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || exit 2
-    training=() lora=(--memory-limit 24GiB) hidden=1024 layers=8
+    training=() held=(--memory-limit 24GiB) hidden=1024 layers=8
     run=(--steps 20 --calibration-tokens 8192 --sequence-length 1024 --context 1024)
     decode=(--shape llama-7b)
     runtime=(--shape 4096x4096 --shape 11008x4096 --shape 4096x11008 --tokens 1 --tokens 16)
@@ -69,10 +69,10 @@ if [ "$DEVICE" != cpu ]; then
     part kernels "$PYTHON" tests/test_kernels_triton.py "$DEVICE"
     part offload "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_memory_marshaling.py -k on_a_gpu
 fi
-part lora "${training[@]}" --mode lora "${lora[@]}" --json "$target/training_${SHAPE}-lora16_${machine}_$day.json"
+part held "${training[@]}" --mode held "${held[@]}" --json "$target/training_${SHAPE}-held_${machine}_$day.json"
 part full "${training[@]}" --mode full --json "$target/training_${SHAPE}-full_${machine}_$day.json"
 part compress "${compress[@]}" --output "$work/full" --json "$work/compress-full.json"
-part compress "${compress[@]}" --output "$work/lora" --lora-rank 16 --json "$work/compress-lora.json"
+part compress "${compress[@]}" --output "$work/held" --label-weight 0 --json "$work/compress-held.json"
 part processes "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
     "${compress[@]:1}" --output "$work/sharded" --sharding full --granularity tensor --mode soft --iterations 3 \
     --dtype bfloat16 --no-distill --json "$work/compress-sharded.json"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LLaMA-7B to 3 bits on one GPU of 24 GB, by low-rank updates: plan, compress, evaluate, show.
+# LLaMA-7B to 3 bits on one GPU of 24 GB, packed while it trains: plan, compress, evaluate, show.
 # Not measured on a GPU yet; tested on CPUs with tiny models.
 #
 #     scripts/llama_7b_one_gpu.sh
@@ -10,13 +10,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 MODEL=${MODEL:-llama-7b}
-OUTPUT=${OUTPUT:-out/llama-7b-3bit-lora}
+OUTPUT=${OUTPUT:-out/llama-7b-3bit}
 DEVICE=${DEVICE:-cuda}
 EVAL_DATA=${EVAL_DATA:-wikitext2}
 CONTEXT=${CONTEXT:-2048}
 
 edkm() { "$PYTHON" -m edkm_cli "$@"; }
-run=(--config configs/llama_7b_lora_24gb.yaml --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" "$@")
+run=(--config configs/llama_7b_24gb.yaml --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" "$@")
 
 edkm compress "${run[@]}" --dry-run
 edkm compress "${run[@]}" --resume

@@ -31,10 +31,10 @@ def parse(*arguments):
 
 def test_flags_become_the_configuration():
     settings = parse("--model", "m", "-o", "there", "--bits", 4, "--lr", "1e-3", "--data", "a", "--data", "b",
-                     "--no-distill", "--gradient-checkpointing", "--lora-alpha", 3)  # fmt: skip
+                     "--no-distill", "--gradient-checkpointing", "--warmup", 0.3)  # fmt: skip
     assert settings == CompressConfig(
         model="m", output="there", bits=4, learning_rate=1e-3, data=("a", "b"), distill=False,
-        gradient_checkpointing=True, lora_alpha=3.0)  # fmt: skip
+        gradient_checkpointing=True, warmup=0.3)  # fmt: skip
 
 
 def test_no_flags_are_the_defaults():
@@ -49,7 +49,7 @@ def test_both_forms_of_a_switch_override_a_file(tmp_path):
     )
     settings = parse("--config", file, "--distill", "--no-gradient-checkpointing", "--no-trust-remote-code",
                      "--log-with", "tensorboard")  # fmt: skip
-    assert settings == CompressConfig(log_with=("tensorboard",))
+    assert settings == CompressConfig(gradient_checkpointing=False, log_with=("tensorboard",))
 
 
 def shown_help(*arguments):

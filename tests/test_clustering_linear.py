@@ -21,7 +21,6 @@ from edkm_cli.clustering import (
     round_lut,
     snap,
 )
-from edkm_cli.clustering.linear import LowRank, effective_weight
 from edkm_cli.errors import UserError
 from edkm_cli.kernels import from_groups, layout_c, to_groups
 
@@ -165,17 +164,6 @@ MODES = ("soft", "hard", "straight-through")
 LORA_GRANULARITIES = ("tensor", "row:1", "row:4", "block:4x8")
 
 
-def make_low_rank(granularity, dtype=torch.float64, weight_dtype=None, tokens=10):
-    """A frozen weight (16, 32), and what trains: x, a, b, centroids, bias."""
-    x, weight, start, bias = make(granularity, dtype)
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(tokens, 32, generator=generator).to(dtype).requires_grad_()
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    a = (torch.randn(3, 32, generator=generator) * 0.1).to(wide).requires_grad_()
-    b = (torch.randn(16, 3, generator=generator) * 0.1).to(wide).requires_grad_()
-    return weight.detach().to(weight_dtype or dtype), (x, a, b, start, bias)
-
-
 def plain_autograd(weight, x, a, b, centroids, bias, *, mode, granularity, lut_dtype=None):
     """The same layer by ordinary operations on `weight + 0.7 b a`, which autograd saves as it likes."""
     total = weight.to(a.dtype) + 0.7 * (b @ a)
@@ -195,51 +183,6 @@ def plain_autograd(weight, x, a, b, centroids, bias, *, mode, granularity, lut_d
     entries = from_groups(centroids.gather(1, to_groups(indices, tile).long()), (rows, columns), tile)
     trained = (hard + (entries - entries.detach()) + (total - total.detach())).to(x.dtype)
     return linear(x, trained, bias)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("granularity", LORA_GRANULARITIES)
-def test_a_low_rank_update_trains_as_plain_autograd_on_the_sum_does(mode, granularity):
-    weight, inputs = make_low_rank(granularity)
-    x, a, b, start, bias = inputs
-    options = {"mode": mode, "granularity": granularity}
-    ours = clustered_linear(x, weight, start, bias, low_rank=LowRank(a, b, 0.7), **options, **SETTINGS)
-    reference = plain_autograd(weight, *inputs, **options)
-    torch.testing.assert_close(ours, reference)
-    if mode == "hard":  # its centroids pass no gradient in the reference: forward uses them rounded
-        inputs = (x, a, b, bias)
-    upstream = torch.randn(ours.shape, dtype=ours.dtype)
-    for mine, theirs in zip(
-        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(reference, inputs, upstream), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("granularity", LORA_GRANULARITIES)
-def test_gradients_in_bfloat16_are_as_good_as_plain_autograd_s(path, mode, granularity):
-    """At most twice its error against float64, which computes from the same rounded inputs."""
-    weight, inputs = make_low_rank(granularity, torch.bfloat16, tokens=64)
-    options = {"mode": mode, "granularity": granularity, "lut_dtype": "float16"}
-
-    def gradients(weight, inputs, run):
-        y = run(weight, inputs)
-        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(y.dtype)
-        return torch.autograd.grad(y, inputs[1:3], upstream)
-
-    def ours(weight, inputs):
-        x, a, b, start, bias = inputs
-        return clustered_linear(x, weight, start, bias, low_rank=LowRank(a, b, 0.7), **options, **SETTINGS)
-
-    def plain(weight, inputs):
-        return plain_autograd(weight, *inputs, **options)
-
-    exact = gradients(weight.double(), [t.detach().double().requires_grad_() for t in inputs], plain)
-    for mine, theirs, true in zip(
-        gradients(weight, inputs, ours), gradients(weight, inputs, plain), exact, strict=True
-    ):
-        assert mine.dtype == torch.float32
-        assert (mine - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
 
 
 class LiveMatrices(TorchDispatchMode):
@@ -265,96 +208,3 @@ class LiveMatrices(TorchDispatchMode):
                 self.known |= {StorageWeakRef(leaf.untyped_storage())} - given
         self.peak = max(self.peak, self.alive())
         return result
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("granularity", LORA_GRANULARITIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_low_rank_update_costs_one_temporary_matrix_and_keeps_none(mode, granularity, dtype):
-    weight, inputs = make_low_rank(granularity, dtype, torch.float32, tokens=4)
-    x, a, b, start, bias = inputs
-    saved = []
-
-    def run(weight, low_rank, inputs):
-        with LiveMatrices(weight.numel()) as live:
-            y = clustered_linear(
-                x, weight, start, bias, low_rank=low_rank, mode=mode, granularity=granularity, **SETTINGS
-            )
-            between = live.alive()
-            gradients = torch.autograd.grad(y.sum(), inputs)
-            after = live.alive()
-        return live.peak, between, after, gradients
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        peak, between, after, _ = run(weight, LowRank(a, b, 0.7), inputs)
-    # Half the bytes would be the weight in 16 bits.
-    large = {t.data_ptr() for t in saved if t.untyped_storage().nbytes() >= weight.nbytes // 2}
-    assert large == {weight.data_ptr()}
-    assert (between, after) == (0, 0)
-    trained = weight.clone().requires_grad_()
-    without, *_ = run(trained, None, (x, trained, start, bias))
-    assert peak <= without + 1
-    if mode == "straight-through":  # the sum and what it snaps to; the sum and its gradient; the gradient in float32
-        assert peak == 2
-
-
-def test_the_frozen_weight_gets_no_gradient_and_a_trained_one_its_own():
-    weight, (x, a, b, start, bias) = make_low_rank("row:1", torch.float32)
-    clustered_linear(x, weight, start, bias, low_rank=LowRank(a, b, 0.7), granularity="row:1").sum().backward()
-    assert weight.grad is None
-    trained = weight.bfloat16().requires_grad_()
-    y = clustered_linear(x, trained, start, low_rank=LowRank(a, b, 0.7), granularity="row:1", mode="straight-through")
-    upstream = torch.randn(y.shape)
-    y.backward(upstream)
-    assert torch.equal(trained.grad, (upstream.t() @ x.detach()).bfloat16())
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_a_low_rank_update_survives_checkpointing_autocast_and_micro_batches(mode, weight_dtype):
-    weight, inputs = make_low_rank("block:4x8", torch.float32, weight_dtype)
-    trained = inputs[1:]
-
-    def layer(x, a, b, start, bias):
-        low_rank = LowRank(a, b, 0.7)
-        options = {"granularity": "block:4x8", "mode": mode, **SETTINGS}
-        return clustered_linear(x, weight, start, bias, low_rank=low_rank, **options).float().square()
-
-    plain = torch.autograd.grad(layer(*inputs).sum(), trained)
-    kept = torch.autograd.grad(checkpoint(layer, *inputs, use_reentrant=False).sum(), trained)
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-    parts = [torch.autograd.grad(layer(part, *trained).sum(), trained) for part in inputs[0].split(2)]
-    for total, *pieces in zip(plain, *parts, strict=True):
-        torch.testing.assert_close(sum(pieces), total, rtol=2e-4, atol=2e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = torch.autograd.grad(layer(*inputs).sum(), trained)
-    low = torch.autograd.grad(layer(inputs[0].bfloat16(), *trained).sum(), trained)
-    assert all(torch.equal(a, b) for a, b in zip(cast, low, strict=True))
-    assert [g.dtype for g in cast] == [torch.float32] * 4
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_shared_iterations_change_no_bit_under_a_low_rank_update(mode):
-    weight, (x, a, b, start, _) = make_low_rank("row:1", torch.float32, torch.bfloat16)
-    low_rank = LowRank(a, b, 0.7)
-    shared = iterate_centroids(effective_weight(weight, low_rank), start, granularity="row:1", **SETTINGS)
-    options = {"granularity": "row:1", "mode": mode, "low_rank": low_rank, **SETTINGS}
-    alone = clustered_linear(x, weight, start, **options)
-    both = clustered_linear(x, weight, start, new_centroids=shared, **options)
-    assert torch.equal(alone, both)
-
-
-def test_an_update_below_the_weight_s_precision_counts():
-    weight = torch.ones(2, 4).bfloat16()  # neighbours in bfloat16: 0.996 and 1.008
-    low_rank = LowRank(torch.ones(1, 4), torch.tensor([[0.001], [-0.001]]), 1.0)
-    centroids = torch.tensor([[0.0, 1.0, 1.0009, 2.0], [0.0, 0.9991, 1.0, 2.0]])
-    x = torch.eye(4)
-    y = clustered_linear(x, weight, centroids, low_rank=low_rank, granularity="row:1", mode="straight-through")
-    torch.testing.assert_close(y.t(), torch.tensor([[1.0009], [0.9991]]).expand(2, 4), rtol=0, atol=0)
-
-
-def test_a_low_rank_update_of_another_shape_names_the_layer():
-    weight, (x, a, b, start, _) = make_low_rank("row:1")
-    for wrong in (LowRank(b, a, 1.0), LowRank(a[:2], b, 1.0), LowRank(a[:, :8], b, 1.0)):
-        with pytest.raises(UserError, match=r"down_proj \(16, 32\)"):
-            clustered_linear(x, weight, start, low_rank=wrong, granularity="row:1", name="down_proj")

@@ -22,8 +22,8 @@ CASES = {
     "sharded-trained-luts": {"sharding": "full", "mode": "soft", "iterations": 0},
     "sharded-dkm": {"sharding": "full", "method": "dkm", "mode": "soft", "importance": "activation"},
     "data-parallel-dkm": {"method": "dkm", "mode": "soft", "granularity": "block:4x8"},
-    "sharded-lora": {"sharding": "full", "lora_rank": 2},
-    "data-parallel-lora": {"lora_rank": 2, "distill": False},
+    "data-parallel-held": {"assignments": "held"},
+    "data-parallel-without-teacher": {"distill": False},
 }
 
 

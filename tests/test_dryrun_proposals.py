@@ -22,7 +22,7 @@ from helpers import tiny_llama
         {"bits": 3.5, "assignments": "held", "compare_dense": True, "start": "reconstructed"},
         {"target": "any-precision", "embedding_bits": 16},
         {"mode": "soft", "dtype": "bfloat16"},
-        {"lora_rank": 4, "offload": "cpu"},
+        {"assignments": "held", "offload": "cpu"},
         {"optimizer": "adamw-8bit", "dtype": "float32"},
         {"data": ("self",), "compare_dense": True},
         {"steps": 0, "bits": 2.5},

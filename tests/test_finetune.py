@@ -134,7 +134,7 @@ def test_a_text_that_changes_between_measuring_and_training_stops_the_run(packed
 def test_what_cannot_be_trained_is_refused_in_one_line(packed, model_directory, text_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--data is required" in refused("finetune", packed)
-    assert "edkm compress --lora-rank" in refused("finetune", model_directory, "--data", text_file)
+    assert "use edkm compress" in refused("finetune", model_directory, "--data", text_file)
     assert "no directory" in refused("finetune", "nowhere", "--data", text_file)
     assert "lora_rank must be at least 1" in refused("finetune", packed, "--data", text_file, "--lora-rank", 0)
     line = refused("finetune", packed, "--data", text_file, "--target-modules", "queries")

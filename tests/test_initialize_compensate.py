@@ -195,8 +195,3 @@ def test_a_run_starts_reconstructed_unless_told_otherwise(model_directory, text_
         weights[start] = (tmp_path / start / "model.safetensors").read_bytes()
     assert weights["auto"] == weights["reconstructed"]
     assert len(set(weights.values())) == 3
-
-
-def test_lora_keeps_the_weights_and_says_so():
-    with pytest.raises(UserError, match="LoRA"):
-        CompressConfig(start="compensated", lora_rank=4)

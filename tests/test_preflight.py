@@ -35,7 +35,6 @@ def resolved(launch=HERE, **changes):
         ({"label_weight": 1.0}, False),
         ({"data": ("builtin",), "label_weight": 0.0}, True),
         ({"mode": "soft"}, False),
-        ({"lora_rank": 4}, False),
         ({"sharding": "full"}, False),
         ({"distill": False}, False),
         ({"start": "kmeans"}, False),
@@ -67,7 +66,6 @@ def test_text_that_the_model_writes_has_no_labels_however_it_is_named(data, labe
         ({"sharding": "full"}, False, "compensated"),  # one process of a recipe for many
         ({"mode": "soft", "iterations": 0}, False, "compensated"),
         ({"mode": "soft"}, False, "compensated"),
-        ({"lora_rank": 4}, False, "kmeans"),
         ({"start": "kmeans"}, False, "kmeans"),
     ],
     ids=str,
@@ -77,10 +75,10 @@ def test_auto_takes_the_best_start_that_a_run_can_have(changes, sharded, start):
 
 
 @pytest.mark.parametrize("setting", [{"start": "reconstructed"}, {"assignments": "held"}], ids=str)
-@pytest.mark.parametrize("changes", [{"mode": "hard"}, {"lora_rank": 2}, {"sharding": "full"}], ids=str)
+@pytest.mark.parametrize("changes", [{"mode": "hard"}, {"mode": "soft"}, {"sharding": "full"}], ids=str)
 def test_what_needs_whole_weights_is_refused_without_them(setting, changes):
     (name,) = setting
-    with pytest.raises(UserError, match=f"straight-through without LoRA or sharding; use {name} auto"):
+    with pytest.raises(UserError, match=f"straight-through without sharding; use {name} auto"):
         CompressConfig(**setting, **changes)
     if "sharding" in changes:  # as accelerate is configured
         with pytest.raises(UserError, match=f"use {name} auto") as caught:
@@ -106,8 +104,8 @@ def test_processes_count_as_accumulation_does():
         ({"embedding_bits": 16}, "sensitivity", 16),
         ({"embedding_bits": 4}, "sensitivity", 4),
         ({"bits": 5}, "uniform", 8),
-        ({"lora_rank": 2}, "uniform", 8),
-        ({"lora_rank": 2, "bits": 3.5}, "sensitivity", 6),
+        ({"start": "kmeans"}, "uniform", 8),
+        ({"start": "kmeans", "bits": 3.5}, "sensitivity", 6),
         ({"allocation": "uniform", "embedding_bits": 16}, "uniform", 16),
     ],
     ids=str,

@@ -77,11 +77,11 @@ def test_every_script_is_sound(path):
 def test_one_gpu_plans_compresses_and_evaluates(run, model_directory, text_file, tmp_path):
     output = tmp_path / "out"
     variables = {"MODEL": model_directory, "OUTPUT": output, "EVAL_DATA": text_file, "CONTEXT": 64}
-    arguments = ["--data", text_file, "--steps", 2, "--lora-rank", 2, "--gradient-accumulation", 2, *TINY]
+    arguments = ["--data", text_file, "--steps", 2, "--gradient-accumulation", 2, *TINY]
     done = run("llama_7b_one_gpu.sh", *arguments, **variables)
     report = json.loads((output / "report.json").read_text())
-    assert report["config"]["lora_rank"] == 2
-    assert report["config"]["gradient_checkpointing"] is True
+    assert report["resolved"]["assignments"] == "held"
+    assert report["resolved"]["gradient_checkpointing"] is True
     assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
     assert "peak" in done.stdout
     assert (output / "report.html").is_file()
@@ -170,7 +170,7 @@ def test_a_memory_limit_needs_a_gpu(monkeypatch, capsys):
     assert line == "bench_training.py: --memory-limit needs a GPU, but the device is cpu; leave it out"
 
 
-def assert_training_was_measured(result, *, rank):
+def assert_training_was_measured(result, *, assignments):
     plain, clustered = result["rows"]
     assert (plain["variant"], clustered["variant"]) == ("plain", "clustered")
     for row in result["rows"]:
@@ -183,27 +183,27 @@ def assert_training_was_measured(result, *, rank):
     assert result["step_seconds_ratio"] == clustered["step_seconds"] / plain["step_seconds"]
     assert result["peak_memory_bytes_ratio"] == clustered["peak_memory_bytes"] / plain["peak_memory_bytes"]
     assert result["planned_over_measured"] == pytest.approx(1, abs=0.5)
-    assert result["config"]["lora_rank"] == rank
+    assert result["config"]["assignments"] == assignments
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
     """Without its part `kernels`, which is tests/test_gpu.py."""
-    parts = "lora full compress processes clustering ablation offload"
+    parts = "held full compress processes clustering ablation offload"
     run("gpu_check.sh", tmp_path, PARTS=parts)
     (summary,) = tmp_path.glob("gpu_check_cpu_*.json")
     result = json.loads(summary.read_text())
     assert [part["name"] for part in result["parts"]] == parts.replace("compress", "compress compress").split()
     assert {part["status"] for part in result["parts"]} == {0}
-    assert result["runs"].keys() == {"compress-full", "compress-lora", "compress-sharded"}
+    assert result["runs"].keys() == {"compress-full", "compress-held", "compress-sharded"}
     assert result["runs"]["compress-sharded"]["processes"] == 2
     assert len(list(tmp_path.iterdir())) == 6
     for file in tmp_path.iterdir():
         assert {"command", "versions", "hardware"} <= json.loads(file.read_text()).keys(), file.name
-    for name, rank in (("full", 0), ("lora16", 16)):
+    for name, assignments in (("full", "free"), ("held", "held")):
         (file,) = tmp_path.glob(f"training_tiny-{name}_cpu_*.json")
-        assert_training_was_measured(json.loads(file.read_text()), rank=rank)
+        assert_training_was_measured(json.loads(file.read_text()), assignments=assignments)
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_weights_of_losses_are_finite_and_not_negative(name, value):
         CompressConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "lut_learning_rate", "temperature", "temperature_end", "lora_alpha"])
+@pytest.mark.parametrize("name", ["learning_rate", "lut_learning_rate", "temperature", "temperature_end"])
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_rates_and_temperatures_are_finite_and_above_zero(name, value):
     with pytest.raises(UserError, match=f"{name} must be"):

@@ -2,9 +2,6 @@
 
 `y = x w~^T + b` needs w~ in backward (for dL/dx) and would keep it, one number per weight. Clustering costs a small
 part of the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
-
-With a low-rank update (LoRA, arXiv 2106.09685) what is clustered is `w0 + s B A`, itself computed inside each call: with
-w0 frozen, neither it nor its gradient outlives one layer's forward or backward.
 """
 
 from __future__ import annotations
@@ -32,14 +29,6 @@ def trains_luts(mode: str, iterations: int) -> bool:
     return mode == "straight-through" or iterations == 0
 
 
-class LowRank(NamedTuple):
-    """A low-rank update of a weight (out, in): `scaling * b @ a` with a (rank, in) and b (out, rank)."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-
 class _Options(NamedTuple):
     tile: Tile
     k: int
@@ -48,20 +37,7 @@ class _Options(NamedTuple):
     mode: str
     lut_dtype: torch.dtype | None
     lut_scale: float | None
-    scaling: float
     name: str
-
-
-def effective_weight(weight: Tensor, low_rank: LowRank | None) -> Tensor:
-    """`weight + scaling * b @ a`, (out, in), by differentiable operations; the weight itself without an update.
-
-    float64 for a float64 weight, else float32 whatever the weight's dtype: 16 bits would swallow small updates. It is
-    one new tensor, and the product is added in place.
-    """
-    if low_rank is None:
-        return weight
-    total = weight.to(kernels.centroid_dtype(weight), copy=True)
-    return total.addmm_(low_rank.b.to(total.dtype), low_rank.a.to(total.dtype), alpha=low_rank.scaling)
 
 
 def _final_centroids(weight: Tensor, centroids: Tensor, importance: Tensor | None, options: _Options) -> Tensor:
@@ -113,21 +89,17 @@ class _ClusteredLinear(torch.autograd.Function):
         weight: Tensor,
         centroids: Tensor,
         bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
         importance: Tensor | None,
         final: Tensor | None,
         options: _Options,
     ) -> Tensor:
-        effective = effective_weight(weight, _joined(a, b, options))
         if final is None:
-            final = _final_centroids(effective, centroids, importance, options)
+            final = _final_centroids(weight, centroids, importance, options)
         require_finite(final, layer=options.name)
-        forward_weight = _forward_weight(effective, final, options, x.dtype)
-        del effective
+        forward_weight = _forward_weight(weight, final, options, x.dtype)
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
         saved = None if options.mode == "straight-through" else final
-        ctx.save_for_backward(x, weight, centroids, a, b, importance, saved)
+        ctx.save_for_backward(x, weight, centroids, importance, saved)
         ctx.options, ctx.bias_dtype = options, None if bias is None else bias.dtype
         return torch.nn.functional.linear(x, forward_weight, None if bias is None else bias.to(x.dtype))
 
@@ -145,28 +117,19 @@ def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of `_ClusteredLinear.forward`'s arguments."""
-    x, weight, centroids, a, b, importance, final = ctx.saved_tensors
-    needs_x, needs_weight, needs_centroids, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:6]
-    needs_effective = needs_weight or needs_a or needs_b
-    grad_x = grad_weight = grad_centroids = grad_bias = grad_a = grad_b = None
+    x, weight, centroids, importance, final = ctx.saved_tensors
+    needs_x, needs_weight, needs_centroids, needs_bias = ctx.needs_input_grad[:4]
+    grad_x = grad_weight = grad_centroids = grad_bias = None
     flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
-    low_rank = _joined(a, b, ctx.options)
-    effective = effective_weight(weight, low_rank)
     if needs_x:
         if final is None:
             final = centroids.detach().to(kernels.centroid_dtype(weight))
-        grad_x = grad @ _forward_weight(effective, final, ctx.options, x.dtype)
-    if needs_effective or needs_centroids:
+        grad_x = grad @ _forward_weight(weight, final, ctx.options, x.dtype)
+    if needs_weight or needs_centroids:
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
         grad_weight, grad_centroids = _weight_gradients(
-            effective, centroids, importance, grad_weight, ctx.options, (needs_effective, needs_centroids)
+            weight, centroids, importance, grad_weight, ctx.options, (needs_weight, needs_centroids)
         )
-        del effective  # before the next tensor of its size
-        if low_rank is not None and grad_weight is not None:
-            update = grad_weight.to(low_rank.a.dtype)  # dL/d(weight + scaling * b @ a), (out, in)
-            grad_a = (low_rank.b.t() @ update).mul_(low_rank.scaling)
-            grad_b = (update @ low_rank.a.t()).mul_(low_rank.scaling)
-            del update
     if needs_bias:
         grad_bias = flat.sum(0).to(ctx.bias_dtype)
     return (
@@ -174,27 +137,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None,
         grad_centroids if needs_centroids else None,
         grad_bias,
-        grad_a if needs_a else None,
-        grad_b if needs_b else None,
         None,
         None,
         None,
     )
-
-
-def _joined(a: Tensor | None, b: Tensor | None, options: _Options) -> LowRank | None:
-    return None if a is None or b is None else LowRank(a, b, options.scaling)
-
-
-def _checked_low_rank(weight: Tensor, low_rank: LowRank, name: str) -> LowRank:
-    """Raises UserError, naming the layer, unless the update has the weight's shape."""
-    a, b = low_rank.a, low_rank.b
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(weight.shape):
-        raise UserError(
-            f"a low-rank update of {name} {tuple(weight.shape)} is a (rank, in) and b (out, rank), "
-            f"got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    return low_rank
 
 
 def clustered_linear(
@@ -210,14 +156,13 @@ def clustered_linear(
     lut_dtype: str | torch.dtype | None = None,
     lut_scale: float | None = None,
     new_centroids: Tensor | None = None,
-    low_rank: LowRank | None = None,
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> Tensor:
     """`linear(x, w~, bias)` on the clustered weight w~, which is not saved but computed again in backward.
 
-    Kept for backward: references to x, weight, centroids and low-rank matrices, and the last centroids (groups, k).
-    Gradients go to x, weight, bias, the low-rank matrices and the starting centroids, to each if it requires one.
+    Kept for backward: references to x, weight and centroids, and the last centroids (groups, k).
+    Gradients go to x, weight, bias and the starting centroids, to each if it requires one.
 
     Args:
         x: (..., in). Its dtype is that of the matrix product and of the result; the weight's may differ.
@@ -235,8 +180,6 @@ def clustered_linear(
         lut_scale: fixed scale of float8 tables; None: the matrix's own.
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.
-        low_rank: clusters `effective_weight(weight, low_rank)` in place of the weight. A weight that requires no
-            gradient gets none: dL/d(effective weight) is reduced to the gradients of a and b and freed.
         importance: how much each weight counts in the centroid updates, (in,) or (out, in), as for `dense_dkm`; unused
             in mode `straight-through`.
         name: the layer, for error messages.
@@ -251,9 +194,8 @@ def clustered_linear(
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    a, b, scaling = (None, None, 0.0) if low_rank is None else _checked_low_rank(weight, low_rank, name)
     dtype = parse_lut_dtype(lut_dtype)
-    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, lut_scale, scaling, name)
+    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, lut_scale, name)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))
@@ -262,4 +204,4 @@ def clustered_linear(
     if not x.is_meta and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     with _without_autocast(x):
-        return _ClusteredLinear.apply(x, weight, centroids, bias, a, b, mass, final, options)
+        return _ClusteredLinear.apply(x, weight, centroids, bias, mass, final, options)

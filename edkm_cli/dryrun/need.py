@@ -95,7 +95,7 @@ def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
 
 def _static(plan: RunPlan) -> Peak:
     config, launch = plan.config, plan.launch
-    full = config.steps > 0 and not config.lora_rank
+    full = config.steps > 0 and config.assignments != "held"
     dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.config.dtype)
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
     clustered = int(weights * trained.itemsize * launch.share)

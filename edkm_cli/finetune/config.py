@@ -29,8 +29,10 @@ class FinetuneConfig:
     """Everything that decides the training of an adapter. Each field is a flag of `edkm finetune` and a key of its YAML."""
 
     output: str = as_in_compress("output", "adapter", help="Directory for the adapter.")
-    lora_rank: int = as_in_compress("lora_rank", 16, help="Rank of the low-rank updates (LoRA) that train.", minimum=1)
-    lora_alpha: float | None = as_in_compress("lora_alpha")
+    lora_rank: int = setting(16, "Rank of the low-rank updates (LoRA) that train.", TRAINING, minimum=1)
+    lora_alpha: float | None = setting(
+        None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True
+    )
     target_modules: tuple[str, ...] = setting(
         ("all-linear",),
         "Linears that get an update, by the end of their path, such as q_proj; all-linear: all but the output head.",

@@ -25,8 +25,8 @@ def require_palettized(directory: Path) -> QuantizationSpec:
     spec = read_spec(directory) if (directory / "config.json").is_file() else None
     if spec is None:
         raise UserError(
-            f"DIR must be what edkm compress wrote, but {directory} is not; to train an uncompressed model with updates "
-            "while it is compressed use edkm compress --lora-rank, to train it as it is use peft"
+            f"DIR must be what edkm compress wrote, but {directory} is not; to compress a model while it "
+            "learns a text use edkm compress, to train it as it is use peft"
         )
     return spec
 

@@ -1,7 +1,7 @@
 """Initialization: dense model -> clustered model, in one place.
 
 In this order: the importance of weights is measured on the dense model; k-means, weighted by it, places each layer's LUT
-entries; embeddings are rounded, the errors of a row compensating one another; low-rank updates are added (LoRA); weights
+entries; embeddings are rounded, the errors of a row compensating one another; weights
 compensate one another's rounding errors, or are reconstructed decoder layer by decoder layer.
 """
 
@@ -30,7 +30,6 @@ from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.allocation import allocate, choose, rises_of, tried_bits
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.held import hold
-from edkm_cli.nn.lora import add_lora
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
@@ -51,9 +50,7 @@ class Recipe:
         temperature: of the attention at the first step.
         importance: `gradient`, `activation` or `none`.
         centroid_weighting: of the updates that move tables in training: by `importance`, or `uniform` as in the papers.
-        lora_rank: 0 trains the weights themselves.
-        lora_alpha: the updates' scale is alpha / rank; None: alpha is twice the rank.
-        seed: of the updates, and of the order of the text in a reconstruction.
+        seed: of the order of the text in a reconstruction.
         average_bits: linears get bits by sensitivity, in the room of so many for each; None: those of `spec`.
         passes: of the reconstruction over its text; None: weights are compensated only.
         holds: weights stay with their entries from then on, packed: `HeldLinear`.
@@ -65,8 +62,6 @@ class Recipe:
     temperature: float = 1.0
     importance: str = "none"
     centroid_weighting: str = "uniform"
-    lora_rank: int = 0
-    lora_alpha: float | None = None
     seed: int = 0
     average_bits: float | None = None
     passes: int | None = None
@@ -82,8 +77,6 @@ class Recipe:
             temperature=config.temperature,
             importance=config.importance,
             centroid_weighting=config.centroid_weighting,
-            lora_rank=config.lora_rank,
-            lora_alpha=config.lora_alpha,
             seed=config.seed,
             average_bits=plan.average_bits,
             passes=config.start_passes if config.start == "reconstructed" else None,
@@ -139,23 +132,15 @@ def initialize(
         recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
     kept = (dense if build else duplicate(dense)).requires_grad_(False) if keep_dense else None
 
-    parts: list[str] = []
-
     def prepare(path: str, part: nn.Module) -> None:
-        parts.append(path)
         prefix = f"{path}." if path else ""
         cluster_linears(
             part, recipe, importance, prefix=prefix, world=world, start=start, track=no_progress if path else track
         )
-        if path and recipe.lora_rank:
-            _add_lora(part, recipe)
 
     def finish(model: Any) -> None:
         palettize_embeddings(model, recipe.swaps, recipe.spec, rounding)
-        if build is not None:
-            _freeze_rest(model, recipe, parts)
-        elif recipe.lora_rank:
-            _add_lora(model, recipe)
+        freeze_dense_embeddings(model)
 
     model = (build or _in_place(dense))(prepare=prepare, finish=finish)
     if fitting is not None and recipe.passes is None:
@@ -300,21 +285,6 @@ def _in_place(dense: Any) -> Build:
         return dense
 
     return build
-
-
-def _add_lora(model: nn.Module, recipe: Recipe) -> None:
-    rank = recipe.lora_rank
-    add_lora(model, rank=rank, alpha=recipe.lora_alpha or 2.0 * rank, seed=recipe.seed)
-
-
-def _freeze_rest(model: Any, recipe: Recipe, parts: list[str]) -> None:
-    """Of a model that was made part by part, what is outside of the parts: with LoRA nothing trains, else no embedding."""
-    freeze_dense_embeddings(model)
-    if recipe.lora_rank:
-        inside = tuple(f"{path}." for path in parts)
-        for name, parameter in model.named_parameters():
-            if not name.startswith(inside):
-                parameter.requires_grad_(False)
 
 
 def cluster_linears(

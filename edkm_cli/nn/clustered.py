@@ -27,7 +27,7 @@ from edkm_cli.clustering import (
     round_lut,
     snap,
 )
-from edkm_cli.clustering.linear import LowRank, effective_weight, trains_luts
+from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import from_groups, to_groups
@@ -107,8 +107,7 @@ class LutLayer(nn.Module):
 class ClusteredLinear(LutLayer):
     """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
 
-    What is clustered, trained and exported is `effective_weight()`: the weight, plus a low-rank update in the subclass
-    of `edkm_cli.nn.lora`. While `dense` is set the layer is the plain linear on `weight` instead.
+    While `dense` is set the layer is the plain linear on `weight` instead.
 
     `temperature` is relative to the variance of a group and may be changed between steps. Centroids require gradients
     in mode `straight-through` and without iterations, where they are trained; else they are the warm start of the
@@ -166,14 +165,6 @@ class ClusteredLinear(LutLayer):
         )
         return cls(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
 
-    def low_rank(self) -> LowRank | None:
-        """The update that is added to the weight before it is clustered."""
-        return None
-
-    def effective_weight(self) -> Tensor:
-        """What is clustered, (out, in): the weight, or with a low-rank update their differentiable float32 sum."""
-        return effective_weight(self.weight, self.low_rank())
-
     def forward(self, x: Tensor) -> Tensor:
         options = self.clustering
         if self.dense:
@@ -197,14 +188,13 @@ class ClusteredLinear(LutLayer):
             lut_dtype=options.lut_dtype,
             lut_scale=options.lut_scale,
             new_centroids=new_centroids,
-            low_rank=self.low_rank(),
             importance=self.importance,
             name=self.name,
         )
 
     def _dense_weight(self) -> Tensor:
         """The clustered weight by plain autograd operations, in the chosen mode: the reference for `clustered_linear`."""
-        options, weight = self.clustering, self.effective_weight()
+        options, weight = self.clustering, self.weight
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
             indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
@@ -234,9 +224,7 @@ class ClusteredLinear(LutLayer):
     @torch.no_grad()
     def _new_centroids(self) -> Tensor:
         """The iterated centroids. They depend on parameters only, so micro-batches of one step share them."""
-        low_rank = self.low_rank()
-        sources = (self.weight, self.centroids) if low_rank is None else (self.weight, self.centroids, *low_rank[:2])
-        key = (self.temperature, *((source._version, source.data_ptr()) for source in sources))
+        key = (self.temperature, *((source._version, source.data_ptr()) for source in (self.weight, self.centroids)))
         if self._memo is None or self._memo[0] != key:
             self._memo = (key, self.iterated_centroids())
         return self._memo[1]
@@ -245,7 +233,7 @@ class ClusteredLinear(LutLayer):
     def iterated_centroids(self) -> Tensor:
         """The centroids after this step's iterations (groups, k), computed anew."""
         return iterate_centroids(
-            self.effective_weight(),
+            self.weight,
             self.centroids,
             granularity=self.clustering.granularity,
             temperature=self.temperature,
@@ -268,7 +256,7 @@ class ClusteredLinear(LutLayer):
     def hard_weight(self) -> Tensor:
         """The weight (out, in) float32 as export stores it."""
         return snap(
-            self.effective_weight(),
+            self.weight,
             self.centroids,
             granularity=self.clustering.granularity,
             lut_dtype=self.clustering.lut_dtype,
@@ -278,7 +266,7 @@ class ClusteredLinear(LutLayer):
 
     def codes(self) -> Tensor:
         """The nearest entry of each weight, (out, in) uint8."""
-        return nearest_indices(self.effective_weight(), self.lut(), granularity=self.clustering.granularity)
+        return nearest_indices(self.weight.detach(), self.lut(), granularity=self.clustering.granularity)
 
 
 def differentiable_lookup(centroids: Tensor, indices: Tensor, granularity: Granularity) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import lookup, nearest_indices, round_lut
+from edkm_cli.clustering import lookup, round_lut
 from edkm_cli.clustering.checks import require_finite
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
@@ -52,11 +52,9 @@ class HeldLinear(LutLayer):
         if layer.weight.is_meta:
             packed = torch.empty(layer.out_features, packed_width(columns, bits), dtype=torch.uint8, device="meta")
         else:
-            codes = nearest_indices(
-                layer.effective_weight().detach(), layer.lut(), granularity=layer.clustering.granularity
-            )
-            packed = pack(codes, bits)
-        held = cls(packed, layer.centroids, layer.bias, layer.clustering, in_features=columns, name=layer.name, dtype=layer.weight.dtype)
+            packed = pack(layer.codes(), bits)
+        about: dict[str, Any] = {"in_features": columns, "name": layer.name, "dtype": layer.weight.dtype}
+        held = cls(packed, layer.centroids, layer.bias, layer.clustering, **about)
         return held.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:

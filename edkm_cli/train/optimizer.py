@@ -20,7 +20,7 @@ _MOMENTUM = 0.9
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
-    """The optimizer's groups: clustered weights, or low-rank updates, of a dense model its linears; LUT entries; and the
+    """The optimizer's groups: clustered weights, or adapters, of a dense model its linears; LUT entries; and the
     rest (norms, biases), which is not decayed."""
     luts = {id(layer.centroids) for layer in lut_layers(model).values()}
     weights = {id(layer.weight) for layer in clustered_layers(model).values()}
