@@ -1,4 +1,4 @@
-"""Passes over weights: one dispatch point in front of plain PyTorch, C, Triton, and shapes alone (the meta device).
+"""Passes over weights, for training: the dispatch in front of plain PyTorch, C, Triton, and shapes alone (the meta device).
 
 A 16-bit weight with one LUT goes by a table of distinct values, everything else is computed again weight by weight.
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.

@@ -1,8 +1,8 @@
-"""Products with packed matrices: which path runs when, decoding in parts, and the gradient of the activations.
+"""The dispatch of products with packed matrices: which path runs when, decoding in parts, and gradients.
 
-Paths, chosen by `_path` from measured crossovers (docs/runtime.md): `kernel` never writes W out (C, CUDA, Triton); `dense`
-decodes a part of W at a time into memory that stays in cache, and leaves the product to PyTorch; `reference` is plain
-PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
+Paths, chosen by `_path` (docs/runtime.md): `kernel` never writes W out (C; on a GPU CUDA, and Triton as its fallback: for
+other matrices, and where CUDA's fails); `dense` decodes a part of W at a time into memory that stays in cache, and leaves the
+product to PyTorch; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
 """
 
 from __future__ import annotations
@@ -41,17 +41,11 @@ def _triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _kernel_tokens(dtype: torch.dtype) -> int:
+def most_tokens(dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel computes: all where vectors are wide, else as many as it was measured to be the
     faster one for, with AVX2. What is measured on the machine itself, in C, changes no bit of a result."""
-    return _ALL_TOKENS if lut_linear_c.level() else 8 if dtype == torch.bfloat16 else 32
-
-
-def most_tokens(dtype: torch.dtype) -> int:
-    """Up to how many tokens the C kernel is the way."""
-    if forced_path() == "kernel":
-        return _ALL_TOKENS
-    return _kernel_tokens(dtype)
+    wide = lut_linear_c.level() or forced_path() == "kernel"
+    return _ALL_TOKENS if wide else 8 if dtype == torch.bfloat16 else 32
 
 
 def _path(x: Tensor, packed: Packed) -> str:
@@ -60,14 +54,17 @@ def _path(x: Tensor, packed: Packed) -> str:
         return forced
     if x.is_cuda:
         few = x.numel() <= _GPU_TOKENS * x.shape[-1] if forced == "auto" else forced == "kernel"
-        if few and _cuda_takes(x, packed):
+        from edkm_cli.runtime import lut_linear_cuda
+
+        if few and lut_linear_cuda.supports(x, packed):
             return "cuda"
-        return "triton" if few and _triton_takes(x, packed) else "dense"
+        triton = few and _triton() and packed.indices.is_cuda and x.dtype in DTYPES and not packed.grouped
+        return "triton" if triton else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
         return "reference"
     if forced != "auto":
         return forced
-    return "kernel" if x.numel() <= _kernel_tokens(x.dtype) * x.shape[-1] else "dense"
+    return "kernel" if x.numel() <= most_tokens(x.dtype) * x.shape[-1] else "dense"
 
 
 def computes_packed(packed: Packed) -> bool:
@@ -75,20 +72,6 @@ def computes_packed(packed: Packed) -> bool:
     if packed.indices.is_cuda:
         return _triton() and not packed.grouped
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
-
-
-def _cuda_takes(x: Tensor, packed: Packed) -> bool:
-    from edkm_cli.runtime import lut_linear_cuda
-
-    return lut_linear_cuda.supports(x, packed)
-
-
-def _triton_takes(x: Tensor, packed: Packed) -> bool:
-    if not _triton():
-        return False
-    from edkm_cli.runtime import lut_linear_triton
-
-    return lut_linear_triton.supports(x, packed)
 
 
 def linear(x: Tensor, packed: Packed) -> Tensor:

@@ -158,31 +158,20 @@ def unwatched(x: Tensor, *others: Tensor | None) -> bool:
     return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
 
 
-def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Products:
+def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Products | None:
     """A function of x that gives its product with each matrix, or None where another path is to be taken.
 
     That is where x is no plain contiguous tensor in host memory, is of a dtype with fewer `most_tokens`, or somebody
-    watches (`unwatched`), and where a matrix has moved since.
+    watches (`unwatched`), and where a matrix has moved since. There is no such function without the extension module.
     """
     tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
     module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)
     if module is None or len(prepared.rows) > 8:
-        return functools.partial(_products, prepared, tensors, [t.data_ptr() for t in tensors], most)
+        return None
     functions = _functions()
     assert functions is not None, "callers ask `supports` first"
     address = ctypes.cast(functions[0], ctypes.c_void_p).value  # type: ignore[arg-type]
     return module.products(address, prepared.block, tensors, prepared.columns, prepared.rows, most)
-
-
-def _products(
-    prepared: Prepared, tensors: tuple[Tensor, ...], addresses: list[int], most: tuple[int, ...], x: Tensor
-) -> list[Tensor] | None:
-    """`products` without the extension module."""
-    if not unwatched(x, *tensors) or x.dtype not in DTYPES or not x.is_cpu or x.dim() < 1:
-        return None
-    if x.shape[-1] != prepared.columns or not 0 < x.numel() <= most[DTYPES[x.dtype]] or not x.is_contiguous():
-        return None
-    return linears(x, prepared) if addresses == [t.data_ptr() for t in tensors] else None
 
 
 def _decode(

@@ -19,11 +19,6 @@ _ROWS, _COLUMNS = 4, 512
 _DENSE_COLUMNS = 1024
 
 
-def supports(x: Tensor, packed: Packed) -> bool:
-    """Whether the kernels take this product: on a GPU, float32 or 16-bit, with one scale a row at most."""
-    return x.is_cuda and packed.indices.is_cuda and x.dtype in _DTYPES and not packed.grouped
-
-
 @triton.jit
 def _weights(
     indices,
