@@ -1,8 +1,8 @@
 """The dispatch of products with packed matrices: which path runs when, decoding in parts, and gradients.
 
 Paths, chosen by `_path` (docs/runtime.md): `kernel` never writes W out (C; on a GPU CUDA, and Triton as its fallback: for
-other matrices, and where CUDA's fails); `dense` decodes a part of W at a time into memory that stays in cache, and leaves
-the product to PyTorch; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
+other matrices, and where CUDA's fails); `dense` decodes a part of W at a time into memory that stays in cache, and PyTorch
+multiplies; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
 """
 
 from __future__ import annotations
