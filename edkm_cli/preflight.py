@@ -206,7 +206,8 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     trained = sequences * config.sequence_length
     # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
     # that, and the start chose the entries together.
-    holds = trains_whole_weights(config) and config.distill and not labels and start != "kmeans"
+    alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt
+    holds = trains_whole_weights(config) and alone and start != "kmeans"
     held = holds if config.assignments == "auto" else config.assignments == "held"
     return replace(
         config,

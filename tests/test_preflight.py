@@ -38,6 +38,7 @@ def resolved(launch=HERE, **changes):
         ({"sharding": "full"}, False),
         ({"distill": False}, False),
         ({"start": "kmeans"}, False),
+        ({"data": ("builtin",), "steps": 0}, True),
         ({"assignments": "free"}, False),
         ({"data": ("builtin",), "assignments": "held"}, True),
     ],

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from edkm_cli.clustering import kmeans_start
 from edkm_cli.data import Batch
 from edkm_cli.distributed import World
+from edkm_cli.dryrun.compensation import compensation_bytes
 from edkm_cli.dryrun.gradients import Gradients, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.meta import (
@@ -40,9 +41,9 @@ from edkm_cli.dryrun.meta import (
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
-from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.initialize.importance import collect_by_layer, collect_importance
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.initialize.tables import fits_tables
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.decoder import decoder_layers
@@ -89,13 +90,15 @@ class Rehearsal:
         self._stage = Stage(plan.launch, (swap.shape for swap in plan.clustered))
         self._ledger = self._stage.ledger
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
+        # The start has one decoder layer's dense weights in memory, wherever it can.
+        self._streams = plan.by_layer and not plan.config.dequantize
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
         with self._stage:
-            dense = self._load()
             if self.plan.writes_text:
-                self._write(dense)
+                self._write(self._load(whole=True))
+            dense = self._load(whole=not self._streams)
             teacher = self._teacher(dense) if self.plan.distills else None
             model = self._start(dense)
             del dense
@@ -114,21 +117,31 @@ class Rehearsal:
 
     # Phases.
 
-    def _load(self) -> Any:
-        """On a GPU's machine the model is read into host memory first; sharded, a layer at a time."""
+    def _load(self, *, whole: bool) -> Any:
+        """On a GPU's machine the model is read into host memory first; sharded, or not `whole`, a layer at a time."""
         self._ledger.begin("load")
         model = self._dense_model(self.plan.dense_dtype)
-        whole = size_bytes(model.parameters())
-        if self.launch.gpu:
-            at_once = self._layer_bytes(model) if self.launch.sharded else whole
+        size = size_bytes(model.parameters())
+        if not whole:
+            self._share_layers(model)
+        elif self.launch.gpu:
+            at_once = self._layer_bytes(model) if self.launch.sharded else size
             files = 0 if self.launch.sharded else self._stored_bytes
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
         elif not self.launch.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
-            with self._ledger.more(0 if _close(self._stored_bytes, whole) else self._stored_bytes, FILES):
+            mapped = abs(self._stored_bytes - size) < 0.01 * size
+            with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
                 pass
         return model
+
+    def _share_layers(self, model: Any) -> None:
+        """Of the weights that decoder layers have in turn, count one layer's, and all of what they are packed to."""
+        layers, packed = decoder_layers(model), self.plan.spec.bits / 32 if clustered_layers(model) else 0.0
+        for layer in layers.values():
+            weights = [parameter for name, parameter in layer.named_parameters() if name.endswith("weight")]
+            self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
 
     def _dense_model(self, dtype: str) -> Any:
         """The dense model in a dtype, sharded if the run is."""
@@ -197,11 +210,26 @@ class Rehearsal:
     def _collect(self, model: Any, names: list[str], batches: list[Tensor], **options: Any) -> dict[str, Tensor]:
         """`collect_importance`; then the start begins."""
         with self._ledger.under(ACTIVATIONS), self._stage.clustering(), self._gathered(model):
+            if self._streams:
+                return self._collect_by_layer(model, names, batches, **options)
             found = collect_importance(model, names, batches, **options)
         place = HOST if self.launch.gpu else DEVICE
         self._ledger.move(found.values(), CLUSTERING, place=place, share=self.launch.share)
         self._ledger.begin("start")
         return found
+
+    def _collect_by_layer(
+        self, model: Any, names: list[str], batches: list[Tensor], **options: Any
+    ) -> dict[str, Tensor]:
+        """`collect_by_layer`, which forgets a layer's importance when the next one has its turn."""
+
+        def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
+            self._ledger.move(importance.values(), CLUSTERING)
+            importance.clear()
+
+        moments = collect_by_layer(Layers(model), names, batches, done, **options) if batches else {}
+        self._ledger.begin("start")
+        return moments
 
     def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounded]:
         """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
@@ -231,6 +259,8 @@ class Rehearsal:
         self._stage.label(model)
         self._ledger.move(model.parameters(), WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
+        if self._streams and clustered_layers(model):
+            self._share_layers(model)  # of the tables all are there
 
     def _kmeans(
         self, weight: Tensor, k: int, *, granularity: Granularity, importance: Tensor | None, name: str, world: World
@@ -252,33 +282,12 @@ class Rehearsal:
                 kmeans_start(weight, k, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), k, device=META)
 
-    def _hold(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
-        """What compensation holds before a layer: first the Hessian, its sorted copy and two float64 matrices of its
-        factorization, then two of these, the weight three times, and its LUTs, or what fits them, or the
-        errors of its choices. To correct a weight, its inputs three times more, and the stream that its output is added
-        to."""
-        square, size = layer.in_features**2, layer.out_features * layer.in_features
-        converted = 0 if inputs[0].dtype == torch.float32 else 4 * inputs[0].numel()
-        factoring = 24 * square + converted
-        moving = 20 * square + (8 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
-        fitting = 0
-        groups, k = layer.centroids.shape
-        if self.plan.average_bits:  # any matrix may get the most
-            k = 2 ** max(tried_bits(self.plan.average_bits))
-        widened = 4 * size * (layer.weight.dtype != torch.float32)
-        if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
-            fitting = (
-                8 * square + 9 * size + 8 * (layer.out_features + 2 * groups) * layer.centroids.shape[1] ** 2 + widened
-            )
-        improving = 16 * square + 17 * size + 12 * groups * k + widened
-        correcting = 0
-        if corrected:
-            tokens = inputs[0].numel() // layer.in_features
-            entering = inputs[0].numel()
-            adds = layer.out_features == getattr(self._skeleton.config, "hidden_size", 0)  # to the residual stream
-            stream = tokens * layer.out_features * adds
-            correcting = 16 * square + 12 * size + 4 * entering + 8 * stream + max(8 * entering, 12 * stream)
-        with self._ledger.more(max(factoring, moving, fitting, improving, correcting), CLUSTERING):
+    def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
+        """A hook in place of `Compensation`, which counts what that holds."""
+        average = self.plan.average_bits
+        bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
+        hidden = getattr(self._skeleton.config, "hidden_size", 0)
+        with self._ledger.more(compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrected), CLUSTERING):
             pass
 
     @torch.no_grad()
@@ -286,7 +295,7 @@ class Rehearsal:
         """The pass that `compensate` makes."""
         self._settle(model)
         model.eval()
-        holding = hooked(clustered_layers(model).values(), self._hold)
+        holding = hooked(clustered_layers(model).values(), self._compensation)
         with self._ledger.under(ACTIVATIONS), self._gathered(model), holding:
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
 
@@ -299,7 +308,7 @@ class Rehearsal:
                 batches,
                 passes=passes,
                 world=World(device="meta"),
-                compensation=partial(self._hold, corrected=True),
+                compensation=partial(self._compensation, corrected=True),
                 at_most_layers=2,
                 at_most_steps=2,
             )
@@ -390,7 +399,3 @@ class Rehearsal:
         gathered = _GATHERED_LAYERS * max(sizes) if self.launch.sharded and sizes else 0
         with self._ledger.more(gathered, SHARDING) if gathered else nullcontext():
             yield
-
-
-def _close(first: int, second: int) -> bool:
-    return abs(first - second) < 0.01 * second

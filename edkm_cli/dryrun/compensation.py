@@ -1,0 +1,44 @@
+"""What compensating a linear holds beside the model, which no tensor of a rehearsal stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.initialize.tables import fits_tables
+
+
+def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
+    """The most that `Compensation` holds at once, in bytes.
+
+    Args:
+        layer: a clustered linear, weight (out, in).
+        inputs: what enters it, (..., in).
+        bits: the most that its tables may get.
+        hidden: size of the residual stream, to which the layer's output is added where it is as wide.
+        corrected: whether the weight is corrected for the errors of the layers before, too.
+    """
+    square, size = layer.in_features**2, layer.out_features * layer.in_features
+    groups, k = layer.centroids.shape
+    tokens = inputs.numel() // layer.in_features
+    narrow = layer.weight.dtype != torch.float32
+    widened = 4 * size * narrow
+    # The Hessian in float32, its sorted copy, and two matrices of its factorization in float64.
+    factoring = (4 + 4 + 2 * 8) * square + 4 * inputs.numel() * (inputs.dtype != torch.float32)
+    # Both matrices of the factorization, the Hessian; the weight, its float32 copy, the rounded one, the tables.
+    moving = (2 * 8 + 4) * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
+    # Two float32 matrices; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
+    fitting = 2 * 4 * square + (2 * 4 + 1) * size + 8 * (layer.out_features + 2 * groups) * k**2 + widened
+    # Two float64 matrices; the weight, its errors and what they raise in float32, codes; three numbers an entry.
+    improving = 2 * 8 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
+    needed = [factoring, moving, improving]
+    if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
+        needed.append(fitting)
+    if corrected:
+        stream = tokens * layer.out_features * (layer.out_features == hidden)
+        # Two float64 matrices, three float32 weights; the inputs of both models and their difference, the stream's likewise.
+        held = 2 * 8 * square + 3 * 4 * size + 4 * inputs.numel() + 2 * 4 * stream
+        needed.append(held + max(2 * 4 * inputs.numel(), 3 * 4 * stream))
+    return max(needed)
