@@ -115,42 +115,41 @@ class Rehearsal:
         parts = {part: size for part, size in account.peaks[phase].items() if size}
         return Peak(phase, parts, dict(account.totals), account.peaks["load"].get(FILES, 0))
 
-    # Phases.
-
     def _load(self, *, whole: bool) -> Any:
         """On a GPU's machine the model is read into host memory first; sharded, or not `whole`, a layer at a time."""
         self._ledger.begin("load")
-        model = self._dense_model(self.plan.dense_dtype)
+        model = self._dense_model(self.plan.dense_dtype, whole=whole)
         size = size_bytes(model.parameters())
-        if not whole:
-            self._share_layers(model)
-        elif self.launch.gpu:
-            at_once = self._layer_bytes(model) if self.launch.sharded else size
-            files = 0 if self.launch.sharded else self._stored_bytes
+        if self.launch.gpu:
+            at_once = size if whole and not self.launch.sharded else self._layer_bytes(model)
+            files = self._stored_bytes if whole and not self.launch.sharded else 0
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
-        elif not self.launch.sharded:
+        elif whole and not self.launch.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
             mapped = abs(self._stored_bytes - size) < 0.01 * size
             with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
                 pass
         return model
 
-    def _share_layers(self, model: Any) -> None:
+    def _share_layers(self, model: Any) -> list[Tensor]:
         """Of the weights that decoder layers have in turn, count one layer's, and all of what they are packed to."""
-        layers, packed = decoder_layers(model), self.plan.spec.bits / 32 if clustered_layers(model) else 0.0
-        for layer in layers.values():
-            weights = [parameter for name, parameter in layer.named_parameters() if name.endswith("weight")]
-            self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
+        layers = decoder_layers(model).values()
+        weights = [value for layer in layers for name, value in layer.named_parameters() if name.endswith("weight")]
+        packed = self.plan.spec.bits / 8 / weights[0].element_size() if clustered_layers(model) else 0.0
+        self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
+        return weights
 
-    def _dense_model(self, dtype: str) -> Any:
-        """The dense model in a dtype, sharded if the run is."""
+    def _dense_model(self, dtype: str, *, whole: bool = True) -> Any:
+        """The dense model in a dtype, sharded if the run is; of its layers one, where they are not needed `whole`."""
         with self._ledger.uncounted():
             model = copy.deepcopy(self._skeleton)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
         model.config.dtype = getattr(torch, dtype)
-        self._ledger.move(model.parameters(), WEIGHTS, share=self.launch.share)
+        shared = {id(weight) for weight in ([] if whole else self._share_layers(model))}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
+        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
         self._stage.label(model)
         return model.eval()
@@ -165,7 +164,7 @@ class Rehearsal:
             rehearse_text(model, tokens=needed_tokens(self.plan))
 
     def _evaluate(self, model: Any) -> None:
-        """One of a run's four perplexities. The others need no more: there is no teacher yet, or not any more."""
+        """One of a run's four perplexities. The others need no more."""
         self._ledger.begin("evaluate")
         tokens = torch.empty(self.config.context, dtype=torch.int64, device=META)
         with self._gathered(model):
@@ -385,8 +384,6 @@ class Rehearsal:
                 seen.add(shape)
                 with self._ledger.under(CLUSTERING), self._gathered(model):
                     pack(layer.snapped()[0], layer.clustering.bits)
-
-    # Several processes.
 
     def _layer_bytes(self, model: Any) -> int:
         """The parameters of the largest decoder layer."""
