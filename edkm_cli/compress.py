@@ -31,6 +31,7 @@ from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.model_files import files_digest, stored_dtypes
+from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import (
     Launch,
     RunPlan,
@@ -366,7 +367,7 @@ class Run:
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,
-            "decoder_bits_per_weight": plan.decoder_bits_per_weight,
+            "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec),
             "model_bits_per_weight": size.model_bits_per_weight,
             "steps": config.steps,
             "training_tokens": plan.training_tokens,

@@ -25,7 +25,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.swap import Swap, check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.nn.swap import Swap, check_geometry, plan_swaps
 from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
@@ -153,10 +153,6 @@ class RunPlan:
     def average_bits(self) -> float | None:
         """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
         return self.average if self.config.allocation == SENSITIVITY and not self.allocated else None
-
-    @property
-    def decoder_bits_per_weight(self) -> float:
-        return decoder_bits_per_weight(self.swaps, self.spec)
 
     @property
     def distills(self) -> bool:

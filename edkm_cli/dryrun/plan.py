@@ -21,7 +21,7 @@ from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_byt
 from edkm_cli.dryrun.proposals import proposals
 from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.allocation import SENSITIVITY
-from edkm_cli.nn.swap import EMBEDDING, LINEAR, palettize_skeleton
+from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight, palettize_skeleton
 from edkm_cli.preflight import RunPlan, plan_run
 
 
@@ -54,7 +54,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "memory": memory,
         "weights_bytes": weights_bytes(plan),
         "original_weights_bytes": 2 * plan.parameters,
-        "decoder_bits_per_weight": plan.decoder_bits_per_weight,
+        "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec),
         "steps": config.steps,
         "sequences_per_step": plan.step_sequences,
         "training_tokens": plan.training_tokens,

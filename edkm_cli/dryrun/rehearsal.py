@@ -132,7 +132,7 @@ class Rehearsal:
                 pass
         return model
 
-    def _share_layers(self, model: Any) -> list[Tensor]:
+    def _share_layers(self, model: Any) -> list[nn.Parameter]:
         """Of the weights that decoder layers have in turn, count one layer's, and all of what they are packed to."""
         layers = decoder_layers(model).values()
         weights = [value for layer in layers for name, value in layer.named_parameters() if name.endswith("weight")]
