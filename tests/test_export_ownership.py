@@ -13,6 +13,7 @@ from helpers import byte_tokenizer, cluster, compress_arguments, export, refused
 FOREIGN = ("thesis.tex", "notes/mine.txt", "model.safetensors", "config.json", "README.md", "report.json", "compare.json",
            "fp16.json", "compare.svg", "report.html", "finetune.json", "metrics.jsonl", "edkm/events", ".hidden",
            "checkpoints/step-000001/state.json", "result.json", "result.json.tmp", "figure.svg")  # fmt: skip
+SHORT = ["--sequence-length", 32, "--context", 32]  # what the tiny model has positions for
 SMALL = ["--steps", 1, "--sequence-length", 32, "--context", 32, "--eval-windows", 1, "--device", "cpu"]
 
 
@@ -133,7 +134,7 @@ def test_an_output_that_holds_is_or_lies_inside_an_input_is_refused(
     (home / "to-home").symlink_to(home)
     monkeypatch.chdir(home)
     before = contents(home)
-    compress = ["compress", "--model", model, "--data", text, "--steps", 1, "--overwrite", "-o"]
+    compress = ["compress", *SHORT, "--model", model, "--data", text, "--steps", 1, "--overwrite", "-o"]
     places = [
         home,
         ".",
@@ -148,27 +149,53 @@ def test_an_output_that_holds_is_or_lies_inside_an_input_is_refused(
     ]
     for place in places:
         assert "another place than the source" in refused(*compress, place), place
-    glob = ["compress", "--model", model_directory, "--data", f"{home}/texts/*.txt=2", "--overwrite", "-o"]
+    glob = ["compress", *SHORT, "--model", model_directory, "--data", f"{home}/texts/*.txt=2", "--overwrite", "-o"]
     assert "another place" in refused(*glob, "texts")
-    assert "another place" in refused("compress", "--model", model_directory, "--data", "texts", "-o", "texts/out")
-    evaluation = ["compress", "--model", model_directory, "--data", text_file, "--eval-data", text, "-o", "texts"]
+    assert "another place" in refused(
+        "compress", *SHORT, "--model", model_directory, "--data", "texts", "-o", "texts/out"
+    )
+    evaluation = [
+        "compress",
+        *SHORT,
+        "--model",
+        model_directory,
+        "--data",
+        text_file,
+        "--eval-data",
+        text,
+        "-o",
+        "texts",
+    ]
     assert "--eval-data" in refused(*evaluation)
-    configured = ["compress", "--config", "run.yaml", "--model", model_directory, "--data", text_file, "-o", "."]
+    configured = [
+        "compress",
+        *SHORT,
+        "--config",
+        "run.yaml",
+        "--model",
+        model_directory,
+        "--data",
+        text_file,
+        "-o",
+        ".",
+    ]
     assert "--config" in refused(*configured)
     for place in ("packed", "packed/adapter", "."):
-        assert "another place" in refused("finetune", "packed", "--data", text_file, "--overwrite", "-o", place)
+        assert "another place" in refused("finetune", "packed", *SHORT, "--data", text_file, "--overwrite", "-o", place)
         assert "another place" in refused("export", "packed", "--to", "dense", "--overwrite", "-o", place)
     for place in ("packed", "adapter", "adapter/merged", "."):
-        assert "another place" in refused("merge", "packed", "--adapter", "adapter", "--overwrite", "-o", place)
+        assert "another place" in refused("merge", "packed", *SHORT, "--adapter", "adapter", "--overwrite", "-o", place)
     assert "another place" in refused("compare", "--model", model, "--data", text, "--methods", "fp16", "-o", model)
     for file in (text, model / "config.json", model / "new.json"):
         assert "--json" in refused("eval", model, "--data", text, "--json", file)
         assert "--json" in refused("eval", packed, "--reference", model, "--data", text, "--json", file)
     shutil.copytree(model, home / "out.partial")  # what a run leaves, say, and the next one starts from
-    assert "another place" in refused("compress", "--model", "out.partial", "--data", text_file, "-o", "out")
+    assert "another place" in refused("compress", *SHORT, "--model", "out.partial", "--data", text_file, "-o", "out")
     shutil.rmtree(home / "out.partial")
     monkeypatch.setenv("EDKM_CACHE", str(home / "cache"))
-    assert "the cache" in refused("compress", "--model", model_directory, "--data", text_file, "-o", "cache/out")
+    assert "the cache" in refused(
+        "compress", *SHORT, "--model", model_directory, "--data", text_file, "-o", "cache/out"
+    )
     assert contents(home) == before
 
 
