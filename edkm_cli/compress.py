@@ -187,7 +187,7 @@ class Run:
             models.require_finite(plan.source, dense)
             self.data = self.texts.data
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)
-            dtype = getattr(torch, plan.stored_dtype)
+            dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
             stored = {f"{swap.name}.weight": dtype for swap in plan.swaps if not swap.reason}
             stored |= stored_dtypes(plan.source.path)
             self.dense_format = DenseFormat.of(dense.model, dtype, stored, world=self.world)

@@ -185,8 +185,8 @@ def load(
         except UserError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            told = " ".join(str(error).split())[:200]
-            raise UserError(f"{directory} cannot be loaded ({type(error).__name__}: {told}); {AGAIN}") from error
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{directory} cannot be loaded ({type(error).__name__}: {reason}); {AGAIN}") from error
     return model.to(device).eval()
 
 

@@ -41,9 +41,9 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
     stored = stored_tensors(directory)
     expected = expected_tensors(directory, spec, limit=len(stored), trust_remote_code=trust_remote_code)
     for name in sorted(expected.keys() | stored.keys()):
-        wanted, found = expected.get(name, "absent"), stored.get(name, "nothing")
-        if wanted != found and wanted != _FLOATING.sub("floating", found):
-            raise UserError(f"{directory}: tensor {name[:100]} must be {wanted}, got {found}; {AGAIN}")
+        wanted, present = expected.get(name, "absent"), stored.get(name, "nothing")
+        if wanted != present and wanted != _FLOATING.sub("floating", present):
+            raise UserError(f"{directory}: tensor {name[:100]} must be {wanted}, got {present}; {AGAIN}")
     return spec
 
 
@@ -89,9 +89,9 @@ def _no_model(directory: Path, error: Exception) -> UserError:
             f"{directory} brings Python files of its own, which would be run; read them, and if you trust them give "
             "--trust-remote-code (trust_remote_code=True)"
         )
-    told = " ".join(str(error).split())[:200]
+    reason = " ".join(str(error).split())[:200]
     return UserError(
-        f"{directory}/config.json does not describe a model that can be built ({type(error).__name__}: {told}); {AGAIN}"
+        f"{directory}/config.json does not describe a model that can be built ({type(error).__name__}: {reason}); {AGAIN}"
     )
 
 

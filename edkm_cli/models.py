@@ -203,10 +203,10 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
     except UserError:
         raise
     except Exception as error:
-        told = " ".join(str(error).split())
+        why = " ".join(str(error).split())
         raise UserError(
             f"--model {source.name} must be a causal language model that transformers can build, but its config.json "
-            f"describes none ({type(error).__name__}: {told[:160]}{'...' if len(told) > 160 else ''}); check it, or fetch "
+            f"describes none ({type(error).__name__}: {why[:160]}{'...' if len(why) > 160 else ''}); check it, or fetch "
             "the files again"
         ) from error
 

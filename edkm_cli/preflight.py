@@ -165,11 +165,6 @@ class RunPlan:
         return any(source.needs_model for source in self.texts)
 
     @property
-    def stored_dtype(self) -> str:
-        """Of what is neither compressed nor held more exactly by the source."""
-        return models.stored_dtype(self.source, self.architecture, self.dense_dtype)
-
-    @property
     def step_sequences(self) -> int:
         """Sequences that one optimizer step sees, over all processes."""
         return self.config.batch_size * self.config.gradient_accumulation * self.launch.processes

@@ -14,10 +14,10 @@ DECODABLE = (OWN, FP8)
 def quantization_method(config: Any) -> str | None:
     """The `quant_method` of a transformers configuration; None of a dense model (a GGUF file counts as one: it is
     decoded always), `unknown` where it does not say."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    given = getattr(config, "quantization_config", None)
+    if given is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     method = getattr(method, "value", method)
     return None if method == "gguf" else str(method or "unknown")
 

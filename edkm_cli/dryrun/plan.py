@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from edkm_cli import models
 from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.ledger import Peak
 from edkm_cli.dryrun.machine import choose_machine, this_machine
@@ -104,7 +105,7 @@ def weights_bytes(plan: RunPlan) -> int:
     target = copy.deepcopy(plan.skeleton)
     with torch.device("meta"):
         palettize_skeleton(target, plan.spec)
-    dtype = getattr(torch, plan.stored_dtype)
+    dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
     sizes = {name: dtype.itemsize for name, _ in target.named_parameters()}
     stored = skeleton_tensors(target)
     return sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())

@@ -27,8 +27,8 @@ def footprint(model: nn.Module) -> Footprint:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
         buffers = {k: t for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        own = {k: t for k, t in (*module._parameters.items(), *buffers.items()) if t is not None}
-        fresh = {k: t for k, t in own.items() if _identity(t) not in seen}
+        held = {k: t for k, t in (*module._parameters.items(), *buffers.items()) if t is not None}
+        fresh = {k: t for k, t in held.items() if _identity(t) not in seen}
         seen.update(map(_identity, fresh.values()))
         size = sum(t.numel() * t.element_size() for t in fresh.values())
         weights = sum(_dense_numel(module, k, t) for k, t in fresh.items())

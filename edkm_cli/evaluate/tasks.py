@@ -97,18 +97,18 @@ def run_tasks(
         try:
             for task in tasks["tasks"].values():
                 _check_answers(task, limit)
-            found = evaluate(subject, tasks, limit=limit, log_samples=False)
+            outcome = evaluate(subject, tasks, limit=limit, log_samples=False)
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise
         except Exception as error:
             raise UserError(
                 f"--tasks {name} does not fit its data or this model ({_one_line(error)}); check the task file"
             ) from error
-        for task, metrics in found["results"].items():
+        for task, metrics in outcome["results"].items():
             facts = {
                 "samples": metrics.get("sample_len"),
-                "num_fewshot": found["n-shot"].get(task),
-                "version": found["versions"].get(task),
+                "num_fewshot": outcome["n-shot"].get(task),
+                "version": outcome["versions"].get(task),
             }
             results[task] = {**_metrics(metrics), **facts}
     return results
@@ -211,9 +211,9 @@ def _check_answers(task: Any, limit: int | None) -> None:
                 )
 
 
-def _metrics(found: dict[str, Any]) -> dict[str, Any]:
+def _metrics(outcome: dict[str, Any]) -> dict[str, Any]:
     """The harness's "metric,filter" keys as "metric" where a metric has one filter only; "N/A" and NaN become None."""
-    values = {key: value for key, value in found.items() if "," in key and key not in _NOT_METRICS}
+    values = {key: value for key, value in outcome.items() if "," in key and key not in _NOT_METRICS}
     metrics = [key.split(",", 1)[0] for key in values]
     plain = {}
     for key, value in values.items():

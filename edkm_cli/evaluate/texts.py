@@ -50,7 +50,7 @@ class Measurements:
         self._reference: RememberedPredictions | None = None
         self._why_not: str | None = None
         # stage -> text -> figures
-        self._found: dict[str, dict[str, dict[str, float | None]]] = {}
+        self._measured: dict[str, dict[str, dict[str, float | None]]] = {}
 
     def measure_original(self, model: Any, world: World = ALONE) -> str | None:
         """Measure the uncompressed model and remember its predictions, with which those of later stages are compared.
@@ -60,7 +60,7 @@ class Measurements:
         # Open files outlive their directory: nothing is left on the disk when the process ends, however it ends.
         with tempfile.TemporaryDirectory(prefix="edkm-predictions-") as folder:
             with Recorder(model, folder) as recorder:
-                self._found[ORIGINAL] = self._figures(model, ORIGINAL, world, recorder=recorder)
+                self._measured[ORIGINAL] = self._figures(model, ORIGINAL, world, recorder=recorder)
             if world.any(recorder.failure is not None):
                 self._why_not = (
                     recorder.failure or "another process could not keep the uncompressed model's predictions"
@@ -71,7 +71,7 @@ class Measurements:
 
     def measure(self, stage: str, model: Any, world: World = ALONE, *, compare: bool = True) -> None:
         """Measure a later stage. Without `compare` its distance from the uncompressed model is not."""
-        self._found[stage] = self._figures(model, stage, world, reference=self._reference if compare else None)
+        self._measured[stage] = self._figures(model, stage, world, reference=self._reference if compare else None)
 
     def first_windows(self, model: Any, world: World = ALONE) -> list[float | None]:
         """The perplexity of each text's first window: enough to see whether two models are the same."""
@@ -80,13 +80,13 @@ class Measurements:
 
     def take(self, stage: str, of: str) -> None:
         """A stage has the figures of another, whose model is the same."""
-        self._found[stage] = self._found[of]
+        self._measured[stage] = self._measured[of]
 
     def on_the_way(self, model: Any, world: World = ALONE) -> dict[str, dict[str, float | None]]:
         """In the middle of training: figure -> text -> value, without those that are not measured."""
-        found = self._figures(model, None, world, reference=self._reference)
+        by_text = self._figures(model, None, world, reference=self._reference)
         names = ("perplexity", *(DISTANCES if self._reference is not None else ()))
-        return {name: {text: figures[name] for text, figures in found.items()} for name in names}
+        return {name: {text: figures[name] for text, figures in by_text.items()} for name in names}
 
     def _figures(
         self,
@@ -97,7 +97,7 @@ class Measurements:
         reference: Reference | None = None,
         recorder: Recorder | None = None,
     ) -> dict[str, dict[str, float | None]]:
-        found = {}
+        by_text = {}
         for text in self.texts:
             about = f" of {text.name}" if len(self.texts) > 1 else ""
             measured = self._of_text(
@@ -109,8 +109,8 @@ class Measurements:
                 description=f"perplexity{about}, {stage}",
                 **({"seen": recorder.see} if recorder is not None else {}),
             )
-            found[text.name] = {name: getattr(measured, name) for name in ("perplexity", *DISTANCES)}
-        return found
+            by_text[text.name] = {name: getattr(measured, name) for name in ("perplexity", *DISTANCES)}
+        return by_text
 
     def _of_text(self, model: Any, text: MeasuredText, **options: Any) -> Perplexity:
         return perplexity(model, text.tokens, context=self._context, max_windows=self._max_windows, **options)
@@ -121,7 +121,7 @@ class Measurements:
         return {stage: self._of(stage, self.texts[0].name, "perplexity") for stage in self._stages}
 
     def _of(self, stage: str, text: str, figure: str) -> float | None:
-        return self._found.get(stage, {}).get(text, {}).get(figure)
+        return self._measured.get(stage, {}).get(text, {}).get(figure)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row of the report for each text: its perplexities by stage, and the distances of the last stage that was
@@ -137,7 +137,7 @@ class Measurements:
             stages = {
                 stage: {name: self._of(stage, text.name, name) for name in DISTANCES}
                 for stage in STAGES[1:]
-                if stage in self._found
+                if stage in self._measured
             }
             dense, exported = (self._of(stage, text.name, "perplexity") for stage in (DENSE, "exported"))
             equally = {} if dense is None else {"dense": dense}
@@ -160,8 +160,8 @@ class Measurements:
 
     def state(self) -> dict[str, Any]:
         """What has been found so far, as JSON."""
-        return self._found
+        return self._measured
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what an interrupted run had found."""
-        self._found.update(state)
+        self._measured.update(state)

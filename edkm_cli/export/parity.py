@@ -21,7 +21,7 @@ from edkm_cli.progress import Track, no_progress
 
 @dataclass(frozen=True)
 class Parity:
-    """What the comparison found: `tensors` compared, those of them `rounded` as the format states, and the
+    """What the comparison read_back: `tensors` compared, those of them `rounded` as the format states, and the
     `largest_difference` of any number from the source's."""
 
     tensors: int
@@ -36,28 +36,28 @@ def require_parity(
     missing = dict(source.tensors)
     count = changed = 0
     largest = 0.0
-    for name, found in track(form.read(folder, options), "comparing with the source", len(missing)):
+    for name, read_back in track(form.read(folder, options), "comparing with the source", len(missing)):
         if name not in missing:
             raise _drift(name, "is in the export and not in the source, or twice")
         del missing[name]
         wanted, exact = form.stated(source, name, options)
-        if found.shape != wanted.shape:
-            raise _drift(name, f"is {tuple(found.shape)} in the export, and {tuple(wanted.shape)} in the source")
-        if not torch.equal(found, wanted):
-            raise _drift(name, _difference(found, wanted))
-        difference = float((found - exact).abs().max()) if found.numel() else 0.0
+        if read_back.shape != wanted.shape:
+            raise _drift(name, f"is {tuple(read_back.shape)} in the export, and {tuple(wanted.shape)} in the source")
+        if not torch.equal(read_back, wanted):
+            raise _drift(name, _difference(read_back, wanted))
+        difference = float((read_back - exact).abs().max()) if read_back.numel() else 0.0
         count, changed, largest = count + 1, changed + (difference > 0), max(largest, difference)
     if missing:
         raise _drift(next(iter(missing)), "is in the source, but not in the export")
     return Parity(count, changed, largest)
 
 
-def _difference(found: Tensor, wanted: Tensor) -> str:
-    wrong = found != wanted
+def _difference(read_back: Tensor, wanted: Tensor) -> str:
+    wrong = read_back != wanted
     place = tuple(int(index) for index in wrong.nonzero()[0])
     return (
         f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers, first at {place}: "
-        f"{float(found[place]):g} instead of {float(wanted[place]):g}"
+        f"{float(read_back[place]):g} instead of {float(wanted[place]):g}"
     )
 
 

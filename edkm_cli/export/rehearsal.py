@@ -40,9 +40,9 @@ def rehearse_export(
         if swap.role == LINEAR and not swap.reason:
             linear = model.get_submodule(swap.name)
             groups = spec.granularity.groups(swap.shape[0], swap.shape[1], layer=swap.name)
-            own = replace(clustering, bits=spec.bits_of(swap.name))
-            tables = torch.empty(groups, 2**own.bits, device="meta")
-            layer = ClusteredLinear(linear.weight, linear.bias, tables, own, temperature=1.0, name=swap.name)
+            settings = replace(clustering, bits=spec.bits_of(swap.name))
+            tables = torch.empty(groups, 2**settings.bits, device="meta")
+            layer = ClusteredLinear(linear.weight, linear.bias, tables, settings, temperature=1.0, name=swap.name)
             model.set_submodule(swap.name, layer)
     empty_embeddings(model, swaps, spec)
     try:

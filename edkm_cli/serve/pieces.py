@@ -96,13 +96,13 @@ def piece_of(
 def stacks(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Neighbours that can be one packed matrix: of equal bits, columns and width of tiles, where tables that have to be
     copied stay small beside the indices."""
-    found: list[list[Piece]] = []
+    stacked: list[list[Piece]] = []
     for piece in pieces:
-        if found and _alike(found[-1][0], piece) and _cheap([*found[-1], piece]):
-            found[-1].append(piece)
+        if stacked and _alike(stacked[-1][0], piece) and _cheap([*stacked[-1], piece]):
+            stacked[-1].append(piece)
         else:
-            found.append([piece])
-    return found
+            stacked.append([piece])
+    return stacked
 
 
 def _alike(one: Piece, other: Piece) -> bool:

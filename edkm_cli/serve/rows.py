@@ -53,8 +53,10 @@ def _merged_linear(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None
     members = [Rows(n[0], n[1], (n[2], n[3])) for n in zip(*[iter(numbers)] * _NUMBERS, strict=True)]
     biases = [None] * len(members) if bias is None else bias.split([member.rows for member in members])
     outs = [
-        lut_linear(x, matrix.indices, matrix.table, own, bits=matrix.bits, tile=member.tile)
-        for matrix, member, own in zip(_matrices(indices, luts, members, x.shape[-1]), members, biases, strict=True)
+        lut_linear(x, matrix.indices, matrix.table, part_bias, bits=matrix.bits, tile=member.tile)
+        for matrix, member, part_bias in zip(
+            _matrices(indices, luts, members, x.shape[-1]), members, biases, strict=True
+        )
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 

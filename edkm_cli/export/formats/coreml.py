@@ -203,8 +203,10 @@ def _function(folder: Path) -> tuple[Any, dict[str, str]]:
 
         model = ct.models.MLModel(str(folder / PACKAGE), skip_model_load=True)
         spec = model.get_spec()
-        found = load_program(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
-        return found.functions["main"], dict(spec.description.metadata.userDefined)
+        program = load_program(
+            spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir
+        )
+        return program.functions["main"], dict(spec.description.metadata.userDefined)
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:

@@ -12,11 +12,11 @@ from edkm_cli.targets import check_model, misfits
 def require_fit(name: str, source: Compressed) -> None:
     """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
     spec = source.spec
-    found = misfits(name, bits=spec.bits, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
+    faults = misfits(name, bits=spec.bits, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
     if spec.module_bits:
-        found.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
-    if found:
-        raise UserError(f"--to {name}: {'; '.join(found)} (edkm compress --target {name} sets all of them)")
+        faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
+    if faults:
+        raise UserError(f"--to {name}: {'; '.join(faults)} (edkm compress --target {name} sets all of them)")
     shapes = {tensor.module: tensor.shape for tensor in source.linears}
     check_model(name, source.config, shapes, lut_scale=source.scale(source.linears[0].module))
 
