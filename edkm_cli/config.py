@@ -261,7 +261,7 @@ class CompressConfig:
         "adamw",
         "Optimizer.",
         TRAINING,
-        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes", "sgd": "with momentum"},
+        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes"},
     )
     batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
     sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)

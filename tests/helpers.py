@@ -23,6 +23,7 @@ from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
+from edkm_cli.train import losses
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -188,6 +189,28 @@ def assert_same_to_rounding(found, wanted, columns=24):
     perplexities = [json.loads((path / "report.json").read_text())["perplexity"] for path in (found, wanted)]
     for stage, value in perplexities[1].items():
         assert perplexities[0][stage] == pytest.approx(value, rel=1e-3), stage
+
+
+class States:
+    """A teacher whose states are logits."""
+
+    @staticmethod
+    def logits(states):
+        return states
+
+
+def kl_divergence(student, teacher, *, ids=None, label_weight=0.0, labels=None):
+    """The training loss of logits (..., vocabulary) against a teacher's, as `Objective` computes it of a model's states."""
+    masked = labels is not None
+    if labels is None:
+        labels = (
+            torch.full(student.shape[:-1], -1)
+            if ids is None
+            else torch.cat((ids[:, 1:], -torch.ones_like(ids[:, :1])), 1)
+        )
+    weights = losses._Weights.of(labels.flatten(), taught=True, label_weight=label_weight, masked=masked)
+    student, teacher = student.flatten(0, -2), teacher.detach().flatten(0, -2)
+    return losses._chunked(student, States.logits, teacher, States(), weights, [])
 
 
 def forced(**options):

@@ -26,7 +26,6 @@ from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, wa
         {"mode": "hard", "temperature_schedule": "cosine", "granularity": "tensor", "dtype": "bfloat16"},
         {"assignments": "held"},
         {"mode": "soft", "distill": False},
-        {"optimizer": "sgd"},
         {"gradient_accumulation": 2, "save_every": 2, "weight_decay": 0.1, "dtype": "float16"},
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",

@@ -80,7 +80,7 @@ MORE_CASES = [
     {"gradient_accumulation": 2, "mode": "hard"},
     {"method": "dkm"},
     {"granularity": "block:8x8", "embedding_bits": 16},
-    {"optimizer": "sgd", "importance": "activation"},
+    {"importance": "activation"},
     {"assignments": "held", "gradient_checkpointing": False},
     {"context": 128, "sequence_length": 16},
     {"steps": 1},

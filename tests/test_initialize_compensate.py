@@ -17,8 +17,7 @@ from edkm_cli.initialize.compensate import compensate, compensated, inverse_fact
 from edkm_cli.initialize.tables import fitted_tables
 from edkm_cli.kernels import columns_torch, descent_torch
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.train.losses import kl_divergence
-from helpers import cluster, tiny_llama
+from helpers import cluster, kl_divergence, tiny_llama
 
 
 def inputs_and_weight(rows=6, columns=24, tokens=200, seed=0):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from edkm_cli.data import Batch
-from edkm_cli.train.losses import Beside, Objective, kl_divergence, next_token_loss
-from helpers import tiny_llama
+from edkm_cli.train.losses import Beside, Objective, next_token_loss
+from helpers import kl_divergence, tiny_llama
 
 
 @pytest.mark.parametrize("tokens", [3, 256, 300])

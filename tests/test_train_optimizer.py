@@ -28,10 +28,9 @@ def test_8_bit_adamw_without_its_package_is_refused():
         require_optimizer(CompressConfig(optimizer="adamw-8bit"), World(device="cuda:0"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_only_clustered_weights_decay_and_tables_have_their_own_rate(optimizer):
+def test_only_clustered_weights_decay_and_tables_have_their_own_rate():
     model, _ = cluster(tiny_llama(bias=True))
-    config = CompressConfig(optimizer=optimizer, learning_rate=1e-3, lut_learning_rate=1e-2, weight_decay=0.1)
+    config = CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2, weight_decay=0.1)
     weights, luts, other = build_optimizer(model, config, World()).param_groups
     layers = clustered_layers(model).values()
     assert {id(p) for p in weights["params"]} == {id(layer.weight) for layer in layers}

@@ -100,7 +100,7 @@ def _static(plan: RunPlan) -> Peak:
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
     clustered = int(weights * trained.itemsize * launch.share)
     whole = int(plan.parameters * dense.itemsize * launch.share)
-    moments = {"adamw": 2.0, "sgd": 1.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
+    moments = {"adamw": 2.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
     parts = {"weights": whole}
     if full:
         parts = {"weights": clustered, "gradients": clustered, "optimizer": int(moments * clustered)}

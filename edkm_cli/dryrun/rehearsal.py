@@ -357,17 +357,16 @@ class Rehearsal:
         config = self.config
         if self.launch.gpu:
             size = sum(parameter.numel() for parameter in trained)
-            moments = {"sgd": 1, "adamw": 2, "adamw-8bit": 2}[config.optimizer]
             if config.optimizer == "adamw-8bit":
-                state, scratch = moments * size * _MOMENT_8BIT_BYTES, 0.0
+                state, scratch = 2 * size * _MOMENT_8BIT_BYTES, 0.0
             else:
-                state, scratch = state_bytes(trained, moments)
+                state, scratch = state_bytes(trained)
             held.enter_context(self._ledger.more(int(state * self.launch.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
         if needs_masters(groups):
             return build_optimizer(model, config, World(device="meta"))
-        return torch.optim.SGD(groups, momentum=0.9) if config.optimizer == "sgd" else torch.optim.AdamW(groups)
+        return torch.optim.AdamW(groups)
 
     def _step(self, optimizer: Any) -> None:
         with self._ledger.under(OPTIMIZER), self._stage.on_shards():

@@ -127,40 +127,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return states, None, None, None, None, None, *head
 
 
-def kl_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    ids: Tensor | None = None,
-    label_weight: float = 0.0,
-    labels: Tensor | None = None,
-) -> Tensor:
-    """Mean over tokens of KL(softmax(teacher) || softmax(student)); logits (..., vocabulary), computed in float32.
-
-    With a `label_weight`, plus that times `next_token_loss(student, ids)` (soft and hard targets, arXiv 1503.02531), at
-    no further memory. The gradient goes to the student only. With `labels` (batch, sequence), the tokens to be learnt and
-    -1 where there is none, both losses are means over the places that have one, and 0 where none has.
-    """
-    masked = labels is not None
-    if labels is None:
-        labels = (
-            _next_tokens(ids) if ids is not None else torch.full(student.shape[:-1], NO_LABEL, device=student.device)
-        )
-    weights = _Weights.of(labels.flatten(), taught=True, label_weight=label_weight, masked=masked)
-    given = _Identity()
-    return _chunked(student.flatten(0, -2), given.logits, teacher.detach().flatten(0, -2), given, weights, [])
-
-
-class _Identity:
-    """States that are logits."""
-
-    def states(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
-
-    def logits(self, states: Tensor) -> Tensor:
-        return states
-
-
 def _chunked(
     states: Tensor, logits: Logits, taught: Tensor | None, teacher: Teacher | None, weights: _Weights, head: list[Any]
 ) -> Tensor:

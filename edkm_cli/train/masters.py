@@ -42,19 +42,19 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class MasterOptimizer(torch.optim.Optimizer):
-    """AdamW or SGD with momentum, as PyTorch computes them, on float32 masters of 16-bit parameters.
+    """AdamW, as PyTorch computes it, on float32 masters of 16-bit parameters.
 
     Args:
         groups: parameter groups with `lr` and `weight_decay`.
-        kind: `adamw` or `sgd`.
-        betas, eps: AdamW's; `betas[0]` is SGD's momentum.
+        betas, eps: AdamW's.
     """
 
-    def __init__(self, groups: Any, *, kind: str, betas: tuple[float, float], eps: float = 1e-8):
+    def __init__(self, groups: Any, *, betas: tuple[float, float], eps: float = 1e-8):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self._update = {"adamw": self._adamw, "sgd": self._sgd}[kind]
-        self._moments = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}[kind]
         self._betas, self._eps = betas, eps
 
     def _prepare(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = 0
             wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
-            for name in self._moments:
+            for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=wide)
             if parameter.dtype == torch.bfloat16:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
@@ -87,9 +87,9 @@ class MasterOptimizer(torch.optim.Optimizer):
             master = master_of(part, parts["remainder"])
         else:
             master = parts.get("master", part)
-        moments = [parts[name].float() for name in self._moments]  # the same tensors where they are float32
-        self._update(master, grad, moments, step, group["lr"], group["weight_decay"])
-        for name, moment in zip(self._moments, moments, strict=True):
+        moments = [parts[name].float() for name in _MOMENTS]  # the same tensors where they are float32
+        self._adamw(master, grad, moments, step, group["lr"], group["weight_decay"])
+        for name, moment in zip(_MOMENTS, moments, strict=True):
             parts[name].copy_(moment)
         if "remainder" in parts:
             rounded, remainder = split_master(master)
@@ -107,16 +107,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         scale = square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps)
         w.addcdiv_(mean, scale, value=-lr / (1 - first**step))
 
-    def _sgd(self, w: Tensor, grad: Tensor, moments: list[Tensor], step: int, lr: float, decay: float) -> None:
-        (momentum,) = moments
-        momentum.mul_(self._betas[0]).add_(grad).add_(w, alpha=decay)
-        w.add_(momentum, alpha=-lr)
 
-
-def state_bytes(parameters: list[nn.Parameter], moments: int) -> tuple[float, float]:
-    """(bytes of an optimizer's state, bytes of its own that a step needs) for parameters with so many moments each."""
+def state_bytes(parameters: list[nn.Parameter]) -> tuple[float, float]:
+    """(bytes of an optimizer's state, bytes of its own that a step needs)."""
     state = sum(
-        parameter.numel() * (moments * _MOMENT_BYTES[parameter.dtype] + _MASTER_BYTES[parameter.dtype])
+        parameter.numel() * (2 * _MOMENT_BYTES[parameter.dtype] + _MASTER_BYTES[parameter.dtype])
         for parameter in parameters
     )
     largest = max((parameter.numel() for parameter in parameters if _MASTER_BYTES[parameter.dtype]), default=0)

@@ -16,7 +16,6 @@ from edkm_cli.nn.clustered import clustered_layers, lut_layers
 from edkm_cli.train.masters import MasterOptimizer
 
 _BETAS = (0.9, 0.95)
-_MOMENTUM = 0.9
 
 
 def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
@@ -66,10 +65,7 @@ def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> t
     require_optimizer(config, world)
     groups = parameter_groups(model, config)
     if needs_masters(groups) and config.optimizer != "adamw-8bit":
-        betas = _BETAS if config.optimizer == "adamw" else (_MOMENTUM, 0.0)
-        return MasterOptimizer(groups, kind=config.optimizer, betas=betas)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=_MOMENTUM)
+        return MasterOptimizer(groups, betas=_BETAS)
     if config.optimizer == "adamw":
         # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
         fused = True if world.device.startswith("cuda") else None
