@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from edkm_cli.data import Blocks
+from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.fake_quant import FakeQuantize, quantize_inputs, quantize_outputs
 from edkm_cli.research.baselines.grid import Uniform
@@ -155,10 +156,10 @@ def distil(
     """
     frozen = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     trained = [one for one in model.parameters() if one.requires_grad and id(one) not in frozen]
-    objective = Objective(Beside(teacher))
+    objective, parts = Objective(Beside(teacher)), Parts(model)
 
     def loss_at(step: int) -> Tensor:
-        return objective.loss(model, blocks.batch(step, batch_size).to(trained[0].device))
+        return objective.loss(parts, blocks.batch(step, batch_size).to(trained[0].device))
 
     return train(model, trained, loss_at, steps=steps, learning_rate=learning_rate, cosine=True, track=track)
 
