@@ -30,6 +30,7 @@ from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, r
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import files_digest, stored_dtypes
 from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import (
@@ -339,7 +340,8 @@ class Run:
                 self.measured.take("start", "exported")
         for row in self.measured.rows():
             require_same_perplexity(row, self.config.dtype)
-        result = self._report(output, staging, footprint(exported), offloaded)
+        stored = stored_skeleton(staging, trust_remote_code=self.config.trust_remote_code)
+        result = self._report(output, staging, footprint(stored), offloaded)
         result["tables"] = table_use(exported)
         for line in table_warnings(result["tables"]):
             self.watch.say(line)

@@ -59,6 +59,14 @@ def skeleton(
     return model
 
 
+def stored_skeleton(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The palettized model of a compressed directory on the meta device, with the number formats of its files."""
+    spec = read_spec(directory)
+    assert spec is not None
+    config = read_config(Path(directory), trust_remote_code=trust_remote_code)
+    return skeleton(config, spec, trust_remote_code=trust_remote_code)
+
+
 def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors a checkpoint stores, tied ones once, in the order in which `save_pretrained` fills shards."""
     tied = set(model.all_tied_weights_keys)

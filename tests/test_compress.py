@@ -17,6 +17,7 @@ from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
+from edkm_cli.report.verify import verify_checkpoint
 from families import family
 from helpers import byte_tokenizer, settings, weights_of
 
@@ -203,3 +204,7 @@ def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, tex
     measured = result["perplexity"]
     assert measured["exported"] == pytest.approx(measured["trained" if steps else "start"], rel=1e-5)
     assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16
+    assert verify_checkpoint(tmp_path / "out")["report"]
+    measure = {"context": 32, "max_windows": 1, "dtype": "float32", "device": "cpu"}
+    sizes = evaluate_model(str(tmp_path / "out"), data=text, **measure)
+    assert sizes["model_bits_per_weight"] == pytest.approx(result["model_bits_per_weight"])

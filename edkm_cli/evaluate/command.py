@@ -19,6 +19,7 @@ from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.hf import load_any
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import PALETTIZED
@@ -77,7 +78,9 @@ def evaluate_model(
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     tokenizer = late.tokenizer
     start = time.perf_counter()
-    size = footprint(model)
+    compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
+    # It is measured in `dtype`, but it weighs what its files do.
+    size = footprint(stored_skeleton(source.location, trust_remote_code=trust_remote_code) if compressed else model)
     result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
     tokens = [texts.tokenize(found, tokenizer) for found in documents.values()]
@@ -94,8 +97,6 @@ def evaluate_model(
             rows.append({"data": text} | {key: getattr(measured, key) for key in keys})
         del theirs
         result |= rows[0] | {"texts": rows}
-    # A dense model is measured in `dtype`, but it weighs what its files do.
-    compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
     stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
     result |= {
         "dtype": dtype,
