@@ -52,6 +52,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.kernels import to_groups
+from edkm_cli.nn.parts import Parts
 from edkm_cli.preflight import Launch, RunPlan, choose_device, choose_dtype, plan_run
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Objective
@@ -114,6 +115,22 @@ def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **oth
     return mean + deviation * torch.special.ndtri(spots)
 
 
+class KeptStates:
+    """The teacher that a run has: last hidden states that were kept, here random ones, and a frozen output head."""
+
+    def __init__(self, model: Any, config: CompressConfig):
+        self._parts = Parts(model, frozen=True)
+        shape = (config.batch_size, config.sequence_length, model.config.hidden_size)
+        self._states = torch.randn(shape, dtype=self._parts.dtype, device=config.device)
+
+    def states(self, batch: Any) -> torch.Tensor:
+        return self._states[: len(batch.ids)]
+
+    @torch.no_grad()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._parts.logits(states)
+
+
 def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
     """(model, what it is trained on), random, on the device from the beginning: no copy is ever in host memory."""
     config, recipe = plan.config, Recipe.of(plan)
@@ -125,8 +142,9 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
     if variant == "plain":
         others = [swap for swap in plan.swaps if not swap.clustered]
         recipe = replace(recipe, swaps=others, holds=False)
+    teacher = KeptStates(model, config) if plan.distills else None
     model, _ = initialize(model, recipe, start=quick_start)
-    return model, Objective()
+    return model, Objective(teacher, config.label_weight or 0.0)
 
 
 class Tick(NamedTuple):
