@@ -13,7 +13,6 @@ from torch import Tensor
 
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
-from edkm_cli.dequantize import load_source
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint
@@ -25,7 +24,7 @@ from edkm_cli.export.model_card import model_card
 from edkm_cli.export.rehearsal import rehearse_export
 from edkm_cli.export.run import NOT_WRITTEN, OwnText, Texts, identity_of, machine_facts, reads
 from edkm_cli.format import digest, write_json
-from edkm_cli.hf import load
+from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers

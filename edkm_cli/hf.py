@@ -27,7 +27,7 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.model_files import header
+from edkm_cli.model_files import FP8, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.one_token import shorten
@@ -198,3 +198,29 @@ def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", trust_re
     return models.load_dense(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, may_be_quantized=True
     )
+
+
+def load_source(
+    source: models.ModelSource, *, dequantize: bool, dtype: str, device: str = "cpu", trust_remote_code: bool = False
+) -> Any:
+    """`models.load_dense`, and with `dequantize` also of our own checkpoints and of FP8, decoded to a dense
+    model. What was lost when it was quantized stays lost: the decoded model is what a run measures and starts from.
+
+    Raises UserError if the model cannot be had, or cannot be decoded.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    if not dequantize or source.gguf_file:
+        return models.load_dense(source, progress=False, **options)
+    config = models.load_config(source, trust_remote_code=trust_remote_code, may_be_quantized=True)
+    method = quantization_method(config)
+    if method == QUANT_METHOD:
+        # Decoded in float32 and rounded once.
+        model = load(source.location, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model.dequantize()
+        model.to(getattr(torch, dtype))
+        model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
+        return model.to(device).eval()
+    if method == FP8:
+        config.quantization_config["dequantize"] = True
+        return models.load_dense(source, progress=False, may_be_quantized=True, config=config, **options)
+    return models.load_dense(source, progress=False, **options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import SAFETENSORS_DTYPES, is_plain_name, read_json, sha256_of
+from edkm_cli.format import QUANT_METHOD, SAFETENSORS_DTYPES, is_plain_name, read_json, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,14 @@ FETCH_AGAIN = "fetch the files again"
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
 _MAX_NUMBER = 2**48
 _TIMES_STORED = 8
+# Our own checkpoints, and weights in float8 with a scale for each block (DeepSeek's), which transformers decodes.
+FP8 = "fp8"
+DECODABLE = (QUANT_METHOD, FP8)
+
+_DECODE_OUTSIDE = (
+    "decode it first, which --dequantize cannot: AutoModelForCausalLM.from_pretrained(...).dequantize() and "
+    "save_pretrained(...)"
+)
 
 
 class StoredTensor(NamedTuple):
@@ -274,3 +282,34 @@ def differing_head(directory: Path) -> str | None:
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"])
 _INPUTS = tuple([name, "weight"] for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "embedding"))
 _COMPARED_ROWS = 4096
+
+
+def quantization_method(config: Any) -> str | None:
+    """The `quant_method` of a transformers configuration; None of a dense model (a GGUF file counts as one: it is
+    decoded always), `unknown` where it does not say."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    method = getattr(method, "value", method)
+    return None if method == "gguf" else str(method or "unknown")
+
+
+def require_unquantized(name: str, config: Any) -> None:
+    """Raises UserError for a checkpoint whose weights are quantized: clustering needs the numbers themselves."""
+    method = quantization_method(config)
+    if method is None:
+        return
+    remedy = "--dequantize, to start from what is left of it" if method in DECODABLE else _DECODE_OUTSIDE
+    raise UserError(
+        f"--model must not be quantized yet, but {name} is ({method}); give the model it was made from, or {remedy}"
+    )
+
+
+def as_if_dense(name: str, config: Any) -> None:
+    """Let a configuration describe the decoded model, in place. Raises UserError for what cannot be decoded here."""
+    method = quantization_method(config)
+    if method is not None and method not in DECODABLE:
+        require_unquantized(name, config)
+    if method is not None:
+        del config.quantization_config

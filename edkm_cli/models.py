@@ -21,15 +21,16 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
 from edkm_cli.model_files import (
     FETCH_AGAIN,
+    as_if_dense,
     check_model_files,
     check_numbers,
     needs_safetensors,
     no_larger_than,
+    require_unquantized,
     require_whole,
     settle_ties,
 )
 from edkm_cli.progress import no_warnings, quiet_bars
-from edkm_cli.quantized import as_if_dense, require_unquantized
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,9 +13,8 @@ from edkm_cli import model_files, models
 from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
-from edkm_cli.model_files import TensorFiles
+from edkm_cli.model_files import TensorFiles, require_unquantized
 from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.quantized import require_unquantized
 
 
 def build_sharded(

@@ -8,9 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
-from edkm_cli.dequantize import load_source
 from edkm_cli.errors import UserError
-from edkm_cli.hf import load
+from edkm_cli.hf import load, load_source
 from edkm_cli.models import load_config, resolve
 from edkm_cli.preflight import Launch, plan_run
 from helpers import byte_tokenizer, cluster, export, settings, tiny_llama
