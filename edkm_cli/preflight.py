@@ -25,6 +25,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, plan_swaps
 from edkm_cli.targets import check_model
 
@@ -245,6 +246,14 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         trust = config.trust_remote_code
         architecture = models.load_config(source, trust_remote_code=trust, dequantize=config.dequantize)
         skeleton = models.skeleton(source, architecture, trust_remote_code=trust)
+    if config.start == "reconstructed" and not layers_form_a_chain(skeleton):
+        if asked.start == "reconstructed":
+            raise UserError(
+                "--start reconstructed is for models whose decoder layers get hidden states of a text and nothing else, "
+                f"which {type(skeleton).__name__} is not known to be; use --start compensated"
+            )
+        config = resolve(replace(asked, start="compensated"), launch, texts)
+    if like is None:
         assert config.embedding_bits is not None
         swaps = tuple(plan_swaps(skeleton, embedding_bits=config.embedding_bits, skip=config.skip))
     if launch.sharded:

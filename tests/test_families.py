@@ -58,21 +58,20 @@ def check_default_data(model_type, folder):
     config = CompressConfig(
         model=str(folder / "model"),
         output=str(folder / "out"),
-        skip=("*.dt_proj",) if model_type == "jamba" else (),  # it multiplies by the weight, not by the module
-        # Its layers take the embedding of each token beside the hidden states.
-        start="compensated" if model_type == "gemma3n_text" else "auto",
         steps=1,
         sequence_length=32,
         context=32,
         eval_windows=1,
         calibration_tokens=64,
-        start_tokens=64,
+        start_tokens=128,
         save_every=0,
     )
     assert compress(config)["perplexity"]["exported"] > 0
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v2", "jamba", "biogpt"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3_text", "deepseek_v2", "jamba", "biogpt", "falcon", "falcon_h1", "gemma3n_text"]
+)
 def test_a_family_is_compressed_with_default_data(model_type, tmp_path, monkeypatch):
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
     check_default_data(model_type, tmp_path)
@@ -168,6 +167,12 @@ def test_what_stays_dense_is_said_for_fused_experts_too():
     assert len(experts) == 4  # two layers, two fused weights each
     dense = sum(torch.Size(swap.shape).numel() for swap in kept)
     assert dense > 0.4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_time_step_that_is_not_called_stays_dense():
+    kept = {swap.name: swap.reason for swap in plan_swaps(family("jamba"), embedding_bits=8) if swap.reason}
+    assert "not called" in kept["model.layers.0.mamba.dt_proj"]
+    assert "model.layers.0.mamba.x_proj" not in kept
 
 
 def test_a_packed_module_shows_its_weight_without_decoding_it():

@@ -73,6 +73,20 @@ def test_importance_is_that_of_the_whole_model(make, kind, monkeypatch):
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("model_type", ["falcon", "bloom", "falcon_h1", "jamba"])
+def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, tmp_path):
+    """Those of all but Jamba do."""
+    model = family(model_type)
+    layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu") or Layers(model)
+    batches, found = texts(2, 32), {}
+    names = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
+    expected = collect_importance(model, names, batches, kind="gradient")
+    collect_by_layer(layers, names, batches, lambda _, __, more: found.update(more), kind="gradient")
+    assert found.keys() == expected.keys() == set(names)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
 @pytest.mark.parametrize(
     "changes",
     [

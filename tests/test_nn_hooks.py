@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from edkm_cli.nn.hooks import hooked, layer_calls
+from edkm_cli.nn.hooks import hooked, layer_calls, layers_form_a_chain
+from families import FAMILIES, family
 from helpers import tiny_llama, tiny_qwen
 
 
@@ -38,3 +39,17 @@ def test_a_pass_is_left_at_the_last_layer_that_is_wanted():
         (call,) = layer_calls(lambda: model(input_ids=torch.arange(5)[None]), [model.model.layers[0]])
     assert call.hidden.shape[:2] == (1, 5)
     assert not reached
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_layers_of_all_families_but_one_get_nothing_of_a_text_but_hidden_states(kind):
+    with torch.device("meta"):
+        model = family(kind)
+    assert layers_form_a_chain(model) is (kind != "gemma3n_text")
+
+
+def test_layers_that_nothing_is_known_of_are_no_chain():
+    with torch.device("meta"):
+        model = tiny_llama()
+    model.model.forward = lambda input_ids, **_: input_ids.tolist()
+    assert not layers_form_a_chain(model)

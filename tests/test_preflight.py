@@ -15,6 +15,7 @@ from edkm_cli.preflight import Launch, plan_run, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
 from edkm_cli.summaries import plan_summary
+from families import family
 from helpers import settings
 
 HERE, TWO = Launch(), Launch(processes=2, sharded=True)
@@ -85,6 +86,17 @@ def test_what_needs_whole_weights_is_refused_without_them(setting, changes):
         with pytest.raises(UserError, match=f"use {name} auto") as caught:
             resolved(TWO, **setting)
         assert caught.value.everywhere
+
+
+def test_layers_that_get_more_of_a_text_than_hidden_states_are_compensated(tmp_path):
+    family("gemma3n_text").save_pretrained(tmp_path)
+    config = CompressConfig(model=str(tmp_path))
+    plan = plan_run(config, HERE)
+    assert (plan.config.start, plan.config.allocation, plan.by_layer) == ("compensated", "uniform", False)
+    assert plan.resolved["start"] == "compensated"
+    assert plan_run(config, HERE, like=plan).config == plan.config
+    with pytest.raises(UserError, match=r"which Gemma3nForCausalLM is not known to be; use --start compensated"):
+        plan_run(replace(config, start="reconstructed"), HERE)
 
 
 def test_nothing_is_left_open_and_what_is_resolved_stays():

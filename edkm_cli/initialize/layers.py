@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import LayerCall, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
 
 _MEMORY_BYTES = 2**26  # of hidden states that wait for the way back; more of them do so on disk
 
@@ -36,6 +36,7 @@ class Layers:
     def __init__(self, model: Any, read: Callable[[str, nn.Module], None] | None = None):
         self.model = model
         self._read, self._stays = read, set[str]()
+        self._tuples: bool | None = None
 
     @cached_property
     def paths(self) -> list[str]:
@@ -104,20 +105,39 @@ class Layers:
         """What each layer is called with, for texts (batch, sequence): the hidden states of all but the first are those
         that enter the first. No layer computes anything."""
         layers = [self.model.get_submodule(path) for path in self.paths]
-        with self._passing_on(lambda hidden: hidden):
+        with self._passing_on(ids, lambda hidden: hidden):
             return layer_calls(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), layers)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """The model's logits for what its last layer gave, (batch, sequence, hidden)."""
-        with self._passing_on(lambda _: hidden):
+        with self._passing_on(ids, lambda _: hidden):
             return self.model(input_ids=ids, use_cache=False).logits
 
+    def _give_tuples(self, ids: Tensor) -> bool:
+        """Whether a layer gives a tuple, of which the hidden states are the first, and the model takes them out of it."""
+        if self._tuples is None:
+
+            def see(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                self._tuples = isinstance(output, tuple)
+                raise Reached
+
+            with (
+                torch.no_grad(),
+                self.whole(self.paths[0]) as layer,
+                hooked([layer], see, after=True),
+                suppress(Reached),
+            ):
+                self.model(input_ids=ids[:1, :1], use_cache=False)
+        return bool(self._tuples)
+
     @contextmanager
-    def _passing_on(self, give: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _passing_on(self, ids: Tensor, give: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        tuples = self._give_tuples(ids)
         layers = [self.model.get_submodule(path) for path in self.paths]
 
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            return give(args[0] if args else kwargs["hidden_states"])
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = give(args[0] if args else kwargs["hidden_states"])
+            return (hidden,) if tuples else hidden
 
         for layer in layers:
             layer.forward = forward  # type: ignore[method-assign]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from edkm_cli.nn.decoder import decoder_layers
 
 
 @contextmanager
@@ -56,3 +62,22 @@ def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[Lay
     with hooked(layers, keep, with_kwargs=True), suppress(Reached):
         run()
     return [calls[layer] for layer in layers]
+
+
+@torch.enable_grad()
+def layers_form_a_chain(skeleton: Any) -> bool:
+    """Whether the decoder layers of a model on the meta device are known to get nothing of a text but hidden states.
+
+    Where they get more of it, as gemma3n's an embedding of each token, that comes from parameters and carries a gradient;
+    masks and positions are the same for all texts of a shape.
+    """
+    model = copy.deepcopy(skeleton).eval()  # a pass may leave tensors in it
+    first = next(iter(decoder_layers(model).values()))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+        try:
+            (call,) = layer_calls(lambda: model(input_ids=ids, use_cache=False), [first])
+        except Exception:  # code that came with a model may look at values, or call its layers otherwise
+            return False
+    beside = tree_leaves((call.args, call.kwargs))
+    return call.hidden.dim() == 3 and not any(isinstance(x, Tensor) and (x is ids or x.requires_grad) for x in beside)

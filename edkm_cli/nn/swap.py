@@ -88,6 +88,8 @@ def plan_swaps(model: Any, *, embedding_bits: int, skip: tuple[str, ...] = ()) -
             reason = "an embedding that is not the token embedding"
         if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
+        if not reason and _is_time_step(model, name):
+            reason = "a Mamba time step, which multiplies by the weight and is not called"
         swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
@@ -107,6 +109,12 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return embedding_scale(module) is not None
     return isinstance(module, nn.Linear) and is_plain_linear(module)
+
+
+def _is_time_step(model: nn.Module, name: str) -> bool:
+    """Whether this is `dt_proj` of a Mamba block, which has `x_proj` beside it."""
+    path, _, leaf = name.rpartition(".")
+    return leaf == "dt_proj" and hasattr(model.get_submodule(path), "x_proj")
 
 
 def _other_matrices(path: str, module: nn.Module) -> list[Swap]:
