@@ -19,6 +19,7 @@ from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
 from edkm_cli.finetune.merge import merge, require_base, with_data
 from edkm_cli.finetune.session import Session
+from edkm_cli.integrity import stored_tensors
 from edkm_cli.progress import Observer
 from edkm_cli.train.metrics import Metrics
 from helpers import byte_tokenizer, cluster, export, metrics_of, refused, run, tiny_llama
@@ -175,6 +176,21 @@ def test_the_merged_model_is_an_ordinary_checkpoint_with_the_same_embeddings(pac
         if name.endswith("indices") and "proj" in name and not torch.equal(tensor, before.state_dict()[name])
     ]
     assert len(changed) == 14
+
+
+def test_what_is_not_compressed_keeps_its_number_format_in_a_merge(text_file, tmp_path):
+    model = tiny_llama(bias=True).bfloat16()
+    model.model.norm.float()
+    packed = export(*cluster(model), tmp_path / "packed")
+    byte_tokenizer().save_pretrained(packed)
+    finetune(packed, settings(text_file, tmp_path / "adapter", steps=1))
+    small = {"start_tokens": 256, "steps": 1, "context": 64, "eval_windows": 1, "sequence_length": 32, "device": "cpu"}
+    merge(packed, MergeConfig(str(tmp_path / "adapter"), str(tmp_path / "out"), max_perplexity_ratio=0, **small))
+    before, after = stored_tensors(packed), stored_tensors(tmp_path / "out")
+    assert after == before
+    assert "bfloat16" in before["model.layers.0.input_layernorm.weight"]
+    assert "float32" in before["model.norm.weight"]
+    assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_a_merged_model_that_is_worse_than_allowed_is_no_success(packed, tuned, tmp_path):

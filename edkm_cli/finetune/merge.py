@@ -14,7 +14,7 @@ from edkm_cli import data, models
 from edkm_cli.distributed import World, launched
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.export.checkpoint import write_checkpoint
+from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.ownership import input_paths, listing
 from edkm_cli.export.run import NOT_WRITTEN, machine_facts
@@ -26,6 +26,7 @@ from edkm_cli.finetune.session import Session
 from edkm_cli.format import sha256_of, write_json
 from edkm_cli.hf import load
 from edkm_cli.initialize.reconstruct import reconstruct
+from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import Launch, calibration_batches, choose_device, resolve
 from edkm_cli.progress import Observer
@@ -122,6 +123,9 @@ class _Run:
         torch.manual_seed(self.config.seed)
         with session.clock.phase("load"):
             model = session.load_model()
+            source = models.resolve(str(session.directory))
+            stored = models.load_config(source, trust_remote_code=self._trust, may_be_quantized=True).dtype
+            dense = DenseFormat.of(model, stored or torch.float32, stored_dtypes(session.directory))
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
@@ -147,7 +151,7 @@ class _Run:
             self._train(merged, teacher, staging)
             del teacher
         with session.clock.phase("export"):
-            write_checkpoint(merged, session.texts.tokenizer, staging, spec, track=self.watch.track)
+            write_checkpoint(merged, session.texts.tokenizer, staging, spec, dense=dense, track=self.watch.track)
             del merged
             exported = load(staging, dtype=torch.float32, device=self.world.device, trust_remote_code=self._trust)
         session.measure("merged", exported)

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from edkm_cli.nn.decoder import decoder_layers
