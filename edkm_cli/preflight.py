@@ -234,7 +234,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     asked, texts = config, like.texts if like else tuple(data.parse_sources(config.data))
     config = resolve(asked, launch, texts)
     if like is not None:
-        source, architecture, skeleton, swaps = like.source, like.architecture, like.skeleton, like.swaps
+        source, architecture, skeleton = like.source, like.architecture, like.skeleton
     else:
         source = models.resolve(config.model)
         compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
@@ -253,9 +253,8 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
         config = resolve(replace(asked, start="compensated"), launch, texts)
-    if like is None:
-        assert config.embedding_bits is not None
-        swaps = tuple(plan_swaps(skeleton, embedding_bits=config.embedding_bits, skip=config.skip))
+    assert config.embedding_bits is not None
+    swaps = like.swaps if like else tuple(plan_swaps(skeleton, embedding_bits=config.embedding_bits, skip=config.skip))
     if launch.sharded:
         _require_divisible(config, texts)
     check_geometry(swaps, Granularity.parse(config.granularity))
@@ -365,11 +364,7 @@ def evaluation_documents(
         if not held_out:
             data.require_apart(list(texts), source)
         documents[name] = data.load_documents(
-            source,
-            "test" if held_out else None,
-            tokenizer=tokenizer,
-            options=data_options(config),
-            characters=needed,
+            source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
         )
     return documents
 
