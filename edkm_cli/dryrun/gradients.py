@@ -1,4 +1,4 @@
-"""The gradients of a rehearsed training step, as one process of several holds them."""
+"""The gradients of a rehearsed training step, as one process of several holds them, and what teaches it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.data import Batch
 from edkm_cli.dryrun.ledger import Ledger
-from edkm_cli.dryrun.meta import GRADIENTS, SHARDING
+from edkm_cli.dryrun.meta import GRADIENTS, META, SHARDING
 from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.parts import Parts
 from edkm_cli.preflight import Launch
 
 # FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
@@ -73,3 +75,17 @@ class Gradients:
             with self._ledger.more(_REDUCED_LAYERS * size_bytes(gradients), SHARDING):
                 pass
             self._ledger.move(gradients, GRADIENTS, share=self._launch.share)
+
+
+class Taught:
+    """A teacher whose states are read from the disk."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+
+    def states(self, batch: Batch) -> Tensor:
+        return torch.empty(*batch.ids.shape, self._parts.width, dtype=torch.float16, device=META)
+
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        return self._parts.logits(states.to(self._parts.dtype))

@@ -100,6 +100,8 @@ def _static(plan: RunPlan) -> Peak:
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
     clustered = int(weights * trained.itemsize * launch.share)
     whole = int(plan.parameters * dense.itemsize * launch.share)
+    if plan.by_layer and not plan.writes_text:
+        whole = int(plan.parameters * plan.spec.bits / 8)
     moments = {"adamw": 2.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
     parts = {"weights": whole}
     if full:

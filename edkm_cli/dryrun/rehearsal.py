@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import kmeans_start
-from edkm_cli.data import Batch
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.compensation import compensation_bytes
-from edkm_cli.dryrun.gradients import Gradients, size_bytes
+from edkm_cli.dryrun.gradients import Gradients, Taught, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.meta import (
     ACTIVATIONS,
@@ -67,20 +66,6 @@ _DISTINCT = 65536
 _MOMENT_8BIT_BYTES = 1 + 4 / 256
 
 
-class _Taught:
-    """A teacher whose states are read from the disk."""
-
-    def __init__(self, parts: Parts):
-        self._parts = parts
-
-    def states(self, batch: Batch) -> Tensor:
-        return torch.empty(*batch.ids.shape, self._parts.width, dtype=torch.float16, device=META)
-
-    @torch.no_grad()
-    def logits(self, states: Tensor) -> Tensor:
-        return self._parts.logits(states.to(self._parts.dtype))
-
-
 class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
@@ -90,6 +75,7 @@ class Rehearsal:
         self._stage = Stage(plan.launch, (swap.shape for swap in plan.clustered))
         self._ledger = self._stage.ledger
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
+        self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
         self._streams = plan.by_layer and not plan.config.dequantize
 
@@ -170,7 +156,7 @@ class Rehearsal:
         with self._gathered(model):
             perplexity(model, tokens, context=self.config.context, max_windows=1)
 
-    def _teacher(self, dense: Any) -> _Taught:
+    def _teacher(self, dense: Any) -> Taught:
         """A pass of one sequence, and the copy of the head that is kept."""
         self._ledger.begin("teacher")
         with self._ledger.under(TEACHER), META:
@@ -179,7 +165,7 @@ class Rehearsal:
             ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device=META)
             parts.states(input_ids=ids, use_cache=False)
         parts.release()
-        return _Taught(parts)
+        return Taught(parts)
 
     def _start(self, dense: Any) -> Any:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
@@ -203,6 +189,7 @@ class Rehearsal:
                 reconstructing=self._reconstruct,
                 rounding_of=self._rounding_of,
             )
+        self._tables.clear()
         self._settle(model)
         return model
 
@@ -222,8 +209,15 @@ class Rehearsal:
     ) -> dict[str, Tensor]:
         """`collect_by_layer`, which forgets a layer's importance when the next one has its turn."""
 
+        average, layer_shapes = self.plan.average_bits, {swap.name: swap.shape for swap in self.plan.clustered}
+        entries = sum(2**bits for bits in (tried_bits(average) if average else [self.plan.spec.bits]))
+
         def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
             self._ledger.move(importance.values(), CLUSTERING)
+            for name in importance:  # tables with each number of bits that the linear may get
+                tables = torch.empty(self.plan.spec.granularity.groups(*layer_shapes[name]), entries, device=META)
+                self._ledger.move([tables], CLUSTERING, place=HOST if self.launch.gpu else DEVICE)
+                self._tables.append(tables)
             importance.clear()
 
         moments = collect_by_layer(Layers(model), names, batches, done, **options) if batches else {}
