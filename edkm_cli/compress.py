@@ -155,6 +155,8 @@ class Run:
                 written=NOT_WRITTEN if plan.writes_text else None,
             )
             self.measured = self.texts.measured
+            if not plan.writes_text:  # too few tokens are refused before the model is read
+                self.texts.data.blocks(config.sequence_length, seed=config.seed)
 
     def _identity(self) -> dict[str, Any]:
         """What decides the result, and what `auto` stands for: the same however many processes."""

@@ -106,7 +106,7 @@ class TestErrors:
         assert not os.listdir(tmp_path)
 
     def test_unreachable_data(self, model_directory, tmp_path):
-        line = refused("compress", "--model", model_directory, "--data", "wikitext2", "-o", tmp_path / "out")
+        line = refused(*compress_arguments(model_directory, "wikitext2", tmp_path / "out"))
         assert "hub" in line
         assert not os.listdir(tmp_path)
 
@@ -122,12 +122,18 @@ class TestErrors:
             (("--steps", -1), "steps must be at least 0"),
             (("--device", "cuda:7"), "not available"),
             (("--skip", "nothing"), "match none"),
-            (("--sequence-length", 10**5), "training data must have"),
         ],
     )
     def test_bad_settings(self, model_directory, text_file, tmp_path, flags, message):
         assert message in refused(*compress_arguments(model_directory, text_file, tmp_path / "out", *flags))
         assert not os.listdir(tmp_path)
+
+    def test_too_little_data(self, model_directory, tmp_path):
+        (tmp_path / "text.txt").write_text("a line\n" * 10)
+        more = ("--sequence-length", 100)
+        line = refused(*compress_arguments(model_directory, tmp_path / "text.txt", tmp_path / "out", *more))
+        assert "training data must have at least 100 tokens" in line
+        assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(("content", "message"), [(None, "does not exist"), (b"", "empty"), (b"\xff\xfe", "UTF-8")])
     def test_bad_data(self, model_directory, tmp_path, content, message):

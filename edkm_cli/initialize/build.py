@@ -140,7 +140,8 @@ def initialize(
 
     def finish(model: Any) -> None:
         palettize_embeddings(model, recipe.swaps, recipe.spec, rounding)
-        freeze_dense_embeddings(model)
+        if build is not None:  # it is sharded with what trains in it
+            freeze_dense_embeddings(model)
 
     model = (build or _in_place(dense))(prepare=prepare, finish=finish)
     if fitting is not None and recipe.passes is None:
