@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,16 +191,35 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
 
 @contextmanager
 def peers(world: World) -> Iterator[None]:
-    """Turns the many errors of a collective whose partner is gone into PeerLost."""
+    """Turns the many errors of a collective whose partner is gone into PeerLost, and so a launcher's SIGTERM.
+
+    A launcher that loses one process ends the others at once, often before a collective fails in them: they say which
+    of the two it was, and only then go.
+    """
+    if world.size == 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def lost(reason: str) -> PeerLost:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the line comes first
+        return PeerLost(
+            f"process {world.rank} of {world.size} lost another one ({reason}); that one's own message says why; "
+            "start again with --resume"
+        )
+
+    def ended(number: int, frame: object) -> None:
+        raise lost("its launcher ended this one")
+
+    former = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if world.size == 1 or isinstance(error, torch.cuda.OutOfMemoryError) or not _PEER_GONE.search(str(error)):
+        if isinstance(error, torch.cuda.OutOfMemoryError) or not _PEER_GONE.search(str(error)):
             raise
-        raise PeerLost(
-            f"process {world.rank} of {world.size} lost another one ({_first_line(error)}); that one's own message says "
-            "why; start again with --resume"
-        ) from error
+        raise lost(_first_line(error)) from error
+    finally:
+        if signal.getsignal(signal.SIGTERM) is ended:
+            signal.signal(signal.SIGTERM, former)
 
 
 def _first_line(error: BaseException) -> str:
