@@ -22,7 +22,7 @@ from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.export.run import NOT_WRITTEN, OwnText, Texts, identity_of, machine_facts, reads
+from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts, reads
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
@@ -42,7 +42,7 @@ from edkm_cli.preflight import (
     start_batches,
 )
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import self_text
+from edkm_cli.self_text import NOT_WRITTEN, self_text
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import Objective

@@ -351,9 +351,7 @@ def evaluation_names(config: CompressConfig, texts: Sequence[data.Source]) -> di
     return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
 
 
-def evaluation_documents(
-    config: CompressConfig, texts: Sequence[data.Source], tokenizer: Any
-) -> dict[str, data.Documents]:
+def evaluation_documents(config: CompressConfig, texts: Sequence[data.Source], tokenizer: Any) -> dict[str, list[str]]:
     """The texts that are measured, by name; `texts` are what is trained on. Raises UserError where one cannot be had, or is
     trained on."""
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole

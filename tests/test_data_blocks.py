@@ -86,7 +86,7 @@ def test_packed_sequences_restart_and_predict_within_documents_only():
     assert first.labels.tolist() == [[4, 5, 6, 7, 8, -1, 10, -1]]
     assert second.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert second.labels.tolist() == [[12, 13, 14, -1, 1, 2, -1, -1]]
-    assert (blocks.dropped, blocks.split, blocks.padded) == (0, 0, 1)
+    assert blocks.counts() == {"sequences": len(blocks), "dropped": 0, "split": 0, "padded": 1}
 
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)

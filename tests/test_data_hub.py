@@ -49,18 +49,14 @@ def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(h
     data = open_training_data(parse_sources([name]), byte_tokenizer(), options=options)
     text = byte_tokenizer().decode(data.all_tokens())
     assert text == "".join(f"train {i}<eos>" for i in range(200))
-    measured = load_documents(parse_source(name), "test", options=DataOptions("body", streaming)).documents
+    measured = load_documents(parse_source(name), "test", options=DataOptions("body", streaming))
     assert measured == [f"test {i}" for i in range(20)]
-    assert (
-        load_documents(parse_source(f"{name}@test"), "all", options=DataOptions("body", streaming)).documents
-        == measured
-    )
+    assert load_documents(parse_source(f"{name}@test"), "all", options=DataOptions("body", streaming)) == measured
 
 
 def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")).documents
-        for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")) for split in ("train", "test")
     )
     assert train + test == [f"test {i}" for i in range(20)]
     assert len(test) == 2
@@ -70,8 +66,7 @@ def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
     monkeypatch.setattr(splits, "WHOLE_BYTES", 50)
     monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 30)
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")).documents
-        for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")) for split in ("train", "test")
     )
     assert test + train == [f"test {i}" for i in range(20)]
     assert len(test) == 5

@@ -63,8 +63,8 @@ def test_a_directory_and_a_glob_are_read_in_the_order_of_names(tmp_path):
         write(tmp_path / name)
     (tmp_path / "c.txt").write_text("text\n")
     documents = [record["text"] for record in RECORDS]
-    assert load_documents(parse_source(str(tmp_path)), "all").documents == [*documents, *documents, "text\n"]
-    assert load_documents(parse_source(str(tmp_path / "*.json*")), "all").documents == [*documents, *documents]
+    assert load_documents(parse_source(str(tmp_path)), "all") == [*documents, *documents, "text\n"]
+    assert load_documents(parse_source(str(tmp_path / "*.json*")), "all") == [*documents, *documents]
 
 
 def test_ranges_of_lines_cover_a_file_once_whatever_the_lines(tmp_path, monkeypatch):
@@ -98,7 +98,9 @@ def test_a_compressed_text_is_the_text_whatever_its_pieces(tmp_path, monkeypatch
     (tmp_path / name).write_text(text)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
     monkeypatch.setattr(reading, "PART_BYTES", 300)
-    whole, pieces = (load_documents(parse_source(str(tmp_path / file)), split).text() for file in (name, f"{name}.gz"))
+    whole, pieces = (
+        "\n\n".join(load_documents(parse_source(str(tmp_path / file)), split)) for file in (name, f"{name}.gz")
+    )
     assert pieces == whole
 
 
@@ -111,7 +113,9 @@ def test_of_a_large_text_the_first_characters_are_held_out_whatever_its_letters(
     monkeypatch.setattr(splits, "WHOLE_BYTES", 3000)
     monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 1000)
     monkeypatch.setattr(reading, "PART_BYTES", 1000)
-    whole, train, test = (load_documents(parse_source(str(path)), split).text() for split in ("all", "train", "test"))
+    whole, train, test = (
+        "\n\n".join(load_documents(parse_source(str(path)), split)) for split in ("all", "train", "test")
+    )
     assert test + train == whole
     assert len(test) - len(text) < 1000 <= len(test)
 

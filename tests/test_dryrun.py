@@ -93,7 +93,7 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03):
     with Ledger() as ledger:
         compress(config)
     # The text that is measured, a byte a token, is not part of the estimate; what is trained on is no tensor.
-    token_ids = 8 * len(load_documents(parse_source(str(text_file)), "test").text())
+    token_ids = 8 * len("".join(load_documents(parse_source(str(text_file)), "test")))
     skeleton = plan_run(config, Launch()).skeleton  # the plan's, without memory
     shapes = sum(tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     held = ledger.accounts[DEVICE].totals["start"] - token_ids - shapes

@@ -336,17 +336,6 @@ def test_statistics_can_be_reset():
     assert marshal.statistics == Statistics()
 
 
-def test_steps_of_the_same_shape_allocate_host_memory_once(block):
-    marshal = forced()
-    sizes = []
-    for _ in range(3):
-        gradients(*block, context=marshal)
-        sizes.append(sum(lane.pool.allocated_bytes for lane in marshal._mover._lanes.values()))
-    assert sizes[0] == sizes[1] == sizes[2] > 0
-    marshal.release_pools()
-    assert sum(lane.pool.allocated_bytes for lane in marshal._mover._lanes.values()) == 0
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_on_a_gpu_gradients_are_bit_identical_and_memory_is_freed(prefetch):

@@ -1,28 +1,11 @@
-"""Moving tensors: buffers are reused after their event, and loading one fetches its neighbours ahead."""
+"""Moving tensors: loading one fetches its neighbours ahead."""
 
 import weakref
 
 import torch
 
 from edkm_cli.memory.accounting import Statistics
-from edkm_cli.memory.mover import Mover, PinnedPool
-
-
-def test_the_pool_gives_a_buffer_out_again_only_after_its_event():
-    waited = []
-
-    class Event:
-        def synchronize(self):
-            waited.append(True)
-
-    pool = PinnedPool(pin=False)
-    buffer = pool.take(100)
-    address = buffer.data_ptr()
-    pool.give_back(buffer, Event())
-    assert pool.take(50).data_ptr() != address
-    assert pool.take(100).data_ptr() == address
-    assert waited == [True]
-    assert pool.allocated_bytes == 150
+from edkm_cli.memory.mover import Mover
 
 
 def test_loading_prefetches_what_was_moved_just_before():

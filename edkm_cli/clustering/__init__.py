@@ -7,22 +7,3 @@ from edkm_cli.clustering.kmeans import kmeans_start
 from edkm_cli.clustering.linear import MODES, clustered_linear
 from edkm_cli.clustering.palette import lookup, lut_reach, lut_scale, nearest_indices, parse_lut_dtype, round_lut, snap
 from edkm_cli.clustering.schedule import SCHEDULES, temperature_at
-
-__all__ = [
-    "MODES",
-    "SCHEDULES",
-    "clustered_linear",
-    "dense_dkm",
-    "fused_dkm",
-    "iterate_centroids",
-    "kmeans_start",
-    "lookup",
-    "lut_reach",
-    "lut_scale",
-    "nearest_indices",
-    "parse_lut_dtype",
-    "relative_importance",
-    "round_lut",
-    "snap",
-    "temperature_at",
-]

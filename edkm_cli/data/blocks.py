@@ -34,9 +34,8 @@ class Batch:
     positions: Tensor | None = None
 
     def to(self, device: str | torch.device) -> Batch:
-        move = [None if tensor is None else tensor.to(device) for tensor in (self.ids, self.labels, self.positions)]
-        assert move[0] is not None
-        return Batch(move[0], move[1], move[2])
+        labels, positions = (None if some is None else some.to(device) for some in (self.labels, self.positions))
+        return Batch(self.ids.to(device), labels, positions)
 
     @property
     def learnt(self) -> int:
@@ -72,8 +71,9 @@ class Blocks:
 
         Raises UserError where there is not one sequence.
         """
-        stores = _stores(tokens)
-        self._seed, self._packing, self._cycle = seed, packing, cycle
+        stores, self._length = _stores(tokens), sequence_length
+        self._packing, self._cycle = packing, cycle
+        self._seed = seed * 1_000_003
         self._sources = [
             Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
             for together in ([stores] if weights is None else [[store] for store in stores])
@@ -85,20 +85,16 @@ class Blocks:
         """Sequences in one pass over all sources."""
         return sum(map(len, self._sources))
 
-    @property
-    def dropped(self) -> int:
-        """Tokens that are in no sequence."""
-        return sum(source.layout.dropped for source in self._sources)
-
-    @property
-    def split(self) -> int:
-        """Documents that have more tokens than a sequence, and are in several."""
-        return sum(source.layout.split for source in self._sources)
-
-    @property
-    def padded(self) -> int:
-        """Places in all sequences that hold no token."""
-        return sum(source.padded for source in self._sources)
+    def counts(self) -> dict[str, int]:
+        """`sequences` in one pass, tokens in none of them (`dropped`), documents in several (`split`), and places that hold
+        no token (`padded`)."""
+        layouts, tokens = [source.layout for source in self._sources], len(self) * self._length
+        return {
+            "sequences": len(self),
+            "dropped": sum(layout.dropped for layout in layouts),
+            "split": sum(layout.split for layout in layouts),
+            "padded": tokens - sum(int(layout.lengths.sum()) for layout in layouts),
+        }
 
     def batch(self, index: int, batch_size: int) -> Tensor:
         """The ids of batch `index`, (batch_size, sequence_length)."""
@@ -121,25 +117,22 @@ class Blocks:
         return self._sources[source].row(int(self._order(source, epoch)[offset]))
 
     def _source(self, position: int) -> tuple[int, int]:
-        """(source, how many of its sequences come before) at a place: in each cycle every source has its exact share, in
-        an order of the seed."""
+        """(source, how many of its sequences come before) at a place: in each cycle every source has its exact share."""
         if self._shares is None:
             return 0, position
         cycle, offset = divmod(position, self._cycle)
-        order = self._shuffled(np.repeat(np.arange(len(self._shares)), self._shares), cycle)
+        order = np.repeat(np.arange(len(self._shares)), self._shares)[self._shuffled(self._cycle, cycle).numpy()]
         source = int(order[offset])
         return source, cycle * int(self._shares[source]) + int((order[:offset] == source).sum())
 
-    def _shuffled(self, items: np.ndarray, cycle: int) -> np.ndarray:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + cycle)
-        return items[torch.randperm(len(items), generator=generator).numpy()]
+    def _shuffled(self, count: int, number: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + number))
 
     def _order(self, source: int, epoch: int) -> Tensor:
         """The order of a source's sequences in a pass; the last one asked for is kept."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch + 7_919 * source)
-            kept = (epoch, torch.randperm(len(self._sources[source]), generator=generator))
+            kept = epoch, self._shuffled(len(self._sources[source]), epoch + 7_919 * source)
             self._orders[source] = kept
         return kept[1]
 
@@ -299,11 +292,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.layout)
-
-    @property
-    def padded(self) -> int:
-        """Places in all sequences that hold no token."""
-        return len(self) * self._length - int(self.layout.lengths.sum())
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids int64, which of them are learnt, positions that restart with each slice) of a sequence."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,6 @@ from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, read_split
 from edkm_cli.errors import UserError
 
 
-@dataclass(frozen=True)
-class Documents:
-    """A text as its documents (files, pages, records)."""
-
-    documents: list[str]
-
-    def text(self) -> str:
-        """As it is tokenized as a whole: a blank line joins documents."""
-        return "\n\n".join(self.documents)
-
-
 def load_documents(
     source: Source,
     split: str | None = None,
@@ -38,8 +26,8 @@ def load_documents(
     tokenizer: Any = None,
     options: DataOptions = DataOptions(),  # noqa: B008 - frozen
     characters: int | None = None,
-) -> Documents:
-    """The documents of a source's `train`, `test` (what is held out) or `all`; None: what is measured of it.
+) -> list[str]:
+    """The documents (files, pages, records) of a source's `train`, `test` (held out) or `all`; None: what is measured.
 
     Args:
         tokenizer: its chat template renders conversations; needed for those only.
@@ -66,7 +54,7 @@ def load_documents(
             break
     if not any(text.strip() for text in texts):
         raise UserError(f"{source.option} must hold text, but {source.name} has none; give a source with text")
-    return Documents(texts)
+    return texts
 
 
 def measured_split(source: Source) -> str:
@@ -104,17 +92,12 @@ def _same_bytes(one: Path, other: Path, option: str) -> bool:
         return same or (one.stat().st_size > 0 and filecmp.cmp(one, other, shallow=False))
 
 
-def tokenize(documents: Documents, tokenizer: Any) -> Tensor:
-    """Token ids of the whole text, (tokens,) int64, tokenized once as the perplexity protocol asks; a text of more than
-    WHOLE_BYTES characters in pieces."""
-    text = documents.text()
-    if len(text) <= WHOLE_BYTES:
-        ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-    else:
-        rows = [
-            torch.tensor(tokenizer(piece, verbose=False, add_special_tokens=index == 0)["input_ids"])
-            for index, piece in enumerate(split_long(text))
-        ]
-        ids = torch.cat(rows).to(torch.int64)
+def tokenize(documents: list[str], tokenizer: Any) -> Tensor:
+    """Token ids of the whole text, (tokens,) int64, a blank line between documents: tokenized once, as the perplexity
+    protocol asks; a text of more than WHOLE_BYTES characters in pieces."""
+    text = "\n\n".join(documents)
+    pieces = [text] if len(text) <= WHOLE_BYTES else split_long(text)
+    rows = [tokenizer(piece, verbose=False, add_special_tokens=piece is pieces[0])["input_ids"] for piece in pieces]
+    ids = torch.cat([torch.tensor(row, dtype=torch.int64) for row in rows])
     return_small_blocks()
     return ids

@@ -24,7 +24,6 @@ from edkm_cli.data.reading import refusing
 from edkm_cli.data.sources import DataOptions, Source, repeated
 from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, is_whole, read_split, size_of
 from edkm_cli.data.store import FORMAT, TokenStore
-from edkm_cli.data.text import Documents
 from edkm_cli.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -83,28 +82,21 @@ class TrainingData:
 
     def all_tokens(self) -> Tensor:
         """Every token in memory, (tokens,) int64: for small data only."""
-        rows = [torch.from_numpy(store.ids(0, len(store))) for store in self.stores]
-        return torch.cat(rows)
+        return torch.cat([torch.from_numpy(store.ids(0, len(store))) for store in self.stores])
 
     def summary(self, blocks: Blocks) -> dict[str, Any]:
-        """What became of the data: for each source what was read, learnt, masked and left out, and over all how many
-        tokens are in no sequence (`dropped`), documents in several (`split`), and places without a token (`padded`)."""
+        """What became of the data: for each source what was read, learnt, masked and left out, and over all
+        `Blocks.counts`."""
         rows = []
         for source, store in zip(self.sources, self.stores, strict=True):
             weight = {} if source.weight is None else {"weight": source.weight}
             rows.append({"name": source.name, **asdict(store.counts), **weight})
-        return {
-            "sources": rows,
-            "sequences": len(blocks),
-            "dropped": blocks.dropped,
-            "split": blocks.split,
-            "padded": blocks.padded,
-        }
+        return {"sources": rows, **blocks.counts()}
 
-    def overlap(self, documents: Documents) -> tuple[int, int]:
+    def overlap(self, documents: list[str]) -> tuple[int, int]:
         """(how many of a measured text's documents and passages are trained on, of how many looked for)."""
         sampled = all(store.sampled for store in self.stores)  # then no other can be found
-        wanted = looked_for(documents.documents, sampled=sampled)
+        wanted = looked_for(documents, sampled=sampled)
         seen = np.zeros(wanted.shape, bool)
         for store in self.stores:
             if len(store.marks) and len(wanted):
@@ -113,7 +105,7 @@ class TrainingData:
         return int(seen.any(1).sum()), len(wanted)
 
 
-def overlaps(trained: TrainingData, measured: Mapping[str, Documents], *, say: Say) -> dict[str, tuple[int, int]]:
+def overlaps(trained: TrainingData, measured: Mapping[str, list[str]], *, say: Say) -> dict[str, tuple[int, int]]:
     """Of each measured text, by name, how many of its documents and lines are trained on, too, and of how many; a warning
     is said of each that has some."""
     shared = {name: trained.overlap(documents) for name, documents in measured.items()}
@@ -178,7 +170,7 @@ def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
-    settings = {
+    settings: dict[str, Any] = {
         "store": FORMAT,
         "source": _identity(source),
         "tokenizer": tokenizer_sha256(tokenizer),
@@ -197,8 +189,7 @@ def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
-        if _identity(source) != settings["source"]:
-            raise _has_changed(source)
+        _require_same(source, settings["source"])
 
     return cached_store(
         settings,
@@ -218,12 +209,12 @@ def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     before = [_identity(source) for source in sources]
     yield
     for source, identity in zip(sources, before, strict=True):
-        if _identity(source) != identity:
-            raise _has_changed(source)
+        _require_same(source, identity)
 
 
-def _has_changed(source: Source) -> UserError:
-    return UserError(f"{source} changed while it was read; start again when it is whole")
+def _require_same(source: Source, identity: dict[str, Any]) -> None:
+    if _identity(source) != identity:
+        raise UserError(f"{source} changed while it was read; start again when it is whole")
 
 
 def available_cpus() -> int:

@@ -23,7 +23,7 @@ from edkm_cli.export.ownership import input_paths
 from edkm_cli.format import digest
 from edkm_cli.preflight import data_options, evaluation_documents
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, store_of
+from edkm_cli.self_text import keep_text, kept_text, store_of
 
 SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
 
@@ -79,7 +79,7 @@ class Texts:
         Args:
             token_limit: of the training data, that there is a use for.
             stages: at which the measured texts are measured.
-            written: what the model has written itself; `NOT_WRITTEN` where it is yet to (`write`).
+            written: what the model has written itself; `self_text.NOT_WRITTEN` where it is yet to (`write`).
         """
         self.tokenizer, self._watch = tokenizer, watch
         sources = data.parse_sources(config.data)
@@ -168,6 +168,3 @@ def machine_facts(config: Any, clock: Clock, world: World) -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(world.device),
     }
-
-
-__all__ = ["NOT_WRITTEN", "OwnText", "Texts", "identity_of", "machine_facts", "reads"]

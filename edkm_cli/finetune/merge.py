@@ -17,7 +17,7 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.ownership import input_paths, listing
-from edkm_cli.export.run import NOT_WRITTEN, machine_facts
+from edkm_cli.export.run import machine_facts
 from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
@@ -30,7 +30,7 @@ from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import Launch, calibration_batches, choose_device, resolve
 from edkm_cli.progress import Observer
-from edkm_cli.self_text import self_text
+from edkm_cli.self_text import NOT_WRITTEN, self_text
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Beside, Objective
 from edkm_cli.train.packed import require_attention_within_documents

@@ -45,29 +45,6 @@ from edkm_cli.kernels.table_c import CTableKernels
 from edkm_cli.kernels.table_torch import PATTERNS, TableKernels, TablePasses, TorchTableKernels
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
-__all__ = [
-    "EMPTY_MASS",
-    "TAU_FLOOR",
-    "Spread",
-    "Tile",
-    "backward",
-    "centroid_dtype",
-    "descend",
-    "finds_optimum",
-    "from_groups",
-    "iterate",
-    "kmeans",
-    "lookup",
-    "nearest",
-    "passes",
-    "relative_temperature",
-    "round_columns",
-    "snap",
-    "sum_by_code",
-    "sum_by_entry",
-    "to_groups",
-]
-
 
 @functools.cache
 def _triton() -> bool:

@@ -7,5 +7,3 @@ from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.marshaling import MarshalSavedTensors
 from edkm_cli.memory.shard import Shard
 from edkm_cli.memory.uniquify import Uniquify
-
-__all__ = ["MarshalSavedTensors", "Shard", "Statistics", "Uniquify"]

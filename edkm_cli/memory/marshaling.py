@@ -181,10 +181,6 @@ class MarshalSavedTensors:
         fresh = Statistics(stored_bytes=self.statistics.stored_bytes, peak_stored_bytes=self.statistics.stored_bytes)
         vars(self.statistics).update(vars(fresh))
 
-    def release_pools(self) -> None:
-        """Give host memory kept for reuse back to the system."""
-        self._mover.release_pools()
-
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         began = time.perf_counter()
         with self._lock:

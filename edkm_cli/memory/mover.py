@@ -1,8 +1,9 @@
-"""Moving bytes off a device and back: pinned buffers from a reused pool, side streams, prefetch.
+"""Moving bytes off a device and back: pinned buffers, side streams, prefetch.
 
 One `Mover` serves all devices, each by a *lane*: on CUDA it copies on side streams and orders the copies with events,
-elsewhere (CPU tensors in the forced mode) at once. All else (the pool, the order of prefetching, the accounting) is the
-same code, and runs on a machine without a GPU.
+elsewhere (CPU tensors in the forced mode) at once. All else (the order of prefetching, the accounting) is the same code,
+and runs on a machine without a GPU. Pinned buffers are torch's: its allocator keeps those that are freed, and gives one out
+again when the copies that touch it have ended.
 
 The lane of a GPU has not been measured on a GPU yet: `python scripts/bench_offload.py block --json FILE` will do it.
 """
@@ -35,62 +36,27 @@ class Codec(Protocol):
         """Store `flat` (1-D, any dtype) in a smaller form through `store`, or None if this codec is not for it."""
 
 
-class PinnedPool:
-    """Byte buffers of exact sizes, reused: a training step asks for the same sizes every time.
-
-    A returned buffer may still be read by a copy under way; the event that ends that copy comes back with it and is
-    waited for before the buffer is given out again.
-    """
-
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
-        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = {}
-        self.allocated_bytes = 0
-
-    def take(self, length_bytes: int) -> torch.Tensor:
-        """A uint8 buffer of this many bytes, on the host, contents undefined."""
-        free = self._free.get(length_bytes)
-        if free:
-            buffer, event = free.pop(0)
-            if event is not None:
-                event.synchronize()
-            return buffer
-        self.allocated_bytes += length_bytes
-        return torch.empty(length_bytes, dtype=torch.uint8, pin_memory=self._pin)
-
-    def give_back(self, buffer: torch.Tensor, event: Any) -> None:
-        """Return a buffer; `event` (or None) ends the last copy that touches it."""
-        self._free.setdefault(buffer.numel(), []).append((buffer, event))
-
-    def clear(self) -> None:
-        """Forget the free buffers, giving their memory back."""
-        for length_bytes, free in self._free.items():
-            self.allocated_bytes -= length_bytes * len(free)
-        self._free.clear()
-
-
 class Lane:
     """Copies between a device and host buffers: on CUDA on two side streams (one each way), so that they overlap with
     compute and with each other; elsewhere at once, in the calling thread. Events end copies; None where none is needed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._streams = device, device.type == "cuda"
-        self._out, self._in = (torch.cuda.Stream(device) if self._streams else None for _ in range(2))
-        self.pool = PinnedPool(pin=self._streams)
+        self._device = device
+        self._out, self._in = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
-    def outward(self, buffer: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy `source` (uint8, on the device) into `buffer` (uint8, on the host); on CUDA start to, once the work queued
-        so far has written it."""
+    def outward(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Copy `source` (uint8, on the device) to a new tensor on the host; on CUDA start to, once the work queued so far
+        has written it."""
+        buffer = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self._out is not None)
         if self._out is None:
-            buffer.copy_(source)
-            return None
+            return buffer.copy_(source), None
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             buffer.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._out)
         source.record_stream(self._out)  # its memory is not reused before the copy has read it
-        return event
+        return buffer, event
 
     def inward(self, buffer: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
         """Copy `buffer` to a new tensor on the device; on CUDA start to, after the copy that filled it."""
@@ -113,18 +79,17 @@ class Lane:
 
 
 class Moved:
-    """A flat tensor held in host memory. Its buffer goes back to the pool when the last reference goes."""
+    """A flat tensor held in host memory."""
 
     def __init__(self, mover: Mover, lane: Lane, source: torch.Tensor, number: int) -> None:
         self._mover, self._lane, self._dtype, self._number = mover, lane, source.dtype, number
-        data = source.contiguous().view(torch.uint8)
-        self._bytes = data.numel()
-        self._buffer = lane.pool.take(self._bytes)
-        self._event = lane.outward(self._buffer, data)
+        self._buffer, self._event = lane.outward(source.contiguous().view(torch.uint8))
+        self._bytes = self._buffer.numel()
         self._ready: tuple[torch.Tensor, Any] | None = None
         self.loaded = False
         mover.statistics.moved_bytes += self._bytes
         mover.statistics.stored(self._bytes)
+        weakref.finalize(self, mover.statistics.stored, -self._bytes).atexit = False
 
     def prefetch(self) -> None:
         """Start the copy back, if it has not been started."""
@@ -141,12 +106,6 @@ class Moved:
         self._mover.prefetch_before(self._number)
         self._lane.wait(tensor, event)
         return tensor.view(self._dtype)
-
-    def __del__(self) -> None:
-        if not hasattr(self, "_event"):  # the constructor failed
-            return
-        self._mover.statistics.stored(-self._bytes)
-        self._lane.pool.give_back(self._buffer, self._event)
 
 
 class Mover:
@@ -178,8 +137,3 @@ class Mover:
             moved = self._by_number.get(earlier)
             if moved is not None and not moved.loaded:
                 moved.prefetch()
-
-    def release_pools(self) -> None:
-        """Give the memory of buffers that nobody uses back to the system."""
-        for lane in self._lanes.values():
-            lane.pool.clear()
