@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import models
+from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
@@ -35,7 +36,7 @@ from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import (
     Launch,
     RunPlan,
-    calibration_batches,
+    calibration_text,
     choose_device,
     needed_tokens,
     plan_run,
@@ -103,7 +104,7 @@ class Run:
         config, world = self.config, self.world
         inputs = reads(config, "--model", config.model)
         with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=world) as output:
-            output.rehearse(needed_bytes(self.plan))
+            output.rehearse(self.plan.needed_bytes)
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
@@ -149,6 +150,7 @@ class Run:
             models.check_tokenizer(config.model, self.tokenizer, plan.architecture)
             self.texts = Texts(
                 config,
+                plan.texts,
                 self.tokenizer,
                 token_limit=needed_tokens(plan),
                 watch=self.watch,
@@ -262,7 +264,7 @@ class Run:
                 model = restore(dense.model, Recipe.of(self.plan), kept, **options)
             else:
                 require_none(staging, world)
-                calibration = calibration_batches(self.data, config) if config.importance != "none" else []
+                calibration = calibration_text(self.data, plan)
                 text: dict[str, Any] = {"calibration": calibration, "fitting": start_batches(self.data, plan)}
                 if plan.by_layer:
                     watch: dict[str, Any] = {"world": world, "track": self.watch.track}
@@ -293,10 +295,17 @@ class Run:
             return {}
         with self.clock.phase("train"):
             objective = Objective(teacher, label_weight=config.label_weight or 0.0)
-            offloaded = train(model, objective, self.blocks, config, staging=staging, **self._training())
+            options = {"staging": staging, "temperature": self._temperature, **self._training()}
+            offloaded = train(model, objective, self.blocks, config, **options)
         self.dense_format.settle(model)
         self._measure("trained", model)
         return offloaded
+
+    def _temperature(self, step: int) -> float:
+        c = self.config
+        return temperature_at(
+            step, c.steps, schedule=c.temperature_schedule, start=c.temperature, end=c.temperature_end
+        )
 
     def _training(self) -> dict[str, Any]:
         """What both trainings get."""
@@ -381,18 +390,3 @@ class Run:
             "resolved": plan.resolved,
             **machine_facts(plan.asked, self.clock, self.world),
         }
-
-
-def needed_bytes(plan: RunPlan) -> int:
-    """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
-    trains, and two moments, in float32)."""
-    config = plan.config
-    kept = (config.keep + 1) if config.steps and config.save_every else 0
-    kept += 2 if config.steps and config.keep_best else 0
-    kept *= 2 if config.compare_dense else 1
-    trained = plan.parameters
-    if config.assignments == "held" and not config.compare_dense:
-        tables = [(plan.spec.granularity.groups(*swap.shape), plan.spec.bits_of(swap.name)) for swap in plan.clustered]
-        trained = sum(groups * 2**bits for groups, bits in tables)
-    start = getattr(torch, config.dtype).itemsize * plan.parameters
-    return int(plan.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained

@@ -55,11 +55,121 @@ def ready_file(path: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
-class CompressConfig:
+class TextSettings:
+    """The texts of a run: what is trained on, how it is laid out, and what is measured."""
+
+    data: tuple[str, ...] = setting(
+        ("self",),
+        "Training data: self (text that the model writes), builtin (Python's documentation), builtin-prose (everyday "
+        "English, small), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a "
+        "file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        DATA,
+    )
+    data_column: str | None = setting(
+        None, "Field of the records that holds the text or the messages; default: seen from the fields.", DATA
+    )
+    streaming: bool | None = setting(
+        None, "Read hub data sets as they arrive, no further than needed; default: all but wikitext2 and alpaca.", DATA
+    )
+    train_on: str = setting(
+        "completions",
+        "What of a record with an answer is learnt.",
+        DATA,
+        choices={"completions": "the answers", "all": "the whole text"},
+    )
+    packing: bool = setting(
+        False,
+        "Pack whole documents into sequences, with attention only within each, instead of cutting the text.",
+        DATA,
+    )
+    long_records: str = setting(
+        "split",
+        "What becomes of a record of more tokens than a sequence.",
+        DATA,
+        choices={"split": "it is in several sequences", "drop": "it is left out, and counted"},
+    )
+    data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
+    rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
+    eval_data: tuple[str, ...] = setting(
+        (),
+        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
+        "of the first --data.",
+        DATA,
+    )
+    eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
+    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What the training loop is told (`edkm_cli.train.loop`), and where and how long it runs."""
+
+    output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
+    steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
+    learning_rate: float = setting(
+        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
+    )
+    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
+    warmup: float = setting(
+        0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
+    )
+    weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
+    max_grad_norm: float = setting(
+        1.0,
+        "Largest norm of a gradient; a larger one is scaled down. inf turns this off.",
+        TRAINING,
+        positive=True,
+        finite=False,
+    )
+    optimizer: str = setting(
+        "adamw",
+        "Optimizer.",
+        TRAINING,
+        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes"},
+    )
+    batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
+    sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)
+    gradient_accumulation: int = setting(1, "Forward and backward passes for each optimizer step.", TRAINING, minimum=1)
+    label_weight: float | None = setting(
+        None,
+        "Weight of the next-token loss beside distillation; default: 1, or 0 (the teacher only) with --data self.",
+        TRAINING,
+        minimum=0,
+    )
+    eval_every: int = setting(
+        0, "Steps between measurements of perplexity while training; 0 measures before and after.", DATA, minimum=0
+    )
+    keep_best: bool = setting(
+        False, "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA
+    )
+    gradient_checkpointing: bool | None = setting(
+        None,
+        "Save memory: compute activations again in the backward pass; default: where assignments are held.",
+        SCALE,
+    )
+    offload: str = setting(
+        "none",
+        "Where tensors wait for the backward pass.",
+        SCALE,
+        choices={"none": "on the device", "cpu": "in host memory"},
+    )
+    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
+    timeout_minutes: int = setting(30, "Minutes for which processes wait for one another.", SCALE, minimum=1)
+    seed: int = setting(0, "Seed of the order of the data and of random initial values.", TRAINING, minimum=0)
+    save_every: int = setting(
+        50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
+    )
+    keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
+    log_with: tuple[str, ...] = setting(
+        (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
+    )
+
+
+@dataclass(frozen=True)
+class CompressConfig(TrainingSettings, TextSettings):
     """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
 
     model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
-    output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     bits: float = setting(
         3,
         "Bits per weight, 1 to 8: a lookup table has 2^bits entries. With --allocation sensitivity an average, such as 3.5.",
@@ -98,12 +208,12 @@ class CompressConfig:
         COMPRESSION,
         choices=tuple(TARGETS),
     )
-    embedding_bits: int | None = setting(
-        None,
-        "Bits per weight of embeddings and output head; 16 leaves them uncompressed. Default: 8; with bits by sensitivity "
-        "6, and the linears get the room that this saves.",
+    embedding_bits: int | str = setting(
+        "auto",
+        "Bits per weight of embeddings and output head; 16 leaves them uncompressed; auto: 8, and with bits by sensitivity "
+        "6, so that the linears get the room that this saves.",
         COMPRESSION,
-        choices=(*range(2, 9), 16),
+        choices=("auto", *range(2, 9), 16),
     )
     embedding_group: int = setting(
         0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.", COMPRESSION, minimum=0
@@ -111,7 +221,6 @@ class CompressConfig:
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
     )
-    # clustering
     method: str = setting(
         "edkm",
         "How clustering is computed.",
@@ -183,59 +292,6 @@ class CompressConfig:
     start_passes: int = setting(
         0, "How often --start reconstructed also trains each decoder layer on its tokens.", COMPRESSION, minimum=0
     )
-    # data
-    data: tuple[str, ...] = setting(
-        ("self",),
-        "Training data: self (text that the model writes), builtin (Python's documentation), builtin-prose (everyday "
-        "English, small), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a "
-        "file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
-        DATA,
-    )
-    data_column: str | None = setting(
-        None, "Field of the records that holds the text or the messages; default: seen from the fields.", DATA
-    )
-    streaming: bool | None = setting(
-        None, "Read hub data sets as they arrive, no further than needed; default: all but wikitext2 and alpaca.", DATA
-    )
-    train_on: str = setting(
-        "completions",
-        "What of a record with an answer is learnt.",
-        DATA,
-        choices={"completions": "the answers", "all": "the whole text"},
-    )
-    packing: bool = setting(
-        False,
-        "Pack whole documents into sequences, with attention only within each, instead of cutting the text.",
-        DATA,
-    )
-    long_records: str = setting(
-        "split",
-        "What becomes of a record of more tokens than a sequence.",
-        DATA,
-        choices={"split": "it is in several sequences", "drop": "it is left out, and counted"},
-    )
-    data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
-    rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
-    eval_data: tuple[str, ...] = setting(
-        (),
-        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
-        "of the first --data.",
-        DATA,
-    )
-    eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
-    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
-    eval_every: int = setting(
-        0, "Steps between measurements of perplexity while training; 0 measures before and after.", DATA, minimum=0
-    )
-    keep_best: bool = setting(
-        False, "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA
-    )
-    # training
-    steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
-    learning_rate: float = setting(
-        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
-    )
-    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
     assignments: str = setting(
         "auto",
         "Whether weights may leave the table entries that the start gave them.",
@@ -246,34 +302,8 @@ class CompressConfig:
             "held": "only tables, norms and biases train",
         },
     )
-    warmup: float = setting(
-        0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
-    )
-    weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
-    max_grad_norm: float = setting(
-        1.0,
-        "Largest norm of a gradient; a larger one is scaled down. inf turns this off.",
-        TRAINING,
-        positive=True,
-        finite=False,
-    )
-    optimizer: str = setting(
-        "adamw",
-        "Optimizer.",
-        TRAINING,
-        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes"},
-    )
-    batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
-    sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)
-    gradient_accumulation: int = setting(1, "Forward and backward passes for each optimizer step.", TRAINING, minimum=1)
     distill: bool = setting(
         True, "Train to predict what the uncompressed model predicts; without it, only the text.", TRAINING
-    )
-    label_weight: float | None = setting(
-        None,
-        "Weight of the next-token loss beside distillation; default: 1, or 0 (the teacher only) with --data self.",
-        TRAINING,
-        minimum=0,
     )
     compare_dense: bool = setting(
         False,
@@ -283,17 +313,6 @@ class CompressConfig:
     )
     dense_learning_rate: float = setting(
         1e-4, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
-    )
-    gradient_checkpointing: bool | None = setting(
-        None,
-        "Save memory: compute activations again in the backward pass; default: where assignments are held.",
-        SCALE,
-    )
-    offload: str = setting(
-        "none",
-        "Where tensors wait for the backward pass.",
-        SCALE,
-        choices={"none": "on the device", "cpu": "in host memory"},
     )
     memory: str = setting(
         "auto",
@@ -320,7 +339,6 @@ class CompressConfig:
         SCALE,
         choices={"auto": "bf16 for float32 weights on a GPU", "no": "that of the weights", "bf16": "bfloat16"},
     )
-    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
     sharding: str = setting(
         "auto",
         "What several processes divide.",
@@ -331,21 +349,12 @@ class CompressConfig:
             "full": "data, weights and optimizer (FSDP2)",
         },
     )
-    timeout_minutes: int = setting(30, "Minutes for which processes wait for one another.", SCALE, minimum=1)
-    seed: int = setting(0, "Seed of the order of the data and of random initial values.", TRAINING, minimum=0)
-    save_every: int = setting(
-        50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
-    )
-    keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
     max_perplexity_ratio: float = setting(
         0.0,
         "Fail, with the result left in DIR.partial, where the exported perplexity on a measured text is more than this many "
         "times the original's; 0 allows any.",
         OUTPUT,
         minimum=0,
-    )
-    log_with: tuple[str, ...] = setting(
-        (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
     dequantize: bool = setting(

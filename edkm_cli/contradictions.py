@@ -28,8 +28,7 @@ def contradictions(config: Any) -> list[str]:
             f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "
             "lower temperature_end, or temperature_schedule constant"
         )
-    if config.keep_best and not config.eval_every:
-        found.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
+    found += unmeasured_best(config)
     if config.lut_scale is not None and math.frexp(config.lut_scale)[0] != 0.5:
         found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
     if config.lut_scale is not None and config.lut_dtype != "float8_e4m3fn":
@@ -48,6 +47,12 @@ def contradictions(config: Any) -> list[str]:
     twice = [name for name in dict.fromkeys(config.eval_data) if config.eval_data.count(name) > 1]
     found += [f"eval_data names {name} twice; give each text once" for name in twice]
     return found
+
+
+def unmeasured_best(config: Any) -> list[str]:
+    """A best step of none."""
+    unmeasured = config.keep_best and not config.eval_every
+    return ["keep_best chooses among measured steps, but eval_every is 0; give eval_every"] if unmeasured else []
 
 
 def _about_bits(config: Any) -> list[str]:

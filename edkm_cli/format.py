@@ -61,7 +61,7 @@ class QuantizationSpec:
     bits: int
     granularity: Granularity
     lut_dtype: str
-    embedding_bits: int
+    embedding_bits: int = DENSE_BITS
     skipped: list[str] = field(default_factory=list)
     format_version: int = 0
     embedding_group: int | None = None

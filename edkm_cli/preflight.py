@@ -16,7 +16,7 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, TrainingSettings
 from edkm_cli.contradictions import trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
@@ -30,7 +30,6 @@ from edkm_cli.nn.swap import Swap, check_geometry, plan_swaps
 from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
-_LONGEST_TOKEN = 20  # characters, on average over any text
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
 
@@ -166,6 +165,21 @@ class RunPlan:
         return any(source.needs_model for source in self.texts)
 
     @property
+    def needed_bytes(self) -> int:
+        """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
+        trains, and two moments, in float32)."""
+        config, trained = self.config, self.parameters
+        kept = (config.keep + 1) * bool(config.steps and config.save_every) + 2 * bool(
+            config.steps and config.keep_best
+        )
+        kept *= 2 if config.compare_dense else 1
+        if config.assignments == "held" and not config.compare_dense:
+            geometry, bits_of = self.spec.granularity, self.spec.bits_of
+            trained = sum(geometry.groups(*swap.shape) * 2 ** bits_of(swap.name) for swap in self.clustered)
+        start = getattr(torch, config.dtype).itemsize * self.parameters
+        return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
+
+    @property
     def step_sequences(self) -> int:
         """Sequences that one optimizer step sees, over all processes."""
         return self.config.batch_size * self.config.gradient_accumulation * self.launch.processes
@@ -189,9 +203,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
         raise UserError(str(error), everywhere=True) from error
     start = _start(config)
     allocation = choose_allocation(config, start)
-    taught = config.distill and texts and all(source.needs_model for source in texts)
-    # Text that the model wrote has no labels to teach it.
-    labels = config.label_weight if config.label_weight is not None else 0.0 if taught else 1.0
+    labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded)
     rounds = launch.gpu and dtype == "float32"  # products of float32 weights
     sequences = config.steps * config.batch_size * config.gradient_accumulation * launch.processes
@@ -204,7 +216,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     return replace(
         config,
         start=start,
-        start_tokens=config.start_tokens or min(max(trained, _LEAST_START_TOKENS), _MOST_START_TOKENS),
+        start_tokens=config.start_tokens or choose_start_tokens(trained),
         allocation=allocation,
         embedding_bits=choose_embedding_bits(config, allocation),
         label_weight=labels,
@@ -213,6 +225,18 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
         gradient_checkpointing=held if config.gradient_checkpointing is None else config.gradient_checkpointing,
         mixed_precision=config.mixed_precision if config.mixed_precision != "auto" else "bf16" if rounds else "no",
     )
+
+
+def choose_label_weight(config: TrainingSettings, texts: Sequence[data.Source]) -> float:
+    """What `--label-weight` means beside a teacher: text that a model wrote has no labels to teach."""
+    if config.label_weight is not None:
+        return config.label_weight
+    return 0.0 if texts and all(source.needs_model for source in texts) else 1.0
+
+
+def choose_start_tokens(trained: int) -> int:
+    """What `--start-tokens` means where so many tokens are trained on."""
+    return min(max(trained, _LEAST_START_TOKENS), _MOST_START_TOKENS)
 
 
 def _start(config: CompressConfig) -> str:
@@ -253,8 +277,9 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
         config = resolve(replace(asked, start="compensated"), launch, texts)
-    assert config.embedding_bits is not None
-    swaps = like.swaps if like else tuple(plan_swaps(skeleton, embedding_bits=config.embedding_bits, skip=config.skip))
+    swaps = (
+        like.swaps if like else tuple(plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip))
+    )
     if launch.sharded:
         _require_divisible(config, texts)
     check_geometry(swaps, Granularity.parse(config.granularity))
@@ -267,7 +292,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
             "--mixed-precision bf16), or --optimizer adamw",
             everywhere=True,
         )
-    spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits is None)
+    spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits == "auto")
     return RunPlan(
         asked=asked,
         config=config,
@@ -323,19 +348,6 @@ def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:
     return "bfloat16" if device.startswith("cuda") and not master else "float32"
 
 
-def data_options(config: CompressConfig) -> data.DataOptions:
-    """How training data are read and laid out."""
-    return data.DataOptions(
-        column=config.data_column,
-        streaming=config.streaming,
-        train_on=config.train_on,
-        packing=config.packing,
-        long_records=config.long_records,
-        workers=config.data_workers,
-        rebuild=config.rebuild_cache,
-    )
-
-
 def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
@@ -343,55 +355,34 @@ def needed_tokens(plan: RunPlan) -> int:
     return max(trained, config.calibration_tokens, fitted) + config.sequence_length
 
 
-def evaluation_names(config: CompressConfig, texts: Sequence[data.Source]) -> dict[str, str]:
-    """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
-    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place.
-    `texts` are what `config.data` names."""
-    names = config.eval_data or ((data.BUILTIN,) if texts[0].needs_model else ())
-    return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
-
-
-def evaluation_documents(config: CompressConfig, texts: Sequence[data.Source], tokenizer: Any) -> dict[str, list[str]]:
-    """The texts that are measured, by name; `texts` are what is trained on. Raises UserError where one cannot be had, or is
-    trained on."""
-    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
-    documents = {}
-    for name, text in evaluation_names(config, texts).items():
-        held_out = name != text
-        source = data.parse_source(text, "--data" if held_out else "--eval-data")
-        if not held_out:
-            data.require_apart(list(texts), source)
-        documents[name] = data.load_documents(
-            source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
-        )
-    return documents
+def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor]:
+    """The texts, (1, length) each, that the importance is measured on."""
+    config = plan.config
+    return (
+        calibration_batches(tokens, config.calibration_tokens, seed=config.seed) if config.importance != "none" else []
+    )
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
     """The texts, (1, length) each, that weights are compensated or reconstructed on; None where they start as they are."""
-    start = plan.config.start
-    if start == "kmeans":
+    config = plan.config
+    if config.start == "kmeans":
         return None
-    length = _RECONSTRUCTION_LENGTH if start == "reconstructed" else _CALIBRATION_LENGTH
-    return calibration_batches(tokens, plan.config, plan.config.start_tokens, length=length)
+    length = _RECONSTRUCTION_LENGTH if config.start == "reconstructed" else _CALIBRATION_LENGTH
+    return calibration_batches(tokens, config.start_tokens or 0, seed=config.seed, length=length)
 
 
 def calibration_batches(
-    tokens: Tensor | data.TrainingData,
-    config: CompressConfig,
-    limit: int | None = None,
-    *,
-    length: int = _CALIBRATION_LENGTH,
+    tokens: Tensor | data.TrainingData, limit: int, *, seed: int, length: int = _CALIBRATION_LENGTH
 ) -> list[Tensor]:
-    """The first blocks of a seeded shuffle, together at most `limit` tokens (`calibration_tokens` if None), at least
-    one block; of `length` tokens each where there are so many."""
-    limit = config.calibration_tokens if limit is None else limit
+    """The first blocks of a shuffle by `seed`, together at most `limit` tokens, at least one block; of `length` tokens each
+    where there are so many."""
     if isinstance(tokens, data.TrainingData):
-        return tokens.calibration_batches(length, limit=limit, seed=config.seed)
+        return tokens.calibration_batches(length, limit=limit, seed=seed)
     count = tokens.numel()
     length = min(length, count, max(limit, 2))
     if tokens.is_meta:  # a rehearsal, which knows shapes only
         return [tokens[:length][None]] * max(1, min(count // length, limit // length))
-    blocks = data.Blocks(tokens, length, seed=config.seed)
+    blocks = data.Blocks(tokens, length, seed=seed)
     count = max(1, min(len(blocks), limit // length))
     return [blocks.batch(index, 1) for index in range(count)]

@@ -39,6 +39,7 @@ PANELS = MODEL, COMPRESSION, TRAINING, DATA, SCALE, OUTPUT = (
 _PREFIX = "configuration: "
 _MAX_YAML_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**18, 10_000, 100
 MAX_WHOLE = 2**40  # of any setting: seeds are multiplied, and tensors take 64 bits
+_Config = TypeVar("_Config", bound=Any)
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
 
@@ -87,6 +88,12 @@ def faults(config: Any) -> list[str]:
     return [fault for of in fields(config) for fault in _value_faults(of, getattr(config, of.name))]
 
 
+def part_of(kind: type[_Config], config: Any, **changes: Any) -> _Config:
+    """The settings of `kind` that a configuration has, with `changes`; those that it lacks have their defaults."""
+    shared = {of.name: getattr(config, of.name) for of in fields(kind) if hasattr(config, of.name)}
+    return kind(**{**shared, **changes})
+
+
 def refuse(found: list[str]) -> None:
     """Raise UserError with all faults in one line, if there is one."""
     if found:
@@ -118,9 +125,6 @@ def _fault(name: str, rule: Setting, value: Any) -> str:
     except UserError as error:
         return str(error)
     return ""
-
-
-_Config = TypeVar("_Config", bound=Any)
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
@@ -166,6 +170,9 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if value is None and type(None) in get_args(hint):
         return None
     kind = wanted[0]
+    if wanted == [int, str]:  # a number or a word
+        kind = str if isinstance(value, str) and not value.isdigit() else int
+        value = int(value) if kind is int and isinstance(value, str) else value
     if kind == tuple[str, ...]:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import edkm_cli
-from edkm_cli.compress import Run, compress, needed_bytes
+from edkm_cli.compress import Run, compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
@@ -157,9 +157,9 @@ def test_weights_of_16_bits_and_their_tables_are_not_trained_in_one_shard(model_
 
 def test_checkpoints_of_held_assignments_need_little_disk():
     plan = plan_run(CompressConfig(model="llama-7b", assignments="held", allocation="uniform", keep=1), Launch())
-    result_bytes = needed_bytes(replace(plan, config=replace(plan.config, steps=0)))
+    result_bytes = replace(plan, config=replace(plan.config, steps=0)).needed_bytes
     luts = 32 * 8 * (5 * 4096 + 2 * 11008)
-    assert needed_bytes(plan) == result_bytes + 2 * 12 * luts
+    assert plan.needed_bytes == result_bytes + 2 * 12 * luts
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_weights_and_checkpoints(

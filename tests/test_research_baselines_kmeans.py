@@ -51,7 +51,11 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
     model = models.load_dense(models.resolve(str(model_directory)), dtype="float32")
     tokens = data.training_tokens(data.parse_sources(list(config.data)), byte_tokenizer())
     outcome = kmeans.quantize(
-        model, calibration_batches(tokens, config), bits=3, granularity=granularity, importance=importance
+        model,
+        calibration_batches(tokens, config.calibration_tokens, seed=config.seed),
+        bits=3,
+        granularity=granularity,
+        importance=importance,
     )
     for name, weight in weights(model).items():
         assert torch.equal(weight, exported.get_submodule(name).weight), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import ALONE
 from edkm_cli.nn.parts import Parts
 from edkm_cli.train.loop import hard_loss
@@ -14,7 +14,7 @@ from helpers import cluster, tiny_llama
 
 def test_the_hard_loss_is_the_whole_objective_of_the_snapped_model(ids):
     teacher, (student, _) = tiny_llama(), cluster(tiny_llama(), mode="soft", bits=2)
-    config = CompressConfig(mode="soft", steps=1)
+    config = TrainingSettings(steps=1)
     objective, parts = Objective(Beside(teacher), label_weight=0.3), Parts(student)
     student.eval()
     with torch.no_grad():

@@ -115,7 +115,8 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
     for of in fields(kind):
         about, hint = setting_of(of), hints[of.name]
         repeats = hint == tuple[str, ...]
-        single = str if repeats else next((one for one in get_args(hint) if one is not type(None)), hint)
+        kinds = [one for one in get_args(hint) if one is not type(None)] or [hint]
+        single = str if repeats or str in kinds else kinds[0]
         flags, name = about.flags, of.name.replace("_", "-")
         if of.default is False:
             flags = flags or (f"--{name}",)

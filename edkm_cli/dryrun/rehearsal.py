@@ -51,7 +51,7 @@ from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.precision import multiplies_bfloat16
-from edkm_cli.preflight import RunPlan, calibration_batches, needed_tokens, start_batches
+from edkm_cli.preflight import RunPlan, calibration_text, needed_tokens, start_batches
 from edkm_cli.runtime.palettized import Rounded, to_nearest
 from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
@@ -173,13 +173,13 @@ class Rehearsal:
         calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
         text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_batches(calibration, config)[: 1 if self.launch.gpu else 2]
+        batches = calibration_text(calibration, plan)[: 1 if self.launch.gpu else 2]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model, _ = initialize(
                 dense,
                 replace(Recipe.of(plan), average_bits=None),
-                calibration=batches if config.importance != "none" else [],
+                calibration=batches,
                 fitting=start_batches(text, plan),
                 build=self._rebuild if self.launch.sharded else None,
                 world=World(device="meta"),

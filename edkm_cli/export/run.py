@@ -15,15 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from edkm_cli import data
+from edkm_cli.config import TextSettings
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
 from edkm_cli.export.ownership import input_paths
 from edkm_cli.format import digest
-from edkm_cli.preflight import data_options, evaluation_documents
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import keep_text, kept_text, store_of
+from edkm_cli.settings import part_of
 
 SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
 
@@ -34,6 +35,7 @@ _FREE = (
     *("data_workers", "rebuild_cache"),
     *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
 )
+_LONGEST_TOKEN = 20  # characters, on average over any text
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")
 
@@ -67,6 +69,7 @@ class Texts:
     def __init__(
         self,
         config: Any,
+        sources: Sequence[data.Source],
         tokenizer: Any,
         *,
         token_limit: int,
@@ -77,12 +80,12 @@ class Texts:
         """Raises UserError where a text cannot be had, or changes while it is read.
 
         Args:
+            sources: what `config.data` names.
             token_limit: of the training data, that there is a use for.
             stages: at which the measured texts are measured.
             written: what the model has written itself; `self_text.NOT_WRITTEN` where it is yet to (`write`).
         """
-        self.tokenizer, self._watch = tokenizer, watch
-        sources = data.parse_sources(config.data)
+        self.tokenizer, self._watch, config = tokenizer, watch, part_of(TextSettings, config)
         with data.unchanged([*sources, *data.parse_sources(config.eval_data, "--eval-data")]):
             self.documents = evaluation_documents(config, sources, tokenizer)
             self.measured = Measurements(
@@ -122,6 +125,43 @@ class Texts:
             **self.data.summary(blocks),
             "measured_and_trained_on": dict(zip(("found", "of"), overlap, strict=True)),
         }
+
+
+def data_options(config: TextSettings) -> data.DataOptions:
+    """How training data are read and laid out."""
+    return data.DataOptions(
+        column=config.data_column,
+        streaming=config.streaming,
+        train_on=config.train_on,
+        packing=config.packing,
+        long_records=config.long_records,
+        workers=config.data_workers,
+        rebuild=config.rebuild_cache,
+    )
+
+
+def evaluation_names(config: TextSettings, texts: Sequence[data.Source]) -> dict[str, str]:
+    """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
+    a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place.
+    `texts` are what `config.data` names."""
+    names = config.eval_data or ((data.BUILTIN,) if texts[0].needs_model else ())
+    return {name: name for name in names} or {f"held-out part of {config.data[0]}": config.data[0]}
+
+
+def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tokenizer: Any) -> dict[str, list[str]]:
+    """The texts that are measured, by name; `texts` are what is trained on. Raises UserError where one cannot be had, or is
+    trained on."""
+    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    documents = {}
+    for name, text in evaluation_names(config, texts).items():
+        held_out = name != text
+        source = data.parse_source(text, "--data" if held_out else "--eval-data")
+        if not held_out:
+            data.require_apart(list(texts), source)
+        documents[name] = data.load_documents(
+            source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
+        )
+    return documents
 
 
 class OwnText:

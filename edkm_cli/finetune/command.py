@@ -74,13 +74,12 @@ class _Run:
 
     def __init__(self, directory: Path, config: FinetuneConfig, world: World, watch: Observer):
         self.config, self.world, self.watch = config, world, watch
-        self.training = config.training(directory)
         dtype = choose_dtype(config.dtype, world.device)
-        self.session = Session(directory, self.training, world, watch, dtype=dtype)
-        require_trackers(self.training)
-        require_optimizer(self.training, world)
-        require_accumulation(self.training)
-        if any(source.needs_model for source in data.parse_sources(config.data)):
+        self.session = Session(directory, config, world, watch, dtype=dtype)
+        require_trackers(config)
+        require_optimizer(config, world)
+        require_accumulation(config)
+        if any(source.needs_model for source in self.session.sources):
             raise UserError("--data self is what the model says already; name a text to learn")
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class _Run:
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
-        session, training = self.session, self.training
+        session, training = self.session, self.config
         with session.clock.phase("load"):
             token_limit = int(1.1 * self._tokens()) + training.sequence_length
             session.open_texts(token_limit=token_limit, stages=("compressed", "adapted"))
@@ -133,7 +132,7 @@ class _Run:
         return add_adapter(model, rank=rank, alpha=alpha or 2.0 * rank, targets=self.config.target_modules)
 
     def _tokens(self) -> int:
-        training = self.training
+        training = self.config
         sequences = training.batch_size * training.gradient_accumulation * self.world.size
         return training.steps * sequences * training.sequence_length
 
@@ -146,7 +145,7 @@ class _Run:
             "adapted_layers": len(adapted_layers(model)),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
             "adapter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
-            "steps": self.training.steps,
+            "steps": self.config.steps,
             "training_tokens": self._tokens(),
         }
 

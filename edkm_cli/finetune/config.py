@@ -10,10 +10,12 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, TextSettings, TrainingSettings
+from edkm_cli.contradictions import unmeasured_best
 from edkm_cli.errors import UserError
 from edkm_cli.settings import OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting, setting_of
 
+_MEASURED = "Text on which perplexity is measured; default: a tenth held out of the first --data."
 _IN_COMPRESS = {of.name: of for of in fields(CompressConfig)}
 
 
@@ -25,7 +27,7 @@ def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(TrainingSettings, TextSettings):
     """Everything that decides the training of an adapter. Each field is a flag of `edkm finetune` and a key of its YAML."""
 
     output: str = as_in_compress("output", "adapter", help="Directory for the adapter.")
@@ -44,53 +46,17 @@ class FinetuneConfig:
         help="Text to learn: builtin, wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "
         "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
     )
-    data_column: str | None = as_in_compress("data_column")
-    streaming: bool | None = as_in_compress("streaming")
-    train_on: str = as_in_compress("train_on")
-    packing: bool = as_in_compress("packing")
-    long_records: str = as_in_compress("long_records")
-    data_workers: int = as_in_compress("data_workers")
-    rebuild_cache: bool = as_in_compress("rebuild_cache")
-    eval_data: tuple[str, ...] = as_in_compress(
-        "eval_data", help="Text on which perplexity is measured; default: a tenth held out of the first --data."
-    )
-    eval_windows: int = as_in_compress("eval_windows")
-    context: int = as_in_compress("context")
-    eval_every: int = as_in_compress("eval_every")
-    keep_best: bool = as_in_compress("keep_best")
+    eval_data: tuple[str, ...] = as_in_compress("eval_data", help=_MEASURED)
     steps: int = as_in_compress("steps", help="Optimizer steps.", minimum=1)
-    learning_rate: float = as_in_compress("learning_rate", help="Highest learning rate of the updates.")
-    warmup: float = as_in_compress("warmup")
-    weight_decay: float = as_in_compress("weight_decay", help="Weight decay of the updates.")
-    max_grad_norm: float = as_in_compress("max_grad_norm")
-    optimizer: str = as_in_compress("optimizer")
-    batch_size: int = as_in_compress("batch_size")
-    sequence_length: int = as_in_compress("sequence_length")
-    gradient_accumulation: int = as_in_compress("gradient_accumulation")
-    gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
-    offload: str = as_in_compress("offload")
     dtype: str = as_in_compress(
         "dtype",
         help="Number format of activations; updates and tables keep theirs.",
         choices={"auto": "bfloat16 on a GPU, else float32", **dict.fromkeys(("float32", "bfloat16", "float16"), "")},
     )
-    device: str = as_in_compress("device")
-    timeout_minutes: int = as_in_compress("timeout_minutes")
-    seed: int = as_in_compress("seed")
-    save_every: int = as_in_compress("save_every")
-    keep: int = as_in_compress("keep")
-    log_with: tuple[str, ...] = as_in_compress("log_with")
     trust_remote_code: bool = as_in_compress("trust_remote_code", help="Run code that comes with the model.")
 
     def __post_init__(self) -> None:
-        contradictions = []
-        if self.keep_best and not self.eval_every:
-            contradictions.append("keep_best chooses among measured steps, but eval_every is 0; give eval_every")
-        refuse([*faults(self), *contradictions])
-
-    def training(self, directory: Path) -> CompressConfig:
-        """What data, training loop and checkpoints are told of this."""
-        return CompressConfig(**_shared(self), model=str(directory), mixed_precision="no")
+        refuse([*faults(self), *unmeasured_best(self)])
 
 
 @dataclass(frozen=True)
@@ -127,9 +93,7 @@ class MergeConfig:
         "--data self.",
     )
     gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
-    eval_data: tuple[str, ...] = as_in_compress(
-        "eval_data", help="Text on which perplexity is measured; default: a tenth held out of the first --data."
-    )
+    eval_data: tuple[str, ...] = as_in_compress("eval_data", help=_MEASURED)
     eval_windows: int = as_in_compress("eval_windows")
     context: int = as_in_compress("context")
     max_perplexity_ratio: float = setting(
@@ -145,15 +109,6 @@ class MergeConfig:
 
     def __post_init__(self) -> None:
         refuse(faults(self))
-
-    def training(self, directory: Path) -> CompressConfig:
-        """What data, training loop and measurements are told of this."""
-        shared = _shared(self) | {"max_perplexity_ratio": 0.0}
-        return CompressConfig(**shared, model=str(directory), dtype="float32", mixed_precision="no", save_every=0)
-
-
-def _shared(config: FinetuneConfig | MergeConfig) -> dict[str, Any]:
-    return {of.name: getattr(config, of.name) for of in fields(config) if of.name in _IN_COMPRESS}
 
 
 def build_finetune_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:

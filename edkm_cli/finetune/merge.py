@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli import data, models
+from edkm_cli import models
+from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
@@ -28,9 +29,10 @@ from edkm_cli.hf import load
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.preflight import Launch, calibration_batches, choose_device, resolve
+from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.self_text import NOT_WRITTEN, self_text
+from edkm_cli.settings import part_of
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Beside, Objective
 from edkm_cli.train.packed import require_attention_within_documents
@@ -113,10 +115,11 @@ class _Run:
     def __init__(self, directory: Path, adapter: Path, config: MergeConfig, watch: Observer):
         self.adapter, self.config, self.watch = adapter, config, watch
         self.world = World(device=choose_device(config.device))
-        given = config.training(directory)
-        self.sources = data.parse_sources(given.data)
-        self.settings = resolve(given, Launch.of(self.world), self.sources)
-        self.session = Session(directory, self.settings, self.world, watch, dtype="float32")
+        self.session = Session(directory, config, self.world, watch, dtype="float32")
+        settings = part_of(TrainingSettings, config, save_every=0)
+        self.settings = replace(settings, label_weight=choose_label_weight(settings, self.session.sources))
+        self.trained_tokens = config.steps * config.batch_size * config.sequence_length
+        self.start_tokens = config.start_tokens or choose_start_tokens(self.trained_tokens)
 
     def run(self, output: OutputDirectory) -> dict[str, Any]:
         session = self.session
@@ -129,7 +132,7 @@ class _Run:
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
-            written = NOT_WRITTEN if any(source.needs_model for source in self.sources) else None
+            written = NOT_WRITTEN if any(source.needs_model for source in session.sources) else None
             session.open_texts(token_limit=self._tokens(), stages=("compressed", "adapted", "merged"), written=written)
             if written is not None:
                 session.texts.write(self._write_text(model))
@@ -166,7 +169,7 @@ class _Run:
         """Each decoder layer by itself, to give what the adapted one gives."""
         reconstruct(
             merged,
-            calibration_batches(self.session.texts.data, self.settings, self.settings.start_tokens, length=_FIT_TOKENS),
+            calibration_batches(self.session.texts.data, self.start_tokens, seed=self.config.seed, length=_FIT_TOKENS),
             passes=self.config.start_passes,
             seed=self.config.seed,
             track=self.watch.track,
@@ -191,9 +194,7 @@ class _Run:
 
     def _tokens(self) -> int:
         """Of the text, that there is a use for."""
-        settings = self.settings
-        trained = settings.steps * settings.batch_size * settings.sequence_length
-        return max(settings.start_tokens or 0, int(1.1 * trained)) + settings.sequence_length
+        return max(self.start_tokens, int(1.1 * self.trained_tokens)) + self.config.sequence_length
 
     @property
     def _trust(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from edkm_cli import models
+from edkm_cli import data, models
 from edkm_cli.data.store import TokenStore
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
@@ -37,6 +37,7 @@ class Session:
     def __init__(self, directory: Path, config: Any, world: World, watch: Observer, *, dtype: str):
         self.directory, self.config, self.world, self.watch, self.dtype = directory, config, world, watch, dtype
         self.spec = require_palettized(directory)
+        self.sources = data.parse_sources(config.data) if config is not None else []
         self.clock = Clock()
 
     @property
@@ -58,7 +59,7 @@ class Session:
         source = models.resolve(str(self.directory))
         tokenizer = models.load_tokenizer(source, trust_remote_code=self.config.trust_remote_code)
         options: dict[str, Any] = {"token_limit": token_limit, "watch": self.watch, "stages": stages}
-        self.texts = Texts(self.config, tokenizer, written=written, **options)
+        self.texts = Texts(self.config, self.sources, tokenizer, written=written, **options)
 
     def measure(self, stage: str, model: Any, *, shared: bool = True) -> None:
         """The model's perplexity on each text, by all processes, or by this one alone."""

@@ -52,26 +52,25 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
 def choose_embedding_bits(config: CompressConfig, allocation: str) -> int:
     """What `--embedding-bits` means: where bits go where they are worth most, two of an embedding's eight are worth more in
     the linears (docs/log.md)."""
-    if config.embedding_bits is not None:
-        return config.embedding_bits
+    if config.embedding_bits != "auto":
+        return int(config.embedding_bits)
     return _FEWER_EMBEDDING_BITS if allocation == SENSITIVITY else _EMBEDDING_BITS
 
 
 def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
     any that take the same room. What embeddings save goes to the linears where their bits were `chosen`, not asked for."""
-    assert config.embedding_bits is not None
     spec = QuantizationSpec(
         bits=math.floor(config.bits),
         granularity=Granularity.parse(config.granularity),
         lut_dtype=config.lut_dtype,
-        embedding_bits=config.embedding_bits,
+        embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
     )
     linears = [swap for swap in swaps if swap.clustered]
     average: float = config.bits
-    more = embedding_bits_saved(swaps, _EMBEDDING_BITS, config.embedding_bits) if chosen else 0
+    more = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits) if chosen else 0
     if more:
         average = average_with(linears, spec, average, more)
     return spec.with_bits(spread_evenly(linears, spec, average)), average

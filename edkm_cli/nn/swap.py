@@ -66,7 +66,7 @@ def is_tied(model: Any) -> bool:
     return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
 
 
-def plan_swaps(model: Any, *, embedding_bits: int, skip: tuple[str, ...] = ()) -> list[Swap]:
+def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str, ...] = ()) -> list[Swap]:
     """All linears and embeddings of a dense causal LM with their roles, and its other matrices, in model order.
 
     `skip` holds module paths or shell patterns. Raises UserError for a pattern that matches nothing, or if nothing is

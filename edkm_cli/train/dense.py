@@ -10,18 +10,15 @@ the learning rate differs: weights that are not rounded in each forward pass wan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import World
-from edkm_cli.progress import Track, no_progress
+from edkm_cli.settings import part_of
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Objective, Teacher
-from edkm_cli.train.state import CHECKPOINTS
 
 METRICS = "metrics_dense.jsonl"
 
@@ -40,34 +37,19 @@ def train_dense(
     *,
     world: World,
     staging: Path,
-    mixed_precision: str = "no",
-    measure: Callable[[Any], dict[str, Any]] = lambda model: {},
-    track: Track = no_progress,
-    show: Callable[[str], None] = lambda text: None,
+    **options: Any,
 ) -> None:
-    """Train a dense causal LM in place by the settings of a compressed one; the arguments are those of `train`.
+    """Train a dense causal LM in place by the settings of a compressed one; the other arguments are those of `train`.
 
-    A killed run goes on from its newest
-    checkpoint, and a finished one only loads its last. The lines of its metrics end in `staging`.
+    A killed run goes on from its newest checkpoint, and a finished one only loads its last. The lines of its metrics end
+    in `staging`.
     """
     directory = dense_directory(staging, config)
     if world.main:
         directory.mkdir(parents=True, exist_ok=True)
     world.any(False)  # all wait until it is there
-    settings = replace(
-        config, learning_rate=config.dense_learning_rate, mode="straight-through", method="edkm", log_with=()
-    )
-    train(
-        model,
-        Objective(teacher, label_weight=settings.label_weight or 0.0),
-        blocks,
-        settings,
-        world=world,
-        staging=directory,
-        mixed_precision=mixed_precision,
-        measure=measure,
-        track=track,
-        show=show,
-    )
+    settings = part_of(TrainingSettings, config, learning_rate=config.dense_learning_rate, log_with=())
+    objective = Objective(teacher, label_weight=config.label_weight or 0.0)
+    train(model, objective, blocks, settings, world=world, staging=directory, **options)
     if world.main:
         (staging / METRICS).write_bytes((directory / "metrics.jsonl").read_bytes())

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from edkm_cli.clustering import temperature_at
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import TrainingSettings
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted, UserError
@@ -45,7 +44,7 @@ def preemption() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, former)
 
 
-def make_accelerator(config: CompressConfig, world: World, mixed_precision: str, project: Path) -> Any:
+def make_accelerator(config: TrainingSettings, world: World, mixed_precision: str, project: Path) -> Any:
     """accelerate's part: autocast and trackers. Raises UserError for a tracker that is missing."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -62,7 +61,7 @@ def make_accelerator(config: CompressConfig, world: World, mixed_precision: str,
     return accelerator
 
 
-def require_accumulation(config: CompressConfig) -> None:
+def require_accumulation(config: TrainingSettings) -> None:
     """Raises UserError where `accelerate launch` was told another accumulation than this run."""
     asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if asked not in ("1", str(config.gradient_accumulation)):
@@ -77,11 +76,12 @@ def train(
     model: Any,
     objective: Objective,
     blocks: Blocks,
-    config: CompressConfig,
+    config: TrainingSettings,
     *,
     world: World,
     staging: Path,
     mixed_precision: str = "no",
+    temperature: Callable[[int], float] | None = None,
     measure: Callable[[Any], dict[str, Any]] = lambda model: {},
     track: Track = no_progress,
     show: Callable[[str], None] = lambda text: None,
@@ -89,13 +89,14 @@ def train(
     """Train the clustered model in place for `config.steps` optimizer steps.
 
     Args:
-        model: a causal LM with `ClusteredLinear` layers, on the world's device; sharded, or the same on all processes.
+        model: a causal LM, on the world's device; sharded, or the same on all processes. What requires gradients trains.
         objective: what is minimized.
-        config: resolved (`edkm_cli.preflight.resolve`).
+        config: of any command that trains, with no `auto` in it.
         blocks: training data; a step takes `batch_size * gradient_accumulation` blocks for each process.
         staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
             newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.
         mixed_precision: `no` or `bf16`.
+        temperature: of the clustered layers at a step, from 0, in modes that have one.
         measure: figures of the model, each a map by text, for the step's line; called every `config.eval_every` steps (0:
             never) and at the last one. With `config.keep_best` training ends with the weights of the step at which the
             `perplexity` of the first text was lowest.
@@ -109,7 +110,7 @@ def train(
     optimizer = build_optimizer(model, config, world)
     checkpoints = Checkpoints(staging, keep=config.keep, world=world)
     first = checkpoints.load_newest(model, optimizer)
-    training = _Training(model, objective, blocks, config, world, accelerator, optimizer)
+    training = _Training(model, objective, blocks, config, world, accelerator, optimizer, temperature)
     best = BestStep(staging, first, world) if config.keep_best else None
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
     with metrics, preemption() as stop:
@@ -138,14 +139,15 @@ def train(
     return training.offloaded
 
 
-def prepare(model: Any, config: CompressConfig, world: World) -> None:
+def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     """Make a clustered model ready to train, in place."""
     freeze_dense_embeddings(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    if config.method == "dkm" and world.size > 1:
-        share_saved_maps(clustered_layers(model))
+    layers = clustered_layers(model)
+    if world.size > 1 and any(layer.clustering.method == "dkm" for layer in layers.values()):
+        share_saved_maps(layers)
     model.train()
 
 
@@ -157,15 +159,17 @@ class _Training:
         model: Any,
         objective: Objective,
         blocks: Blocks,
-        config: CompressConfig,
+        config: TrainingSettings,
         world: World,
         accelerator: Any,
         optimizer: torch.optim.Optimizer,
+        temperature: Callable[[int], float] | None,
     ):
         self._model, self._objective, self._blocks = model, objective, blocks
         self._config, self._world = config, world
         self._accelerator, self._optimizer = accelerator, optimizer
-        self._layers = clustered_layers(model)
+        self._layers, self._temperature = clustered_layers(model), temperature
+        self._soft = any(layer.clustering.mode == "soft" for layer in self._layers.values())
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._parts = Parts(model, whole=world.sharded)
         self._marshal = MarshalSavedTensors(device="cpu", keep=model.buffers()) if config.offload == "cpu" else None
@@ -178,11 +182,14 @@ class _Training:
         """Step number `step`, from 0; returns its line of metrics.jsonl. Raises UserError for NaN or Inf."""
         config, world, start = self._config, self._world, time.perf_counter()
         factor = self._set_rates(step)
-        temperature = set_temperature(self._layers, step, config)
+        temperature = self._temperature(step) if self._temperature is not None else None
+        if temperature is not None:
+            for layer in self._layers.values():
+                layer.temperature = temperature
         loss, last = self._accumulate(step)
         require_finite("training loss", loss, step)
         hard = None
-        if config.mode == "soft":
+        if self._soft:
             hard = hard_loss(self._model, self._parts, self._objective, last, step, config, world)
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
@@ -197,7 +204,7 @@ class _Training:
             **({"hard_loss": hard} if hard is not None else {}),
             "gradient_norm": norm,
             "learning_rate": config.learning_rate * factor,
-            "temperature": temperature,
+            **({"temperature": temperature} if temperature is not None else {}),
             "tokens": (step + 1) * sequences * config.sequence_length,
             "seconds": time.perf_counter() - start,
         }
@@ -270,23 +277,9 @@ def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:
         layer.saving = saving
 
 
-def set_temperature(layers: dict[str, ClusteredLinear], step: int, config: CompressConfig) -> float:
-    """Give all layers the step's temperature, and return it."""
-    temperature = temperature_at(
-        step,
-        config.steps,
-        schedule=config.temperature_schedule,
-        start=config.temperature,
-        end=config.temperature_end,
-    )
-    for layer in layers.values():
-        layer.temperature = temperature
-    return temperature
-
-
 @torch.no_grad()
 def hard_loss(
-    model: Any, parts: Parts, objective: Objective, batch: Batch, step: int, config: CompressConfig, world: World
+    model: Any, parts: Parts, objective: Objective, batch: Batch, step: int, config: TrainingSettings, world: World
 ) -> float | None:
     """In soft mode, the objective of the snapped model on the step's last micro-batch: what export would give. Measured at
     about twenty steps of the run, None at the others."""

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 
 
-def require_trackers(config: CompressConfig) -> None:
+def require_trackers(config: TrainingSettings) -> None:
     """Raises UserError for a tracker of `--log-with` whose package is missing."""
     if not config.log_with:
         return
@@ -30,7 +30,7 @@ def require_trackers(config: CompressConfig) -> None:
 class Metrics:
     """`metrics.jsonl`, a line for each step, and the trackers of `--log-with`; on the first process only."""
 
-    def __init__(self, path: Path, accelerator: Any, config: CompressConfig, first: int, world: World):
+    def __init__(self, path: Path, accelerator: Any, config: TrainingSettings, first: int, world: World):
         self._file = None
         self._accelerator = accelerator if config.log_with else None
         if world.main:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers, lut_layers
@@ -18,7 +18,7 @@ from edkm_cli.train.masters import MasterOptimizer
 _BETAS = (0.9, 0.95)
 
 
-def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[str, Any]]:
     """The optimizer's groups: clustered weights, or adapters, of a dense model its linears; LUT entries; and the
     rest (norms, biases), which is not decayed."""
     luts = {id(layer.centroids) for layer in lut_layers(model).values()}
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, config: CompressConfig) -> list[dict[str,
     ]
 
 
-def require_optimizer(config: CompressConfig, world: World) -> None:
+def require_optimizer(config: TrainingSettings, world: World) -> None:
     """Raises UserError where the package or device is missing that `--optimizer` needs."""
     if config.optimizer != "adamw-8bit":
         return
@@ -60,7 +60,7 @@ def needs_masters(groups: list[dict[str, Any]]) -> bool:
     return any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"])
 
 
-def build_optimizer(model: nn.Module, config: CompressConfig, world: World) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names. Raises UserError where its package or device is missing."""
     require_optimizer(config, world)
     groups = parameter_groups(model, config)

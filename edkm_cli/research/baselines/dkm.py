@@ -18,7 +18,7 @@ from torch import Tensor
 
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS, QuantizationSpec
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
@@ -76,9 +76,9 @@ def quantize(
     device = next(model.parameters()).device
     batches = [batch.to(device) for batch in batches]
     method = "edkm" if closed_form else "dkm"
-    spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype, embedding_bits=DENSE_BITS)
+    spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype)
     geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
-    swaps = [swap for swap in plan_swaps(model, embedding_bits=DENSE_BITS) if swap.clustered]
+    swaps = [swap for swap in plan_swaps(model) if swap.clustered]
     check_geometry(swaps, geometry)
     size = stored_size(shapes_of(layers), bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
     clustering = Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations)

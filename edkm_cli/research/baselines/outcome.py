@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 
@@ -39,7 +38,7 @@ class Outcome:
 
 def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     """Module path -> layer of every linear a method quantizes: all but the output embedding, in model order."""
-    swaps = plan_swaps(model, embedding_bits=DENSE_BITS)
+    swaps = plan_swaps(model)
     return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 

@@ -24,19 +24,20 @@ from typing import Any, get_type_hints
 from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, TextSettings
 from edkm_cli.data import parse_sources, tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, require_apart, require_replaceable
+from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.format import digest, write_json
-from edkm_cli.preflight import choose_device, evaluation_documents, evaluation_names
+from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import load
 from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.research.compare.llama_cpp import file_facts
 from edkm_cli.research.compare.table import draw
-from edkm_cli.settings import coerce, from_mapping
+from edkm_cli.settings import coerce, from_mapping, part_of
 from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
@@ -110,18 +111,11 @@ def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
     """Tokenize all texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
     tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
     sources = parse_sources(config.data)
-    measured = evaluation_documents(_measuring(config), sources, tokenizer)
+    measured = evaluation_documents(part_of(TextSettings, config), sources, tokenizer)
     tokens = {"training": training_tokens(sources, tokenizer)}
     tokens |= {f"evaluation.{index}": tokenize(text, tokenizer) for index, text in enumerate(measured.values())}
     save_file(tokens, path)
     return {"tokens_sha256": digest(tokens.items())}
-
-
-def _measuring(config: CompareConfig) -> CompressConfig:
-    """What decides the measured texts, as `edkm compress` has it."""
-    return CompressConfig(
-        data=config.data, eval_data=config.eval_data, eval_windows=config.eval_windows, context=config.context
-    )
 
 
 def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
@@ -135,7 +129,7 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         "model": config.model,
         "model_files": _model_files(config.model),
         "data": list(config.data),
-        "texts": list(evaluation_names(_measuring(config), parse_sources(config.data))),
+        "texts": list(evaluation_names(part_of(TextSettings, config), parse_sources(config.data))),
         "context": config.context,
         "eval_windows": config.eval_windows,
         "device": choose_device(config.device),

@@ -173,7 +173,8 @@ def _ours(
         config.calibration_tokens if config.importance != "none" else 0,
         (config.start_tokens or 0) if config.start != "kmeans" else 0,
     )
-    text = calibration_batches(tokens, config, max(limits)) if any(limits) else []  # both begin with the same blocks
+    # Both begin with the same blocks.
+    text = calibration_batches(tokens, max(limits), seed=config.seed) if any(limits) else []
     spec = read_spec(directory)
     assert spec is not None
     row = {
