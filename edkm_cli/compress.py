@@ -22,8 +22,9 @@ from edkm_cli.evaluate.texts import DENSE
 from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts, reads
+from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts
 from edkm_cli.format import digest, write_json
 from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
@@ -102,7 +103,7 @@ class Run:
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
         config, world = self.config, self.world
-        inputs = reads(config, "--model", config.model)
+        inputs = run_paths(config, "--model", config.model)
         with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=world) as output:
             output.rehearse(self.plan.needed_bytes)
             return self._run(output)

@@ -22,7 +22,7 @@ def no_progress(items: Iterable[Any], description: str, total: int) -> Iterable[
     return items
 
 
-@dataclass(frozen=True)
+@dataclass
 class Observer:
     """How a run shows itself: `track` wraps long loops, `show` adds a short text to the current one, `say` prints."""
 
@@ -44,13 +44,14 @@ class Clock:
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
 
-class Progress:
+class Progress(Observer):
     """`track` wraps an iterable in a bar, `show` sets the text beside it, `say` prints a line above it."""
 
     def __init__(self) -> None:
+        super().__init__(self._track, self._show, lambda text: tqdm.write(text, file=sys.stderr))
         self._bar: Any = None
 
-    def track(self, items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
+    def _track(self, items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
         live = sys.stderr.isatty()
         interval = 0.1 if live else _LOG_INTERVAL_SECONDS
         with tqdm(
@@ -59,12 +60,9 @@ class Progress:
             yield from self._bar
         self._bar = None
 
-    def show(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
-
-    def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
 
 
 @contextmanager

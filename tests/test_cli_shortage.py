@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edkm_cli.cli import compress as command
-from edkm_cli.cli.shortage import told
+from edkm_cli.cli.shortage import shortage
 from helpers import run
 
 
@@ -31,14 +31,14 @@ def raised(what):
     ],
 )
 def test_what_a_machine_lacks_is_one_line_with_a_remedy(error, message):
-    line = str(told(error))
+    line = str(shortage(error))
     assert re.search(message, line)
     assert "--resume" in line
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOENT, "x"), RuntimeError("shape mismatch"), KeyError("a")])
 def test_an_error_of_ours_is_none_of_the_machines(error):
-    assert told(error) is None
+    assert shortage(error) is None
 
 
 @pytest.mark.parametrize(("error", "status"), [(MemoryError(), 2), (KeyError("ours"), None)])

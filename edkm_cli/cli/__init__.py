@@ -86,9 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        from edkm_cli.cli.shortage import told
+        from edkm_cli.cli.shortage import shortage
 
-        line = told(error)
+        line = shortage(error)
         if line is None:
             raise
         print(f"edkm: error{_speaker()}: {' '.join(str(line).split())}", file=sys.stderr)

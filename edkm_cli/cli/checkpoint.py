@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,16 +197,13 @@ def generate_command(
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "emit": _say}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    options["emit"] = partial(typer.echo, nl=False)
     if prompt is None:
         result = converse(writer, system=system, ask=_ask, **options)
     else:
         result = generate_text(writer, prompt, chat=talks, system=system, **options)
     finish("", stamped(result), json_file)
-
-
-def _say(text: str) -> None:
-    typer.echo(text, nl=False)
 
 
 def _ask() -> str | None:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, require_model, settings_paths
+from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, require_model
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.research.compare.config import CompareConfig, build_compare_config
 from edkm_cli.settings import OUTPUT
 
@@ -21,7 +22,7 @@ def compare_command(
 ) -> None:
     """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
     require_model(settings.model)
-    check_json_target(json_file, settings_paths(settings, "--model", settings.model))
+    check_json_target(json_file, run_paths(settings, "--model", settings.model))
     from edkm_cli.progress import Progress
     from edkm_cli.research.compare.command import compare
     from edkm_cli.research.compare.table import format_table

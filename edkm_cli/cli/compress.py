@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,11 +16,11 @@ from edkm_cli.cli.options import (
     finish,
     first_process,
     require_model,
-    settings_paths,
     stamped,
 )
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.settings import SCALE
 
 
@@ -56,36 +55,25 @@ def compress_command(
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
     require_model(settings.model)
-    check_json_target(json_file, settings_paths(settings, "--model", settings.model))
+    check_json_target(json_file, run_paths(settings, "--model", settings.model))
     if dry_run:
-        _dry_run(settings, gpu_memory, gpus, json_file)
+        from edkm_cli.dryrun import plan
+        from edkm_cli.summaries import plan_summary
+
+        result = plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
+        finish(plan_summary(result), stamped(result), json_file)
         return
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
     from edkm_cli.compress import compress
     from edkm_cli.dryrun.plan import choose_memory
     from edkm_cli.preflight import RunPlan
-    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.progress import Progress
     from edkm_cli.summaries import summary
 
     def use_memory(plan: RunPlan) -> None:
         return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks()
 
-    progress = Progress()
-    result = compress(
-        settings,
-        overwrite=overwrite,
-        resume=resume,
-        observer=Observer(progress.track, progress.show, progress.say),
-        planned=use_memory,
-    )
+    result = compress(settings, overwrite=overwrite, resume=resume, observer=Progress(), planned=use_memory)
     if first_process():
         finish(summary(result), result, json_file)
-
-
-def _dry_run(settings: CompressConfig, gpu_memory: str | None, gpus: int | None, json_file: Path | None) -> None:
-    from edkm_cli.dryrun.plan import dry_run
-    from edkm_cli.summaries import plan_summary
-
-    result = dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
-    finish(plan_summary(result), stamped(result), json_file)

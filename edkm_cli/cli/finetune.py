@@ -15,10 +15,9 @@ from edkm_cli.cli.options import (
     configured,
     finish,
     first_process,
-    settings_paths,
     stamped,
 )
-from edkm_cli.export.ownership import input_paths
+from edkm_cli.export.ownership import input_paths, run_paths
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_finetune_config, build_merge_config
 from edkm_cli.settings import MODEL, SCALE
 
@@ -41,23 +40,16 @@ def finetune_command(
     json_file: JsonFile = None,
 ) -> None:
     """Train an adapter (LoRA) on a compressed model, whose weights stay packed and as they are."""
-    check_json_target(json_file, settings_paths(settings, "DIR", directory))
+    check_json_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.command import finetune, plan_finetune
-    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.progress import Progress
     from edkm_cli.summaries import finetune_plan_summary, finetune_summary
 
     if dry_run:
         plan = plan_finetune(directory, settings)
         finish(finetune_plan_summary(plan), stamped(plan), json_file)
         return
-    progress = Progress()
-    result = finetune(
-        directory,
-        settings,
-        overwrite=overwrite,
-        resume=resume,
-        observer=Observer(progress.track, progress.show, progress.say),
-    )
+    result = finetune(directory, settings, overwrite=overwrite, resume=resume, observer=Progress())
     if first_process():
         finish(finetune_summary(result), result, json_file)
 
@@ -70,13 +62,11 @@ def merge_command(
     json_file: JsonFile = None,
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
-    inputs = [*settings_paths(settings, "DIR", directory), *input_paths("--adapter", settings.adapter)]
+    inputs = [*run_paths(settings, "DIR", directory), *input_paths("--adapter", settings.adapter)]
     check_json_target(json_file, inputs)
     from edkm_cli.finetune.merge import merge
-    from edkm_cli.progress import Observer, Progress
+    from edkm_cli.progress import Progress
     from edkm_cli.summaries import merge_summary
 
-    progress = Progress()
-    observer = Observer(progress.track, progress.show, progress.say)
-    result = merge(directory, settings, overwrite=overwrite, observer=observer)
+    result = merge(directory, settings, overwrite=overwrite, observer=Progress())
     finish(merge_summary(result), result, json_file)

@@ -78,8 +78,8 @@ def configured(
             require_apart("--output", Path(settings.output), input_paths("--config", config))  # type: ignore[attr-defined]
             command(settings, **values)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        parameters = [*_options(kind), _parameter("config", _CONFIG_FILE), *own]
+        arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [*_options(kind), _parameter("config", _CONFIG_FILE), *arguments]
         parameters = sorted((one.replace(kind=one.KEYWORD_ONLY) for one in parameters), key=_panel)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         parsed.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -185,12 +185,6 @@ def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]]
         raise UserError(f"--json must name a file that can be written, but {json_file} cannot; choose another")
     require_apart("--json", target, [*inputs, *cache_paths()])
     require_replaceable("--json", target)
-
-
-def settings_paths(settings: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
-    """(option, path) of what a command with these settings reads: its model, and its texts."""
-    texts = [*input_paths("--data", *settings.data), *input_paths("--eval-data", *settings.eval_data)]
-    return [*input_paths(option, model), *texts]
 
 
 def stamped(result: dict[str, Any]) -> dict[str, Any]:

@@ -23,13 +23,14 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Ca
 _RESUME = "what was running can go on with --resume from its last checkpoint, if it has one"
 
 
-def told(error: BaseException) -> UserError | None:
+def shortage(error: BaseException) -> UserError | None:
     """The one line for an error that is the machine's; None for one that is ours.
 
     MemoryError, what torch raises for it (on a GPU and on a CPU), and an OSError of a disk: full, read-only or broken.
     """
+    torch_says = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
     text = (str(error).splitlines() or [""])[0][:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _is_memory(error):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says:
         return UserError(
             f"there is not enough memory ({text or 'MemoryError'}); --dry-run says what a run needs and what would need "
             f"less; {_RESUME}"
@@ -38,10 +39,6 @@ def told(error: BaseException) -> UserError | None:
     if number is not None:
         return UserError(f"a file cannot be written or read ({text}); {_DISK[number]}; {_RESUME}")
     return None
-
-
-def _is_memory(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def _disk_error(error: BaseException) -> int | None:

@@ -1,7 +1,5 @@
 """Differentiable k-means as the paper writes it (DKM, arXiv 2108.12659, section 3): the reference of everything faster.
 
-With an importance of each weight, the means that move the centroids are weighted by it.
-
 Materialises the (groups, n, k) attention map of every iteration and leaves the gradient to autograd.
 """
 

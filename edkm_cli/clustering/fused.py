@@ -76,21 +76,9 @@ def fused_dkm(
     A bfloat16 or float16 weight with one LUT goes by a table of its distinct values, every other weight is attended
     to again in backward (eDKM, arXiv 2309.00964, section 2.2, taken to its end: docs/clustering.md).
 
-    Args:
-        weight: (out, in), float64, float32, bfloat16 or float16.
-        centroids: (groups, k), the start.
-        granularity: which weights share a LUT.
-        temperature: relative to the population variance of the group.
-        iterations: number T of centroid updates; the output attends to the centroids after the last one.
-        importance: how much each weight counts in the centroid updates, as for `dense_dkm`.
-        name: the layer, for error messages.
-
-    Returns:
-        The clustered weight (out, in) in the weight's dtype and the centroids after T updates (groups, k), float64 for
-        float64 weights, else float32. Both are differentiable with respect to weight and start.
-
-    Raises:
-        UserError: shapes do not fit, k is not in 2 to 256, or the weight holds NaN or Inf (on a GPU, NaN comes out).
+    Arguments and results are those of `dense_dkm`; both results are differentiable with respect to weight and start.
+    `name` is the layer's in error messages. Raises UserError for a weight that holds NaN or Inf, too (on a GPU, NaN comes
+    out).
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     mass = checked_importance(importance, weight, layer=name)

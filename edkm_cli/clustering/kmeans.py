@@ -25,26 +25,17 @@ def kmeans_start(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> Tensor:
-    """Centroids that minimise the weighted squared error of snapping each weight to its nearest.
+    """Centroids (groups, k) float32 that minimise the weighted squared error of snapping each weight (out, in) to its
+    nearest, ascending in each group. With fewer distinct values than k the last one is repeated.
 
     The global optimum, where a compiler is at hand and a group has at most 65,536 distinct values; beyond that the
     optimum over 65,536 cut points, converged by Lloyd's iteration. Weights on a GPU are copied to the host for that:
     sorting them there costs less than many short iterations here. Without a compiler the best of several converged
     Lloyd runs, where the weight is.
 
-    Args:
-        weight: (out, in), any floating dtype.
-        k: entries of a LUT, 2 to 256.
-        granularity: which weights share a LUT.
-        importance: None, a number for each column (in,), or for each weight (out, in); not negative. Weights of
-            importance zero are ignored, and a group that has no others is clustered unweighted.
-        name: the layer, for error messages.
-
-    Returns:
-        (groups, k) float32, ascending in each group. With fewer distinct values than k the last one is repeated.
-
-    Raises:
-        UserError: k out of range, shapes do not fit, NaN or Inf in weight or importance, negative importance.
+    `importance` is a number for each column (in,), or for each weight (out, in), not negative. Weights of importance zero
+    are ignored; a group that has no others is clustered unweighted. Raises UserError for k outside 2 to 256, shapes that do
+    not fit, NaN or Inf, and negative importance.
     """
     check_k(k, layer=name)
     tile = Granularity.parse(granularity).tile(weight.shape[0], weight.shape[1], layer=name)

@@ -40,14 +40,6 @@ class _Options(NamedTuple):
     name: str
 
 
-def _final_centroids(weight: Tensor, centroids: Tensor, importance: Tensor | None, options: _Options) -> Tensor:
-    start = centroids.detach().to(kernels.centroid_dtype(weight))
-    if options.mode == "straight-through":
-        return start
-    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name, importance)
-    return kernels.iterate(passes, start, spread.tau, options.iterations)
-
-
 def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     """The weight that forward multiplies with, in `dtype`: computed in float32 and rounded once."""
     if options.mode == "soft":
@@ -94,7 +86,12 @@ class _ClusteredLinear(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         if final is None:
-            final = _final_centroids(weight, centroids, importance, options)
+            final = centroids.detach().to(kernels.centroid_dtype(weight))
+            if options.mode != "straight-through":
+                passes, spread = open_passes(
+                    weight, options.tile, options.k, options.temperature, options.name, importance
+                )
+                final = kernels.iterate(passes, final, spread.tau, options.iterations)
         require_finite(final, layer=options.name)
         forward_weight = _forward_weight(weight, final, options, x.dtype)
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
@@ -132,15 +129,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
     if needs_bias:
         grad_bias = flat.sum(0).to(ctx.bias_dtype)
-    return (
-        grad_x,
-        grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None,
-        grad_centroids if needs_centroids else None,
-        grad_bias,
-        None,
-        None,
-        None,
-    )
+    grad_weight = grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None
+    return grad_x, grad_weight, grad_centroids if needs_centroids else None, grad_bias, None, None, None
 
 
 def clustered_linear(
@@ -171,7 +161,7 @@ def clustered_linear(
         bias: (out,) or None.
         granularity: which weights share a LUT.
         temperature: relative to the population variance of the group; unused in mode `straight-through`.
-        iterations: number of centroid updates; unused in mode `straight-through`.
+        iterations: number of centroid updates; unused like `importance` in mode `straight-through`.
         mode: `soft` (DKM, arXiv 2108.12659): w~ is the attention-weighted sum of the centroids. `hard`: forward uses
             the nearest entry of the last centroids rounded to `lut_dtype`, backward DKM's gradient. `straight-through`:
             forward uses the nearest entry of the rounded LUT; the weight gets dL/dw~ as it is, an entry the sum of
@@ -180,16 +170,11 @@ def clustered_linear(
         lut_scale: fixed scale of float8 tables; None: the matrix's own.
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.
-        importance: how much each weight counts in the centroid updates, (in,) or (out, in), as for `dense_dkm`; unused
-            in mode `straight-through`.
+        importance: how much each weight counts in the centroid updates, (in,) or (out, in), as for `dense_dkm`.
         name: the layer, for error messages.
 
-    Returns:
-        (..., out) in x's dtype.
-
-    Raises:
-        UserError: unknown mode or LUT dtype, shapes do not fit, or the weight holds NaN or Inf (on a GPU, NaN comes
-            out instead: see `require_finite`).
+    Returns (..., out) in x's dtype. Raises UserError for an unknown mode or LUT dtype, shapes that do not fit, and a weight
+    that holds NaN or Inf (on a GPU, NaN comes out instead: see `require_finite`).
     """
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")

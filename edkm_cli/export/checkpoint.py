@@ -47,7 +47,9 @@ class DenseFormat:
         wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name in sorted(tensors.keys() - stored.keys()):
-            if world.any(_rounds(local(tensors[name].detach()), dtype)):
+            tensor = local(tensors[name].detach())
+            narrower = tensor.is_floating_point() and not tensor.is_meta and dtype.itemsize < tensor.dtype.itemsize
+            if world.any(narrower and not torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))):
                 wider.add(name)
         return cls(dtype, frozenset(wider))
 
@@ -65,11 +67,6 @@ class DenseFormat:
                     parameter.copy_(parameter.to(self.dtype_of(leaf, parameter)))
 
 
-def _rounds(tensor: Tensor, dtype: torch.dtype) -> bool:
-    narrower = tensor.is_floating_point() and not tensor.is_meta and dtype.itemsize < tensor.dtype.itemsize
-    return narrower and not torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
-
-
 class _Source:
     """Tensors of the trained model under the checkpoint's names, for the first process; holds one module's at a time.
 
@@ -78,7 +75,7 @@ class _Source:
 
     def __init__(self, model: nn.Module, world: World):
         self._model, self._world = model, world
-        self._current: tuple[str, dict[str, Tensor]] = ("", {})
+        self._current: tuple[str, dict[str, Tensor | None]] = ("", {})
 
     def read(self, name: str) -> Tensor | None:
         """The tensor; on other processes than the first it may be None."""
@@ -87,17 +84,13 @@ class _Source:
         if not isinstance(module, LutLayer) or leaf not in _PACKED:
             return full(getattr(module, leaf).detach())
         if self._current[0] != path:
-            self._current = ("", {})  # let go before the next is made
+            self._current = (path, {})  # the last one is let go before the next is made
             with gathered(module):
-                self._current = (path, _packed(module) if self._world.main else {})
+                if self._world.main:
+                    indices, lut = module.snapped()
+                    packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
+                    self._current = (path, {**packed, "lut_scale": module.stored_scale()})
         return self._current[1].get(leaf)
-
-
-def _packed(module: LutLayer) -> dict[str, Tensor]:
-    indices, lut = module.snapped()
-    scale = module.stored_scale()
-    packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
-    return packed if scale is None else {**packed, "lut_scale": scale}
 
 
 def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tensor:
@@ -171,17 +164,18 @@ def write_weights(
                     writer.write(name, tensor.to(tensors[name].dtype))
     code = []
     if world.main:
-        _write_index_and_config(target, spec, split, directory)
+        if split.is_sharded:
+            metadata = {"total_parameters": target.num_parameters(), **split.metadata}
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_config(target, spec, directory)
         code = copy_code(model, directory)
-    files = list(split.filename_to_tensors)
-    return [*files, *([_INDEX] if split.is_sharded else []), "config.json", *code]
+    return [*split.filename_to_tensors, *([_INDEX] if split.is_sharded else []), "config.json", *code]
 
 
 def copy_code(model: nn.Module, directory: Path) -> list[str]:
-    """The Python files of a model that is none of transformers' own, copied beside its weights; returns their names.
-
-    Without them nothing could load what was written.
-    """
+    """The Python files of a model that is none of transformers' own, copied beside its weights, without which nothing could
+    load them; returns their names."""
     if not is_remote(model):
         return []
     kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules"))
@@ -190,16 +184,6 @@ def copy_code(model: nn.Module, directory: Path) -> list[str]:
     for name in names:
         shutil.copyfile(folder / name, directory / name)
     return names
-
-
-def _write_index_and_config(target: Any, spec: QuantizationSpec, split: Any, directory: Path) -> None:
-    if split.is_sharded:
-        index = {
-            "metadata": {"total_parameters": target.num_parameters(), **split.metadata},
-            "weight_map": split.tensor_to_filename,
-        }
-        (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    write_config(target, spec, directory)
 
 
 def write_config(target: Any, spec: QuantizationSpec, directory: Path) -> None:

@@ -83,13 +83,11 @@ def export_model(
         "output": str(place.path),
         **facts,
         **({"perplexity": measured, "data": data} if measured else {}),
-        "weights_bytes": sum(file.stat().st_size for file in place.path.rglob("*") if _holds_weights(file)),
+        "weights_bytes": sum(
+            file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin")
+        ),
         "seconds": round(time.perf_counter() - begin, 3),
     }
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin") and file.is_file()
 
 
 def _tokens(source: Compressed, data: str) -> Tensor:
@@ -107,14 +105,11 @@ def _perplexities(
     def measure(name: str, model: Any) -> float:
         return perplexity(model, tokens, description=f"perplexity, {name}", **windows).perplexity
 
-    def exported() -> Any:
-        if hasattr(form, "load"):
-            return form.load(folder, source, options)
-        return read_model(folder, form.read(folder, options), trust_remote_code=trust)
-
-    figures = {
-        "source": measure("source", load(source.directory, dtype=torch.float32, trust_remote_code=trust)),
-        "export": measure("export", exported()),
-    }
+    figures = {"source": measure("source", load(source.directory, dtype=torch.float32, trust_remote_code=trust))}
+    if hasattr(form, "load"):
+        exported = form.load(folder, source, options)
+    else:
+        exported = read_model(folder, form.read(folder, options), trust_remote_code=trust)
+    figures["export"] = measure("export", exported)
     require_same_perplexity(figures["source"], figures["export"], exact=not parity.rounded)
     return figures

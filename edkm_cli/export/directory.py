@@ -29,8 +29,7 @@ class OutputDirectory:
     """`DIR` receives a complete result or nothing: all is written to `DIR.partial`, then renamed.
 
     A context: inside, other runs are kept out. All processes of `world` call alike; the first one touches the disk.
-    Only what runs of ours wrote is ever removed (`edkm_cli.export.ownership`): a finished result by `overwrite`, once the
-    new one is whole; training checkpoints of an unfinished run by `overwrite` or by the success of the run.
+    Only what runs of ours wrote is ever removed (`edkm_cli.export.ownership`).
 
     Args:
         inputs: (option, path) of everything that the run reads, beside which the result must lie.

@@ -128,9 +128,15 @@ def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]
     for name in map(str, filter(None, names)):
         texts = (name, name.rpartition("=")[0], re.split("[:@]", name)[0])
         there = next((path for text in texts if text and (path := Path(text).expanduser()).exists()), None)
-        found = [there] if there is not None else [Path(match) for match in glob.glob(texts[1] or name, recursive=True)]
-        paths += [(option, path) for path in found]
+        matches = [there] if there is not None else map(Path, glob.glob(texts[1] or name, recursive=True))
+        paths += [(option, path) for path in matches]
     return paths
+
+
+def run_paths(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
+    """(option, path) of everything that a run reads: its model, and the texts of its configuration."""
+    texts = [*input_paths("--data", *config.data), *input_paths("--eval-data", *config.eval_data)]
+    return [*input_paths(option, model), *texts]
 
 
 def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options
@@ -21,7 +20,7 @@ from edkm_cli.progress import Track, no_progress
 
 @dataclass(frozen=True)
 class Parity:
-    """What the comparison read_back: `tensors` compared, those of them `rounded` as the format states, and the
+    """What the comparison saw: `tensors` compared, those of them `rounded` as the format states, and the
     `largest_difference` of any number from the source's."""
 
     tensors: int
@@ -34,8 +33,7 @@ def require_parity(
 ) -> Parity:
     """Compare an export with its source. Raises UserError naming the first tensor that differs, lacks or is too many."""
     missing = dict(source.tensors)
-    count = changed = 0
-    largest = 0.0
+    changed, largest = 0, 0.0
     for name, read_back in track(form.read(folder, options), "comparing with the source", len(missing)):
         if name not in missing:
             raise _drift(name, "is in the export and not in the source, or twice")
@@ -44,21 +42,18 @@ def require_parity(
         if read_back.shape != wanted.shape:
             raise _drift(name, f"is {tuple(read_back.shape)} in the export, and {tuple(wanted.shape)} in the source")
         if not torch.equal(read_back, wanted):
-            raise _drift(name, _difference(read_back, wanted))
+            wrong = read_back != wanted
+            place = tuple(int(index) for index in wrong.nonzero()[0])
+            numbers = f"{float(read_back[place]):g} instead of {float(wanted[place]):g}"
+            raise _drift(
+                name,
+                f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers, first at {place}: {numbers}",
+            )
         difference = float((read_back - exact).abs().max()) if read_back.numel() else 0.0
-        count, changed, largest = count + 1, changed + (difference > 0), max(largest, difference)
+        changed, largest = changed + (difference > 0), max(largest, difference)
     if missing:
         raise _drift(next(iter(missing)), "is in the source, but not in the export")
-    return Parity(count, changed, largest)
-
-
-def _difference(read_back: Tensor, wanted: Tensor) -> str:
-    wrong = read_back != wanted
-    place = tuple(int(index) for index in wrong.nonzero()[0])
-    return (
-        f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers, first at {place}: "
-        f"{float(read_back[place]):g} instead of {float(wanted[place]):g}"
-    )
+    return Parity(len(source.tensors), changed, largest)
 
 
 def _drift(name: str, what: str) -> UserError:

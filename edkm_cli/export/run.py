@@ -20,7 +20,6 @@ from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
-from edkm_cli.export.ownership import input_paths
 from edkm_cli.format import digest
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import keep_text, kept_text, store_of
@@ -38,12 +37,6 @@ _FREE = (
 _LONGEST_TOKEN = 20  # characters, on average over any text
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")
-
-
-def reads(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
-    """(option, path) of everything that a run reads: its model, and the texts of its configuration."""
-    texts = [*input_paths("--data", *config.data), *input_paths("--eval-data", *config.eval_data)]
-    return [*input_paths(option, model), *texts]
 
 
 def identity_of(config: Any, texts: Texts, *, processes: int, model_sha256: str, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from edkm_cli import data, models
 from edkm_cli.data.store import TokenStore
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.export.run import Texts, reads
+from edkm_cli.export.ownership import run_paths
+from edkm_cli.export.run import Texts
 from edkm_cli.format import QuantizationSpec, read_spec, sha256_of
 from edkm_cli.hf import load
 from edkm_cli.model_files import files_digest
@@ -43,7 +44,7 @@ class Session:
     @property
     def inputs(self) -> list[tuple[str, Path]]:
         """(option, path) of what the run reads."""
-        return reads(self.config, "DIR", self.directory)
+        return run_paths(self.config, "DIR", self.directory)
 
     def load_model(self) -> Any:
         """The packed model, on the world's device."""

@@ -29,7 +29,7 @@ from torch.utils.weak import TensorWeakRef
 from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.graph import Marks, Visit, walk
 from edkm_cli.memory.mover import Codec, Mover, Store, Stored
-from edkm_cli.memory.storage import Region, StorageTable, View, storage_address
+from edkm_cli.memory.storage import Region, View, storage_address
 
 
 class _Record:
@@ -40,7 +40,7 @@ class _Record:
         self.version = tensor._version
         self.region = region
         self._stored = stored
-        self._readers: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self.readers: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._have_read: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._restored: torch.Tensor | None = None
 
@@ -52,9 +52,6 @@ class _Record:
             and self.region.covers(view)
         )
 
-    def add_reader(self, reader: _Saved) -> None:
-        self._readers.add(reader)
-
     def read(self, reader: _Saved) -> torch.Tensor:
         """The view of one saved tensor. The copy on the device is dropped when every living reader has had it."""
         assert reader.view is not None
@@ -62,7 +59,7 @@ class _Record:
             self._restored = self.region.scatter(self._stored.load())
         tensor = reader.view.rebuild(self._restored, low=self.region.low)
         self._have_read.add(reader)
-        if len(self._have_read) == len(self._readers):
+        if len(self._have_read) == len(self.readers):
             self._restored = None
             self._have_read.clear()
         return tensor
@@ -84,7 +81,7 @@ class _Saved:
         # An output must not hold the node that holds this. What is detached shares the version counter.
         self._tensor = tensor.detach() if record is None else None
         if record is not None:
-            record.add_reader(self)
+            record.readers.add(self)
 
     def unpack(self) -> torch.Tensor:
         """The tensor. Raises RuntimeError if it was written to."""
@@ -158,7 +155,7 @@ class MarshalSavedTensors:
         self._store: Store = self._mover.store
         for codec in reversed(codecs):
             self._store = partial(_offer, codec, self._store)
-        self._table = StorageTable()
+        self._table: dict[int, weakref.WeakSet[_Record]] = {}  # by the storage they came from
         self._marks = Marks()
         self._keep = {ref.cdata: ref for ref in (StorageWeakRef(t.untyped_storage()) for t in keep)}
         self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
@@ -224,7 +221,8 @@ class MarshalSavedTensors:
         if record is None:
             region = Region.to_move(view, tensor.untyped_storage().nbytes())
             record = _Record(tensor, region, self._store(region.gather(tensor)))
-            self._table.add(record.storage, record)
+            self._table.setdefault(record.storage.cdata, weakref.WeakSet()).add(record)
+            weakref.finalize(record, self._forget, record.storage.cdata).atexit = False
             self.statistics.moved_tensors += 1
         else:
             self.statistics.duplicate_bytes += tensor.numel() * tensor.itemsize
@@ -239,13 +237,17 @@ class MarshalSavedTensors:
                 at_hop[distance] = at_hop.get(distance, 0) + 1
                 return record
         if self._identity:
-            for record in self._table.find(tensor):
+            for record in self._table.get(storage_address(tensor), ()):
                 if record.serves(tensor, view):
                     self.statistics.duplicates_by_identity += 1
                     return record
         return None
 
+    def _forget(self, address: int) -> None:
+        if not self._table.get(address):
+            self._table.pop(address, None)
+
 
 def _offer(codec: Codec, rest: Store, flat: torch.Tensor) -> Stored:
-    """Store a tensor by a codec, or without it where it is not for the codec; what it keeps goes on to `rest`."""
+    """Store a tensor by a codec, or by `rest` where it is not for the codec."""
     return codec.pack(flat, rest) or rest(flat)

@@ -1,4 +1,4 @@
-"""Views and storages: which bytes of a storage a tensor reads, and which storages have been moved.
+"""Views and storages: which bytes of a storage a tensor reads.
 
 A storage is known by the address of its `StorageImpl` *while a weak reference to it is held*: the weak reference keeps
 that address from being given to another storage, so equal addresses mean the same storage. The address of the data is
@@ -8,13 +8,9 @@ never used, since an allocator hands it out again as soon as a tensor is freed.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -104,27 +100,3 @@ class Region:
             if step == 0:
                 tensor = tensor.narrow(dimension, 0, 1)
         return tensor
-
-
-class StorageTable:
-    """Moved things by the storage they came from. Holds things weakly; a thing must hold its `StorageWeakRef`."""
-
-    def __init__(self) -> None:
-        self._things: dict[int, weakref.WeakSet[Any]] = {}
-
-    def add(self, reference: StorageWeakRef, thing: Any) -> None:
-        """Remember `thing` under the storage until it dies."""
-        address = reference.cdata
-        self._things.setdefault(address, weakref.WeakSet()).add(thing)
-        weakref.finalize(thing, self._prune, address).atexit = False
-
-    def find(self, tensor: torch.Tensor) -> Iterable[Any]:
-        """Everything alive that was moved out of this tensor's storage."""
-        return list(self._things.get(storage_address(tensor), ()))
-
-    def __len__(self) -> int:
-        return len(self._things)
-
-    def _prune(self, address: int) -> None:
-        if address in self._things and not list(self._things[address]):
-            del self._things[address]

@@ -59,41 +59,25 @@ def run(
     device: str = "cpu",
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure both tables; the result is what `edkm ablate --json` writes.
+    """Measure both tables; the result is what `edkm ablate --json` writes, the arguments are that command's options.
 
-    Args:
-        width: the projection is width x width; 4096 is LLaMA-7B's attention layer.
-        bits: the LUT has 2**bits entries.
-        iterations: differentiated clustering iterations of the dense layer and of the closed form.
-        learners: processes that hold the same weight, on the gloo backend (nccl where each has a GPU of its own).
-        dtype: "bfloat16" or "float16".
-        device: "cpu" (tensors are copied as if they left a device) or "cuda".
-        log: called with one line for each step.
-
-    Returns:
-        `rows` (`technique`, `bytes` kept by one learner, `reduction`, `seconds` of forward and backward, `gradient` as a
-        checksum), `table1`, `saved_tensors`, `gradients_identical`, `command`, `versions`, `hardware`.
-
-    Raises:
-        UserError: an argument out of range, or learners that failed or did not finish in time.
+    Learners talk by gloo, or by nccl where each has a GPU of its own. On the device "cpu" tensors are copied as if they left
+    a device. `rows` holds `bytes` kept by one learner, `reduction`, `seconds` of forward and backward, and `gradient` as a
+    checksum. Raises UserError for an argument out of range, and learners that failed or did not finish in time.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)} (uniquification needs 16 bits), got {dtype!r}")
-    for name, value, most in (
-        ("width", width, 1 << 15),
-        ("bits", bits, 8),
-        ("iterations", iterations, 64),
-        ("learners", learners, 256),
-    ):
+    setting: dict[str, Any] = {"width": width, "bits": bits, "iterations": iterations, "learners": learners}
+    for (name, value), most in zip(setting.items(), (1 << 15, 8, 64, 256), strict=True):
         if not 1 <= value <= most:
             raise UserError(f"{name} must be from 1 to {most}, got {value}")
+    setting |= {"dtype": dtype, "device": device}
     if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r} needs a GPU and PyTorch finds none; use device 'cpu'")
-    setting = {"width": width, "bits": bits, "iterations": iterations, "dtype": dtype, "device": device}
     log("table 1: two views of one tensor")
     table1 = measure_table1(device)
     log(f"ablation: {learners} learners, {width} x {width}, {bits} bits")
-    reports = _run_learners(setting, learners)
+    reports = _run_learners(setting)
     rows = [
         _merge(technique, [report["rows"][technique] for report in reports if technique in report["rows"]])
         for technique in TECHNIQUES
@@ -102,9 +86,8 @@ def run(
         row["reduction"] = rows[0]["bytes"] / max(row["bytes"], 1)
     dense = [row["gradient"] for row in rows if row["technique"] != "closed-form"]
     return {
-        "command": f"edkm ablate --width {width} --bits {bits} --iterations {iterations} --learners {learners} "
-        f"--dtype {dtype} --device {device}",
-        "setting": setting | {"learners": learners, "temperature": TEMPERATURE, "tokens": TOKENS},
+        "command": " ".join(["edkm ablate", *(f"--{name} {value}" for name, value in setting.items())]),
+        "setting": setting | {"temperature": TEMPERATURE, "tokens": TOKENS},
         "rows": rows,
         "gradients_identical": all(gradient == dense[0] for gradient in dense),
         "table1": table1,
@@ -202,13 +185,14 @@ def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _run_learners(setting: dict[str, Any], learners: int) -> list[dict[str, Any]]:
+def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
     """Start the processes, wait for them within bounds, read their reports. None outlives this call."""
+    learners = setting["learners"]
     with tempfile.TemporaryDirectory(prefix="edkm-ablate-") as folder:
         # A server that has imported what a learner needs is forked for each: eight imports of torch take half a minute.
         torch.multiprocessing.set_forkserver_preload([__name__])
         processes = torch.multiprocessing.start_processes(
-            _learner, (setting, learners, folder), nprocs=learners, join=False, start_method="forkserver"
+            _learner, (setting, folder), nprocs=learners, join=False, start_method="forkserver"
         )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
@@ -230,13 +214,13 @@ def _run_learners(setting: dict[str, Any], learners: int) -> list[dict[str, Any]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(learners)]
 
 
-def _learner(rank: int, setting: dict[str, Any], learners: int, folder: str) -> None:
+def _learner(rank: int, setting: dict[str, Any], folder: str) -> None:
     """One process: every technique in turn. Without sharding learners have nothing to say to each other and do the same
     work on the same weight: learner 0 measures and the others wait, which bounds the machine's memory and keeps the
     times honest.
     """
     torch.set_num_threads(1)
-    device = torch.device(setting["device"])
+    device, learners = torch.device(setting["device"]), setting["learners"]
     own_gpus = device.type == "cuda" and torch.cuda.device_count() >= learners
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())

@@ -87,20 +87,16 @@ def _measure(
     method: str, granularity: str, weight: Tensor, centroids: Tensor, forward: Callable[[], Tensor], runs: int = _RUNS
 ) -> Row:
     """Forward and backward apart, bytes saved between them, peak of both."""
-    grad, saved = torch.randn_like(weight), 0
+    grad, saved, place = torch.randn_like(weight), 0, weight.device
 
     def once() -> None:
         nonlocal saved
         result, saved = _saved_bytes(forward, (weight, centroids))
         torch.autograd.grad(result, weight, grad)
 
-    peak = _peak_bytes(once, weight.device)
-    forward_seconds = _seconds(forward, weight.device, runs)
-    result = forward()
-    backward_seconds = _seconds(
-        lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), weight.device, runs
-    )
-    return _row(method, granularity, weight, forward_seconds, backward_seconds, saved, peak)
+    peak, seconds, result = _peak_bytes(once, place), _seconds(forward, place, runs), forward()
+    backward = _seconds(lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), place, runs)
+    return _row(method, granularity, weight, seconds, backward, saved, peak)
 
 
 def _fused(weight: Tensor, centroids: Tensor, **options: Any) -> Row:
@@ -135,19 +131,15 @@ def _starting_centroids(weight: Tensor, bits: int, granularity: str) -> Tensor:
 def _coremltools(bits: int, iterations: int, dtype: torch.dtype) -> list[Row]:
     """coremltools' DKM in float32 with one LUT for the tensor, and the fused one beside it, both at 1024 x 1024."""
     try:
-        from coremltools.optimize.torch.palettization import fake_palettize  # noqa: F401
-        from coremltools.optimize.torch.palettization.palettization_config import ModuleDKMPalettizerConfig  # noqa: F401
+        from coremltools.optimize.torch.palettization import DKMPalettizer, DKMPalettizerConfig
     except ImportError as error:
         return [{"method": "coremltools", "skipped": f"coremltools cannot be imported: {error}"}]
-    from coremltools.optimize.torch.palettization import DKMPalettizer, DKMPalettizerConfig
-
     width = _COREMLTOOLS_WIDTH
     weight = torch.randn(width, width) * 0.02
     model: Any = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
     model[0].weight.data.copy_(weight)
     settings = {"n_bits": bits, "milestone": 0, "cluster_dim": 1, "kmeans_max_iter": iterations, "weight_threshold": 0}
-    config = DKMPalettizerConfig.from_dict({"global_config": settings})
-    palettizer = DKMPalettizer(model, config)
+    palettizer = DKMPalettizer(model, DKMPalettizerConfig.from_dict({"global_config": settings}))
     palettizer.prepare(inplace=True)
     palettizer.step()
     layer: Any = next(module for module in model.modules() if hasattr(module, "weight_fake_quant"))
@@ -191,13 +183,8 @@ def bench_clustering(
     dense: bool = True,
     log: Log = lambda message: None,
 ) -> dict[str, Any]:
-    """Measure clustering of a (width, width) layer; see docs/clustering.md for how to read the result.
-
-    Returns a dict with the keys of `edkm bench clustering --json`: `rows` (seconds, bytes), the layer's own
-    `linear_forward_backward_seconds` in `linear_dtype` at `tokens` tokens (float32 on a CPU, the weight's dtype on a
-    GPU), `copy_bytes_per_second`, `command`, `versions`, `hardware`. Raises UserError for a dtype or device that is
-    not there.
-    """
+    """Measure clustering of a (width, width) layer: the result of `edkm bench clustering --json` (docs/results.md; how to
+    read it: docs/clustering.md). Raises UserError for a dtype or device that is not there."""
     weight_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
     if weight_dtype is None:
         raise UserError(f"dtype must be bfloat16, float16 or float32, got {dtype!r}")
@@ -259,17 +246,8 @@ def format_table(result: dict[str, Any]) -> str:
                 f"{times:.0f}x" if times else "",
             ]
         )
-    header = [
-        "method",
-        "granularity",
-        "shape",
-        "forward s",
-        "backward s",
-        "saved B/w",
-        "peak GiB",
-        "vs linear",
-        "vs dense",
-    ]
+    header = ["method", "granularity", "shape", "forward s", "backward s", "saved B/w", "peak GiB"]
+    header += ["vs linear", "vs dense"]
     where = result["hardware"]
     return "\n".join(
         [

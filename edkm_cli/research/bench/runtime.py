@@ -97,8 +97,8 @@ def _cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    found = [re.fullmatch(r"(\d+)([KMG]?)", file.read_text().strip()) for file in sizes]
-    return max((int(m[1]) << 10 * " KMG".index(m[2] or " ") for m in found if m), default=0)
+    matches = [re.fullmatch(r"(\d+)([KMG]?)", file.read_text().strip()) for file in sizes]
+    return max((int(m[1]) << 10 * " KMG".index(m[2] or " ") for m in matches if m), default=0)
 
 
 def _copies(kept_bytes: int, cold: bool, device: torch.device) -> int:
@@ -115,10 +115,10 @@ def _random(shape: tuple[int, int], bits: int, granularity: str, device: torch.d
     return Packed(pack(codes, bits).to(device), lut.to(device), None, bits, tile)
 
 
-def _check(found: Tensor, x: Tensor, dense: Tensor) -> None:
+def _check(product: Tensor, x: Tensor, dense: Tensor) -> None:
     exact = x.double() @ dense.double().T
     limit = 8 * torch.finfo(x.dtype).eps * float((x.double().abs() @ dense.double().abs().T).max())
-    error = float((found.double() - exact).abs().max())
+    error = float((product.double() - exact).abs().max())
     if not error <= limit:
         raise RuntimeError(f"a packed product is wrong by {error}, more than rounding explains ({limit})")
 
@@ -156,7 +156,10 @@ def bench_runtime(
     for size, count, granularity in itertools.product(sizes, bits, granularities):
         packed = _random(size, count, granularity, place)
         dense = lut_linear_torch.dense(packed, size[1], torch.float32)
-        matrices = [_another(packed) for _ in range(_copies(packed.indices.nbytes, cold, place))]
+        matrices = [
+            packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
+            for _ in range(_copies(packed.indices.nbytes, cold, place))
+        ]
         halves = [dense.bfloat16() for _ in range(_copies(2 * dense.numel(), cold, place))]
         fulls = [dense.clone() for _ in range(_copies(4 * dense.numel(), cold, place))]
         for number in tokens:
@@ -168,7 +171,7 @@ def bench_runtime(
                     *(_products(x.to(getattr(torch, dtype)), matrices, dense) for dtype in dtypes),
                 ]
                 rounds = [[_seconds(turn, place) for turn in turns] for _ in range(_ROUNDS)]
-                dense_half, dense_full, *times = (min(found) for found in zip(*rounds, strict=True))
+                dense_half, dense_full, *times = (min(seconds) for seconds in zip(*rounds, strict=True))
                 for dtype, seconds in zip(dtypes, times, strict=True):
                     rate = (packed.indices.nbytes + packed.table.nbytes) / seconds
                     rows.append(
@@ -199,10 +202,6 @@ def bench_runtime(
     }
 
 
-def _another(packed: Packed) -> Packed:
-    return packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
-
-
 def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Callable[[], Tensor]]:
     """Products as a module calls them: prepared once, by the operator where the kernel is not the way."""
     from edkm_cli.runtime.lut_linear import lut_linear
@@ -210,9 +209,9 @@ def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Call
     columns = x.shape[-1]
 
     def product(ready: Ready, packed: tuple[Packed]) -> Tensor:
-        found = ready.product(x, packed, columns)
-        if found is not None:
-            return found[0]
+        products = ready.product(x, packed, columns)
+        if products is not None:
+            return products[0]
         indices, table, _, bits, tile = packed[0]
         return lut_linear(x, indices, table, None, bits=bits, tile=tile or (1, columns))
 

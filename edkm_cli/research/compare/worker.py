@@ -201,12 +201,11 @@ def main(arguments: list[str]) -> int:
     0: the predictions are there; 2: they are not, of which standard error has the reason."""
     path, predictions = Path(arguments[0]), Path(arguments[2])
     settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-    progress = Progress()
-    observer = Observer(progress.track, progress.show, progress.say)
+    observer = Progress()
     result: dict[str, Any]
     try:
         if "--remember" in arguments:
-            remember(settings, load_file(arguments[1]), predictions, progress.track)
+            remember(settings, load_file(arguments[1]), predictions, observer.track)
             return 0
         row = measure(
             settings,
