@@ -110,6 +110,18 @@ def test_an_input_that_is_always_zero_is_rounded_to_nearest():
     assert torch.allclose(moved[:, 5], weight[:, 5])
 
 
+@pytest.mark.parametrize("tokens", [20, 400])
+def test_a_factor_in_float32_is_that_of_nearly_the_same_matrix(tokens):
+    columns = 256
+    hessian, _ = inputs_and_weight(columns=columns, tokens=tokens)
+    factor = inverse_factor(hessian.float(), dtype=torch.float32).double()
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    inverse = factor.inverse()
+    difference = (inverse @ inverse.t() - damped).abs().max() / damped.diagonal().max()
+    assert difference < columns * 2**-24
+    assert columns * 2**-24 < 0.01 / 100  # of what damping adds
+
+
 def test_inputs_must_be_finite():
     with pytest.raises(UserError, match="finite"):
         inverse_factor(torch.full((4, 4), torch.nan))

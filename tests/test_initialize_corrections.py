@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from edkm_cli.initialize import corrections as correcting
-from edkm_cli.initialize.compensate import inverse_factor
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.nn.clustered import clustered_layers
 from helpers import cluster, tiny_llama, tiny_qwen
@@ -30,7 +29,8 @@ def a_linear():
     return model.model.layers[0].self_attn.o_proj
 
 
-def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeypatch, exact_products):
+@pytest.mark.parametrize(("texts", "damping"), [(3, 1e-6), (3, 0.2), (1, 0.2)])
+def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(texts, damping, monkeypatch, exact_products):
     monkeypatch.setattr(correcting, "_INPUTS", 1.0)
     monkeypatch.setattr(correcting, "_RESIDUAL", 1.0)
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeyp
     layer = block.linear
     layer.dense = True
     corrections = Corrections(block, [layer])
-    exact = torch.randn(3, 20, HIDDEN, generator=generator)
+    exact = torch.randn(texts, 20 if texts > 1 else 7, HIDDEN, generator=generator)  # one: fewer tokens than columns
     now = exact + 0.1 * torch.randn(exact.shape, generator=generator)
     with torch.no_grad():
         corrections.find_residuals(block, exact[:1])
@@ -46,11 +46,38 @@ def test_the_target_is_the_regression_of_what_is_wanted_on_what_there_is(monkeyp
             wanted = torch.cat([block(text[None]) for text in exact])
         with corrections.following():
             block(now)
-            factor = inverse_factor((now.reshape(-1, HIDDEN).t() @ now.reshape(-1, HIDDEN)).double(), damping=0)
-            found = corrections.target(layer, now, factor, torch.arange(HIDDEN))
+            x = now.reshape(-1, HIDDEN).double()
+            damped = x.t() @ x
+            damped.diagonal().add_(damping * damped.diagonal().mean())
+            found = corrections.target(layer, now, lambda rows: rows @ damped.inverse().float(), damping)
     branch = (wanted - now).reshape(-1, HIDDEN).double()  # what the matrix has to give for the stream to be as it was
-    regression = torch.linalg.lstsq(now.reshape(-1, HIDDEN).double(), branch).solution.t()
-    torch.testing.assert_close(found.double(), regression, rtol=1e-4, atol=1e-5)
+    weight = layer.weight.detach().double()
+    expected = weight + (branch - x @ weight.t()).t() @ x @ damped.inverse()  # drawn to the weight as it was
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_with_the_same_inputs_share_what_is_solved(exact_products):
+    generator = torch.Generator().manual_seed(0)
+    block = nn.Sequential(a_linear(), a_linear())  # none adds to a stream
+    exact, now = torch.randn(2, 2, 10, HIDDEN, generator=generator)
+    solved = []
+
+    def times_inverse(rows):
+        solved.append(rows)
+        return rows @ torch.eye(HIDDEN)
+
+    for layer in block:
+        layer.dense = True
+    corrections = Corrections(block, list(block))
+    with torch.no_grad(), corrections.recording():
+        for layer in block:
+            layer(exact[:1]), layer(exact[1:])
+    x = now.reshape(-1, HIDDEN)
+    for layer in block:
+        expected = layer.weight + 0.9 * layer.weight @ (exact.reshape(-1, HIDDEN) - x).t() @ x
+        found = corrections.target(layer, now, times_inverse, 0.2)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(solved) == 1
 
 
 @pytest.mark.parametrize("family", [tiny_llama, tiny_qwen])
@@ -86,4 +113,4 @@ def test_a_layer_that_sees_other_tokens_keeps_its_weight():
     with torch.no_grad(), corrections.recording():
         layer(torch.randn(1, 5, HIDDEN))
     for inputs in (torch.randn(5, HIDDEN), torch.randn(2, 5, HIDDEN)):
-        assert corrections.target(layer, inputs, torch.eye(HIDDEN), torch.arange(HIDDEN)) is layer.weight
+        assert corrections.target(layer, inputs, lambda rows: rows, 0.2) is layer.weight

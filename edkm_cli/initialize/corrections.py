@@ -44,7 +44,7 @@ class Corrections:
         self._exact: dict[nn.Module, list[Tensor]] = {}  # what modules got in the uncompressed model
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
         self._weights: Tensor | None = None  # (batch, sequence, 1)
-        self._crossed: tuple[Tensor | None, Tensor] = (None, torch.empty(0))  # inputs X, and (X' - X) X^T of them
+        self._shared: tuple[Tensor | None, Any] = (None, None)  # inputs X, and what was computed of them
 
     def find_residuals(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Find the matrices that add to a residual stream. `run` is the uncompressed layer, `hidden` (1, sequence,
@@ -107,37 +107,62 @@ class Corrections:
             yield
         self._exact.clear()
         self._now.clear()
-        self._crossed = (None, torch.empty(0))
+        self._shared = (None, None)
 
-    def target(self, layer: ClusteredLinear, inputs: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+    def target(
+        self, layer: ClusteredLinear, inputs: Tensor, times_inverse: Callable[[Tensor], Tensor], damping: float
+    ) -> Tensor:
         """The weight (out, in) that is to be rounded, in the dtype of the layer's.
 
         Args:
             inputs: X, (batch, sequence, in), of the compressed model.
-            factor, order: of the damped inverse of the weighted X X^T, as
-                `edkm_cli.initialize.compensate.compensated` takes them.
+            times_inverse: multiplies a matrix (n, in) by the damped inverse of the weighted X X^T.
+            damping: the share of its mean diagonal that was added.
 
         A layer that sees a choice of the tokens, as experts do, keeps its weight: nothing says that they are the same.
         """
         exact = self._exact.get(layer)
         if exact is None or inputs.dim() != 3 or sum(len(x) for x in exact) != len(inputs):
             return layer.weight
-        weight = layer.weight.float()
-        crossed = _INPUTS * (weight @ self._crossing(inputs, exact))  # (out, in)
-        stream = self._adds_to.get(layer)
-        if stream is not None:
-            error = self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
-            crossed += _RESIDUAL * sum_of_products(error, self.weighted(inputs))
-        factor = factor.float()  # what it is multiplied with is less exact
-        change = crossed[:, order] @ factor.t() @ factor
-        return (weight + change[:, order.argsort()]).to(layer.weight.dtype)
+        weight, stream = layer.weight.float(), self._adds_to.get(layer)
+        error = None if stream is None else self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
+        if inputs.shape[:-1].numel() < layer.in_features:
+            change = self._by_tokens(weight, inputs, exact, error, damping)
+        elif error is None:  # what is solved once serves all matrices with these inputs
+            change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * self._crossing(inputs, exact)))
+        else:
+            crossed = sum_of_products(error, self.weighted(inputs)).mul_(_RESIDUAL)
+            change = times_inverse(crossed.addmm_(weight, self._crossing(inputs, exact), alpha=_INPUTS))
+        return (weight + change).to(layer.weight.dtype)
+
+    def _by_tokens(
+        self, weight: Tensor, inputs: Tensor, exact: list[Tensor], error: Tensor | None, damping: float
+    ) -> Tensor:
+        """The change of a weight where tokens are fewer than columns: X^T (X X^T + damping)^-1 = (X^T X + damping)^-1 X^T, a
+        matrix of tokens by tokens (Woodbury)."""
+
+        def solved() -> tuple[Tensor, Tensor]:
+            x = self.weighted(inputs)  # (tokens, in)
+            products = x @ x.t()
+            products.diagonal().add_(damping * products.diagonal().sum() / x.shape[1])
+            return self.weighted(torch.cat(exact)) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
+
+        missing, solution = self._once(inputs, solved)
+        wanted = (weight @ missing.t()).mul_(_INPUTS)  # (out, tokens)
+        if error is not None:
+            wanted += _RESIDUAL * error.t()
+        return wanted @ solution
 
     def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
-        """(X' - X) X^T, (in, in): once for the matrices that get the same X, which got the same X', too."""
-        if self._crossed[0] is not inputs:
-            x = self.weighted(inputs)
-            self._crossed = (inputs, sum_of_products(self.weighted(torch.cat(exact)) - x, x))
-        return self._crossed[1]
+        """(X' - X) X^T, (in, in)."""
+        x = self.weighted(inputs)
+        return sum_of_products(self.weighted(torch.cat(exact)) - x, x)
+
+    def _once(self, inputs: Tensor, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, for all matrices that get the same X: they got the same X', too."""
+        if self._shared[0] is not inputs:
+            self._shared = (inputs, compute())
+        return self._shared[1]
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
 
     Args:
         indices: (out, in) uint8, the chosen entries.
-        errors: (Q - W) H of the choice, (out, in), floating point; kept up to date.
+        errors: (Q - W) H of the choice, (out, in), floating point; used up.
         luts: (out, tiles, k) in the same dtype: the entries of a row in each of `tiles` equal parts of the columns.
         hessian: (in, in) in the same dtype, symmetric, its diagonal positive.
         sweeps: over all columns, at most.
