@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.initialize import build, compensate, corrections, importance, reconstruct
+from edkm_cli.initialize import build, compensate, corrections, reconstruct
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
@@ -75,7 +75,9 @@ def operations(hidden: int, intermediate: int, tokens: int) -> dict[str, float]:
     """Multiplications and additions that a part needs at the least, for a layer of four square matrices and three more."""
     squares, wide = 4 * hidden**2, 3 * hidden * intermediate
     inputs = (hidden, hidden, hidden, intermediate)  # of q, k, v; o; gate, up; down
-    work = 4.0 * hidden**3 + 2.0 * hidden**2 * intermediate + 1.0 * hidden * intermediate**2  # out * in^2 of all matrices
+    work = (
+        4.0 * hidden**3 + 2.0 * hidden**2 * intermediate + 1.0 * hidden * intermediate**2
+    )  # out * in^2 of all matrices
     across = 2.0 * tokens * (squares + wide)
     return {
         "forwards": 2 * across,  # uncompressed and compressed
@@ -142,7 +144,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for part, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
         limit = needed.get(part, 0.0) / (plain if part == "factors" else fast)
         parts.append(
-            {"part": part, "seconds": round(seconds, 3), "operations": needed.get(part), "limit_seconds": round(limit, 3)}
+            {
+                "part": part,
+                "seconds": round(seconds, 3),
+                "operations": needed.get(part),
+                "limit_seconds": round(limit, 3),
+            }
         )
     return {
         "shape": {"hidden": hidden, "intermediate": intermediate, "heads": arguments.heads, "tokens": tokens},

@@ -93,7 +93,9 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
     by at most `n 2^-24` of the diagonal, which is far less than what damping adds. Raises UserError if the matrix is not
     finite.
     """
-    h = _damped(hessian.to(dtype).flip(0, 1), damping)  # H = R R^T, R upper triangular, is Cholesky's from the other end
+    h = _damped(
+        hessian.to(dtype).flip(0, 1), damping
+    )  # H = R R^T, R upper triangular, is Cholesky's from the other end
     diagonal = h.diagonal()
     mean = diagonal.mean()
     for _ in range(20):
