@@ -16,8 +16,10 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -130,11 +132,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     recipe = build.Recipe(swaps, spec, clustering, importance="gradient", average_bits=3.0, passes=0, holds=True)
     text = torch.randint(0, 512, (max(1, tokens // 512), min(tokens, 512)))
     watch = Stopwatch()
-    for part, places in TIMED.items():
-        for where, name in places:
-            setattr(where, name, watch.timed(part, getattr(where, name)))
-    whole = watch.timed("other", build.initialize_by_layer)
-    whole(Layers(model), recipe, calibration=[*text[:4].split(1)], fitting=[*text.split(1)])
+    with ExitStack() as timing:
+        for part, places in TIMED.items():
+            for where, name in places:
+                timing.enter_context(mock.patch.object(where, name, watch.timed(part, getattr(where, name))))
+        whole = watch.timed("other", build.initialize_by_layer)
+        whole(Layers(model), recipe, calibration=[*text[:4].split(1)], fitting=[*text.split(1)])
     needed, speed = operations(hidden, intermediate, tokens), speeds()
     with bfloat16_products():
         rounds = torch.get_float32_matmul_precision() == "medium"

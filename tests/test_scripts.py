@@ -170,6 +170,17 @@ def test_a_memory_limit_needs_a_gpu(monkeypatch, capsys):
     assert line == "bench_training.py: --memory-limit needs a GPU, but the device is cpu; leave it out"
 
 
+def test_the_start_of_a_layer_is_timed_by_part(monkeypatch, tmp_path):
+    script, found = str(ROOT / "scripts" / "bench_start.py"), tmp_path / "start.json"
+    shape = ["--hidden", "64", "--intermediate", "96", "--heads", "2", "--tokens", "48"]
+    monkeypatch.setattr(sys, "argv", [script, *shape, "--json", str(found)])
+    timed = runpy.run_path(script)
+    timed["main"]()
+    parts = {row["part"]: row for row in json.loads(found.read_text())["parts"]}
+    assert parts.keys() == {*timed["TIMED"], "other"}
+    assert all(row["seconds"] >= 0 for row in parts.values())
+
+
 def assert_training_was_measured(result, *, assignments):
     plain, clustered = result["rows"]
     assert (plain["variant"], clustered["variant"]) == ("plain", "clustered")

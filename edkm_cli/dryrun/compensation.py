@@ -25,20 +25,22 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     tokens = inputs.numel() // layer.in_features
     narrow = layer.weight.dtype != torch.float32
     widened = 4 * size * narrow
-    # The Hessian in float32, its sorted copy, and two matrices of its factorization in float64.
-    factoring = (4 + 4 + 2 * 8) * square + 4 * inputs.numel() * (inputs.dtype != torch.float32)
-    # Both matrices of the factorization, the Hessian; the weight, its float32 copy, the rounded one, the tables.
-    moving = (2 * 8 + 4) * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
-    # Two float32 matrices; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
+    # All matrices in float32. The Hessian, its sorted copy, and two of its factorization.
+    factoring = 4 * 4 * square + 4 * inputs.numel() * (inputs.dtype != torch.float32)
+    # The Hessian, its factor and that with a unit diagonal; the weight, its float32 copy, the rounded one, the tables.
+    moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
+    # The Hessian and its factor; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
     fitting = 2 * 4 * square + (2 * 4 + 1) * size + 8 * (layer.out_features + 2 * groups) * k**2 + widened
-    # Two float64 matrices; the weight, its errors and what they raise in float32, codes; three numbers an entry.
-    improving = 2 * 8 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
+    # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
+    improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]
     if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
         needed.append(fitting)
     if corrected:
         stream = tokens * layer.out_features * (layer.out_features == hidden)
-        # Two float64 matrices, three float32 weights; the inputs of both models and their difference, the stream's likewise.
-        held = 2 * 8 * square + 3 * 4 * size + 4 * inputs.numel() + 2 * 4 * stream
-        needed.append(held + max(2 * 4 * inputs.numel(), 3 * 4 * stream))
+        # The Hessian and its factor, three weights; the inputs of both models and their difference, the stream's likewise.
+        held = 2 * 4 * square + 3 * 4 * size + 4 * inputs.numel() + 2 * 4 * stream
+        # What is solved once for all matrices with these inputs: tokens by columns, or columns by columns.
+        solving = 3 * 4 * inputs.numel() if tokens < layer.in_features else 4 * 4 * square
+        needed.append(held + max(2 * 4 * inputs.numel(), 3 * 4 * stream, solving))
     return max(needed)
