@@ -86,11 +86,11 @@ def test_sums_by_code_are_products_of_one_hot_rows(rows, columns, k, monkeypatch
 
 
 def test_rows_that_share_what_is_read_end_as_each_alone():
-    weight, indices, luts, hessian = case(rows=270, columns=300, k=8, tiles=2, dtype=torch.float32)
+    weight, indices, luts, hessian = case(rows=520, columns=300, k=8, tiles=2, dtype=torch.float32)
     errors = (values(indices, luts) - weight) @ hessian
     together, alone = indices.clone(), indices.clone()
     kernels.descend(together, errors.clone(), luts, hessian, 3)
-    for row in range(270):
+    for row in range(0, 520, 37):
         kernels.descend(alone[row : row + 1], errors[row : row + 1].clone(), luts[row : row + 1], hessian, 3)
-    assert torch.equal(together, alone)
+    assert torch.equal(together[::37], alone[::37])
     assert float(error(weight, together, luts, hessian).sum()) < float(error(weight, indices, luts, hessian).sum())

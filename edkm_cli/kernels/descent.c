@@ -10,7 +10,7 @@
 
 #include "lanes.h"
 
-enum { BESIDE = 128, ROWS = 256, VECTORS = BESIDE / LANES }; /* columns of a block, rows that share H */
+enum { BESIDE = 128, ROWS = 512, VECTORS = BESIDE / LANES }; /* columns of a block, rows that share H */
 
 typedef struct {
     int32_t column; /* of its block */
