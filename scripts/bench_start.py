@@ -181,9 +181,8 @@ def main() -> None:
     arguments = parser.parse_args()
     result = measure(arguments)
     for part in result["parts"]:
-        print(
-            f"{part['part']:20} {part['seconds']:9.2f} s, of all cores {part['cpu_seconds']:9.2f} s, limit {part['limit_seconds']:8.2f} s"
-        )
+        seconds = f"{part['seconds']:9.2f} s, of all cores {part['cpu_seconds']:9.2f} s"
+        print(f"{part['part']:20} {seconds}, limit {part['limit_seconds']:8.2f} s")
     print(f"{'all':20} {result['seconds']:9.2f} s")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
