@@ -149,14 +149,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     parts = []
     for part, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
         limit = needed.get(part, 0.0) / (plain if part == "factors" else fast)
-        parts.append(
-            {
-                "part": part,
-                "seconds": round(seconds, 3),
-                "operations": needed.get(part),
-                "limit_seconds": round(limit, 3),
-            }
-        )
+        row = {"part": part, "seconds": round(seconds, 3), "cpu_seconds": round(watch.cpu_seconds[part], 3)}
+        parts.append({**row, "operations": needed.get(part), "limit_seconds": round(limit, 3)})
     return {
         "shape": {"hidden": hidden, "intermediate": intermediate, "heads": arguments.heads, "tokens": tokens},
         "seconds": round(sum(watch.seconds.values()), 3),
