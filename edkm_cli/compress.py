@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli import models
 from edkm_cli.clustering import temperature_at
@@ -24,15 +23,15 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.ownership import run_paths
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts
-from edkm_cli.format import digest, write_json
+from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts, model_digest
+from edkm_cli.format import write_json
 from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.integrity import stored_skeleton
-from edkm_cli.model_files import files_digest, stored_dtypes
+from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import (
     Launch,
@@ -44,7 +43,7 @@ from edkm_cli.preflight import (
     start_batches,
 )
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import NOT_WRITTEN, self_text
+from edkm_cli.self_text import NOT_WRITTEN
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import Objective
@@ -163,11 +162,7 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """What decides the result, and what `auto` stands for: the same however many processes."""
-        source, architecture = self.plan.source, self.plan.architecture
-        if source.path is not None:
-            model = self.world.on_main(partial(files_digest, source.path))
-        else:  # of the hub: its revision stands for its files
-            model = getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
+        model = model_digest(self.plan.source, self.plan.architecture, self.world)
         return identity_of(self.config, self.texts, processes=self.world.size, model_sha256=model)
 
     def _mark(self, output: OutputDirectory) -> None:
@@ -182,10 +177,8 @@ class Run:
         with self.clock.phase("load"):
             writing = None
             if plan.writes_text:
-                self.text = self.own_text.read(unfinished)
-                if self.text is None:
-                    writing = self._load_dense()
-                    self.text = self.world.broadcast(self._write_text(writing))
+                options: dict[str, Any] = {"tokens": needed_tokens(plan), "seed": config.seed, "watch": self.watch}
+                self.text, writing = self.own_text.of(unfinished, self._load_dense, self.tokenizer, **options)
                 self.texts.write(self.text)
             dense = self._open_dense() or Layers(writing if writing is not None else self._load_dense())
             del writing
@@ -199,17 +192,6 @@ class Run:
             if config.packing and config.steps:
                 require_attention_within_documents(dense.model)
         return dense
-
-    def _write_text(self, dense: Any) -> Tensor:
-        self.watch.say("the model writes its own text, once")
-        return self_text(
-            dense,
-            self.tokenizer,
-            tokens=needed_tokens(self.plan),
-            seed=self.config.seed,
-            weights_sha256=digest((name, parameter.detach()) for name, parameter in dense.named_parameters()),
-            track=self.watch.track,
-        )
 
     def _open_dense(self) -> Layers | None:
         """The dense model whose decoder layers stay in its files; None where all of it is needed, or the files cannot."""
@@ -251,7 +233,8 @@ class Run:
         with self.clock.phase("teacher"), dense.at_hand() as whole:
             sha256 = identity["model_sha256"] + models.config_digest(whole.config)
             watch: dict[str, Any] = {"track": self.watch.track, "say": self.watch.say}
-            return remember(whole, self.blocks, self.config, world=self.world, model_sha256=sha256, **watch)
+            options = {"world": self.world, "mixed_precision": self.config.mixed_precision, **watch}
+            return remember(whole, self.blocks, self.config, model_sha256=sha256, **options)
 
     def _start(self, dense: Layers, staging: Path, *, resumed: bool) -> Any:
         """The clustered model: see `initialize`; from the disk where a resumed run finds it."""

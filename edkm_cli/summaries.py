@@ -308,9 +308,11 @@ def export_summary(result: dict[str, Any]) -> str:
 
 
 def _adapter_facts(plan: dict[str, Any]) -> dict[str, str]:
-    parameters = f"{plan['trained_parameters']:,} parameters in {plan['adapted_layers']} layers"
+    what = "adapter" if "adapted_layers" in plan else "tables"
+    layers = plan.get("adapted_layers") or plan["trained_layers"]
+    size = plan.get("adapter_bytes") or plan["trained_bytes"]
     return {
-        "adapter": f"{parameters}, {megabytes(plan['adapter_bytes'])}",
+        what: f"{plan['trained_parameters']:,} parameters in {layers} layers, {megabytes(size)}",
         "training": f"{plan['steps']} steps, {plan['training_tokens']:,} tokens",
     }
 

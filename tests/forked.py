@@ -14,10 +14,12 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.finetune.command import finetune
 
 
 def compress_together(rank, size, port, log, configs, resume, environment=()):
-    """Compress with each of the settings, as process `rank` of `size`, which find one another as torchrun's do."""
+    """Compress with each of the settings, or finetune (directory, settings), as process `rank` of `size`, which find one
+    another as torchrun's do."""
     torch.set_num_threads(1)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
@@ -25,7 +27,10 @@ def compress_together(rank, size, port, log, configs, resume, environment=()):
     with open(f"{log}.{rank}", "w", encoding="utf-8", buffering=1) as sys.stderr:
         try:
             for config in configs:
-                compress(config, resume=resume)
+                if isinstance(config, tuple):
+                    finetune(*config, resume=resume)
+                else:
+                    compress(config, resume=resume)
         except BaseException:
             traceback.print_exc(file=sys.stderr)
             raise

@@ -14,7 +14,7 @@ from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_comm
 from edkm_cli.cli.compare import compare_command
 from edkm_cli.cli.compress import compress_command
 from edkm_cli.cli.export import export_command
-from edkm_cli.cli.finetune import finetune_command, merge_command
+from edkm_cli.cli.finetune import distill_command, finetune_command, merge_command
 from edkm_cli.cli.options import first_process, rank
 from edkm_cli.errors import PeerLost, Preempted, UserError
 
@@ -30,6 +30,9 @@ bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_hel
 
 app.command("compress")(compress_command)
 app.command("finetune")(finetune_command)
+app.command("distill", help="Train tables to predict what the uncompressed model does: finetune --train tables.")(
+    distill_command
+)
 app.command("merge")(merge_command)
 app.command("eval")(eval_command)
 app.command("generate")(generate_command)

@@ -1,4 +1,4 @@
-"""`edkm finetune` and `edkm merge`: LoRA on a compressed model."""
+"""`edkm finetune`, `edkm distill` and `edkm merge`: training on a compressed model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from edkm_cli.cli.options import (
     first_process,
     stamped,
 )
-from edkm_cli.export.ownership import input_paths, run_paths
-from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_finetune_config, build_merge_config
+from edkm_cli.export.ownership import run_paths
+from edkm_cli.finetune.config import (
+    FinetuneConfig,
+    MergeConfig,
+    build_distill_config,
+    build_finetune_config,
+    build_merge_config,
+)
 from edkm_cli.settings import MODEL, SCALE
 
 Directory = Annotated[
@@ -27,8 +33,7 @@ Directory = Annotated[
 ]
 
 
-@configured(FinetuneConfig, build_finetune_config)
-def finetune_command(
+def _finetune(
     settings: FinetuneConfig,
     directory: Directory,
     overwrite: Overwrite = False,
@@ -39,7 +44,7 @@ def finetune_command(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train an adapter (LoRA) on a compressed model, whose weights stay packed and as they are."""
+    """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""
     check_json_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.command import finetune, plan_finetune
     from edkm_cli.progress import Progress
@@ -54,6 +59,10 @@ def finetune_command(
         finish(finetune_summary(result), result, json_file)
 
 
+finetune_command = configured(FinetuneConfig, build_finetune_config)(_finetune)
+distill_command = configured(FinetuneConfig, build_distill_config)(_finetune)
+
+
 @configured(MergeConfig, build_merge_config)
 def merge_command(
     settings: MergeConfig,
@@ -62,8 +71,7 @@ def merge_command(
     json_file: JsonFile = None,
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
-    inputs = [*run_paths(settings, "DIR", directory), *input_paths("--adapter", settings.adapter)]
-    check_json_target(json_file, inputs)
+    check_json_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.merge import merge
     from edkm_cli.progress import Progress
     from edkm_cli.summaries import merge_summary

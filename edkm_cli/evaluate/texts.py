@@ -136,7 +136,7 @@ class Measurements:
                 continue
             stages = {
                 stage: {name: self._of(stage, text.name, name) for name in DISTANCES}
-                for stage in STAGES[1:]
+                for stage in self._stages[1:]
                 if stage in self._measured
             }
             dense, exported = (self._of(stage, text.name, "perplexity") for stage in (DENSE, "exported"))

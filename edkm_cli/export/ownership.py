@@ -134,9 +134,10 @@ def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]
 
 
 def run_paths(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
-    """(option, path) of everything that a run reads: its model, and the texts of its configuration."""
+    """(option, path) of everything that a run reads: its model and those beside it, and the texts of its configuration."""
     texts = [*input_paths("--data", *config.data), *input_paths("--eval-data", *config.eval_data)]
-    return [*input_paths(option, model), *texts]
+    beside = [input_paths(f"--{name}", getattr(config, name, None)) for name in ("adapter", "reference")]
+    return [*input_paths(option, model), *(path for paths in beside for path in paths), *texts]
 
 
 def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]]) -> None:

@@ -7,22 +7,24 @@ the texts, compare the identity with what is there, train in `DIR.partial`, read
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from edkm_cli import data
+from edkm_cli import data, models
 from edkm_cli.config import TextSettings
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
 from edkm_cli.format import digest
+from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import keep_text, kept_text, store_of
+from edkm_cli.self_text import keep_text, kept_text, self_text, store_of
 from edkm_cli.settings import part_of
 
 SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
@@ -54,6 +56,13 @@ def identity_of(config: Any, texts: Texts, *, processes: int, model_sha256: str,
         "evaluation_sha256": digest((text.name, text.tokens) for text in texts.measured.texts),
         **more,
     }
+
+
+def model_digest(source: models.ModelSource, architecture: Any, world: World) -> str:
+    """What tells a model from another: its files, or of one of the hub its revision."""
+    if source.path is not None:
+        return world.on_main(partial(files_digest, source.path))
+    return getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
 
 
 class Texts:
@@ -161,8 +170,8 @@ class OwnText:
     """The text that a model writes itself for a run, kept in `DIR.partial`: on another machine, without the cache, the
     model would write another one, and training could not go on."""
 
-    def __init__(self, partial: Path, world: World):
-        self._path, self._world = partial / "checkpoints" / SELF_TEXT, world
+    def __init__(self, directory: Path, world: World):
+        self._path, self._world = directory / "checkpoints" / SELF_TEXT, world
 
     def read(self, recorded: Mapping[str, Any] | None) -> Tensor | None:
         """What an unfinished run kept. Raises UserError where it is damaged, or none is left that it had."""
@@ -177,6 +186,26 @@ class OwnText:
                 everywhere=True,
             )
         return self._world.broadcast_whole(text)
+
+    def of(
+        self,
+        recorded: Mapping[str, Any] | None,
+        load: Callable[[], Any],
+        tokenizer: Any,
+        *,
+        tokens: int,
+        seed: int,
+        watch: Observer,
+    ) -> tuple[Tensor, Any]:
+        """(what an unfinished run kept, or else what the model that `load` gives writes now, the model or None)."""
+        text = self.read(recorded)
+        if text is not None:
+            return text, None
+        model = load()
+        watch.say("the model writes its own text, once")
+        sha256 = digest((name, parameter.detach()) for name, parameter in model.named_parameters())
+        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "weights_sha256": sha256, "track": watch.track}
+        return self._world.broadcast(self_text(model, tokenizer, **options)), model
 
     def keep(self, text: Tensor | None) -> dict[str, Any]:
         """Write it down; returns what the run's mark says of it."""

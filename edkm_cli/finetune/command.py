@@ -1,8 +1,8 @@
-"""`edkm finetune`: an adapter trained on a compressed model, whose weights stay packed and as they are."""
+"""`edkm finetune`: training on a compressed model, whose weights stay packed: an adapter beside it, or its tables."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli import data
+from edkm_cli import data, models
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.limits import require_same_perplexity
+from edkm_cli.evaluate.texts import ORIGINAL
+from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.run import identity_of, machine_facts
+from edkm_cli.export.run import OwnText, identity_of, machine_facts
 from edkm_cli.finetune.adapters import (
     adapted_layers,
     adapter_card,
@@ -23,10 +26,13 @@ from edkm_cli.finetune.adapters import (
     save_adapter,
     trained_parameters,
 )
-from edkm_cli.finetune.config import FinetuneConfig, require_data
-from edkm_cli.finetune.session import Session
+from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
+from edkm_cli.finetune.reference import Reference
+from edkm_cli.finetune.session import Session, checkpoint_card
 from edkm_cli.format import write_json
-from edkm_cli.preflight import choose_device, choose_dtype
+from edkm_cli.nn.clustered import Clustering, lut_layers
+from edkm_cli.nn.held import hold_packed
+from edkm_cli.preflight import choose_device, choose_dtype, choose_label_weight
 from edkm_cli.progress import Observer
 from edkm_cli.train.loop import require_accumulation, train
 from edkm_cli.train.losses import Objective
@@ -36,6 +42,7 @@ from edkm_cli.train.packed import require_attention_within_documents
 
 REPORT = "finetune.json"
 _ROOM_BYTES = 50_000_000  # beside the tensors: metrics, trackers
+_RANK = 16
 _PROBE_TOKENS = 64
 
 
@@ -66,21 +73,30 @@ def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, An
     """`edkm finetune --dry-run`: what would train, on this one process, without reading a text."""
     require_data(config.data, "the text to learn")
     run = _Run(Path(directory), config, World(device=choose_device(config.device)), Observer())
-    return run.plan(run.adapted_model())
+    return run.plan(run.trained_model())
 
 
 class _Run:
     """One run: its steps in order, each a method."""
 
     def __init__(self, directory: Path, config: FinetuneConfig, world: World, watch: Observer):
-        self.config, self.world, self.watch = config, world, watch
-        dtype = choose_dtype(config.dtype, world.device)
-        self.session = Session(directory, config, world, watch, dtype=dtype)
+        self.world, self.watch, self.tables = world, watch, config.train == TABLES
+        self.session = session = Session(
+            directory, config, world, watch, dtype=choose_dtype(config.dtype, world.device)
+        )
+        if session.writes_text and not config.reference:
+            raise UserError("--data self is what the model says already; name a text to learn")
         require_trackers(config)
         require_optimizer(config, world)
         require_accumulation(config)
-        if any(source.needs_model for source in self.session.sources):
-            raise UserError("--data self is what the model says already; name a text to learn")
+        self.reference = Reference(config, session) if config.reference else None
+        checkpointing = config.gradient_checkpointing
+        self.config = replace(
+            config,
+            lora_rank=None if self.tables else config.lora_rank or _RANK,
+            gradient_checkpointing=self.tables if checkpointing is None else checkpointing,
+            label_weight=choose_label_weight(config, session.sources) if self.reference else None,
+        )
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
         place, options = self.config.output, {"overwrite": overwrite, "resume": resume}
@@ -88,88 +104,108 @@ class _Run:
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
-        session, training = self.session, self.config
+        session, config, reference = self.session, self.config, self.reference
+        token_limit = int(1.1 * self._tokens()) + config.sequence_length
         with session.clock.phase("load"):
-            token_limit = int(1.1 * self._tokens()) + training.sequence_length
-            session.open_texts(token_limit=token_limit, stages=("compressed", "adapted"))
+            stages = ("compressed", *(("trained", "exported") if self.tables else ("adapted",)))
+            session.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
         measured, identity = session.texts.measured, self._identity()
-        if (report := output.finished(REPORT, identity, asdict(self.config))) is not None:
-            self.watch.say(f"{self.config.output} is finished already")
+        if (report := output.finished(REPORT, identity, asdict(config))) is not None:
+            self.watch.say(f"{config.output} is finished already")
             return report
-        unfinished = output.unfinished(identity)
+        unfinished, own_text = output.unfinished(identity), OwnText(output.partial, self.world)
+        dense, text = None, None
         with session.clock.phase("load"):
-            model = self.adapted_model()
+            if reference is not None:
+                dense, text = reference.open(own_text, unfinished, tokens=token_limit)
+            model = self.trained_model()
             output.rehearse(self._needed_bytes(model))
-            blocks = session.texts.data.blocks(training.sequence_length, seed=training.seed)
-            if training.packing:
+            blocks = session.texts.data.blocks(config.sequence_length, seed=config.seed)
+            if config.packing:
                 require_attention_within_documents(model)
         plan = self.plan(model)
+        if dense is not None:
+            with session.clock.phase("evaluate"), dense.at_hand() as whole:
+                measured.measure_original(whole, self.world)
         if unfinished is not None:
             measured.restore(unfinished["measured"])
         else:
             session.measure("compressed", model)
         staging = output.begin(keep=unfinished is not None)
-        output.mark(identity, perplexity=measured.perplexity, measured=measured.state())
+        figures = {"perplexity": measured.perplexity, "measured": measured.state()}
+        output.mark(identity, **figures, **own_text.keep(text))
+        teacher = reference.teacher(dense, blocks) if reference is not None and dense is not None else None
+        del dense
         with session.clock.phase("train"):
             offloaded = train(
                 model,
-                Objective(),
+                Objective(teacher, label_weight=config.label_weight or 0.0),
                 blocks,
-                training,
+                config,
                 world=self.world,
                 staging=staging,
                 measure=partial(measured.on_the_way, world=self.world),
                 track=self.watch.track,
                 show=self.watch.show,
             )
-        return self.world.on_main(lambda: self._finish(output, staging, model, plan, blocks, offloaded))
+        if self.tables:
+            self.dense_format.settle(model)
+            session.measure("trained", model)
+        write = self._write_tables if self.tables else self._write_adapter
+        return self.world.on_main(lambda: self._finish(output, staging, write(model, staging), plan, blocks, offloaded))
 
-    def adapted_model(self) -> Any:
-        """The packed model with a fresh adapter, the same on all processes."""
-        model = self.session.load_model()
-        torch.manual_seed(self.config.seed)
-        rank, alpha = self.config.lora_rank, self.config.lora_alpha
-        return add_adapter(model, rank=rank, alpha=alpha or 2.0 * rank, targets=self.config.target_modules)
+    def trained_model(self) -> Any:
+        """The packed model with what trains of it: a fresh adapter, the same on all processes, or its tables."""
+        model, config = self.session.load_model(), self.config
+        torch.manual_seed(config.seed)
+        if self.tables:
+            spec = self.session.spec
+            self.dense_format = self.session.dense_format(model)
+            hold_packed(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+            return model
+        rank = config.lora_rank or _RANK
+        return add_adapter(model, rank=rank, alpha=config.lora_alpha or 2.0 * rank, targets=config.target_modules)
 
     def _tokens(self) -> int:
-        training = self.config
-        sequences = training.batch_size * training.gradient_accumulation * self.world.size
-        return training.steps * sequences * training.sequence_length
+        config = self.config
+        sequences = config.batch_size * config.gradient_accumulation * self.world.size
+        return config.steps * sequences * config.sequence_length
 
     def plan(self, model: Any) -> dict[str, Any]:
         """What trains, how much of it, and on how much text."""
         trained = trained_parameters(model).values()
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return {
             "model": str(self.session.directory),
             "output": str(Path(self.config.output).expanduser().absolute()),
-            "adapted_layers": len(adapted_layers(model)),
+            **(
+                {"trained_layers": len(lut_layers(model)), "trained_bytes": size}
+                if self.tables
+                else {"adapted_layers": len(adapted_layers(model)), "adapter_bytes": size}
+            ),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
-            "adapter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
             "steps": self.config.steps,
             "training_tokens": self._tokens(),
         }
 
     def _needed_bytes(self, model: Any) -> int:
-        """The adapter, and checkpoints of it with two moments."""
+        """The result, and checkpoints of what trains with two moments."""
         kept = (self.config.keep + 1) * bool(self.config.save_every) + 2 * self.config.keep_best
-        return (1 + 3 * kept) * self.plan(model)["adapter_bytes"] + _ROOM_BYTES
+        trained = sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters(model).values())
+        result = int(1.1 * models.weight_files_bytes(self.session.directory)) if self.tables else trained
+        return result + 3 * kept * trained + _ROOM_BYTES
 
     def _identity(self) -> dict[str, Any]:
         """What decides the result."""
         session = self.session
-        resolved = {"model_sha256": session.digest(), "dtype": session.dtype}
+        resolved: dict[str, Any] = {"model_sha256": session.digest(), "dtype": session.dtype}
+        if self.reference is not None:
+            resolved["reference_sha256"] = self.reference.sha256
         return identity_of(self.config, session.texts, processes=self.world.size, **resolved)
 
-    def _finish(
-        self,
-        output: OutputDirectory,
-        staging: Path,
-        model: Any,
-        plan: dict[str, Any],
-        blocks: data.Blocks,
-        offloaded: dict[str, Any],
-    ) -> dict[str, Any]:
-        """On the first process: write the adapter, read it back, measure what was read, and put it in its place."""
+    # On the first process: what was trained is written, read back and compared.
+
+    def _write_adapter(self, model: Any, staging: Path) -> dict[str, Any]:
         session = self.session
         probe = session.texts.measured.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
@@ -182,8 +218,33 @@ class _Run:
                 "put in place, please report it with the model's name"
             )
         session.measure("adapted", read, shared=False)
+        return {}
+
+    def _write_tables(self, model: Any, staging: Path) -> dict[str, Any]:
+        session = self.session
+        with session.clock.phase("export"):
+            options: dict[str, Any] = {"dense": self.dense_format, "track": self.watch.track}
+            write_checkpoint(model, session.tokenizer, staging, session.spec, **options)
+            read = session.load_model(staging)
+        session.measure("exported", read, shared=False)
+        for row in session.texts.measured.rows():
+            require_same_perplexity(row, session.dtype)
+        return {"weights_bytes": models.weight_files_bytes(staging)}
+
+    def _finish(
+        self,
+        output: OutputDirectory,
+        staging: Path,
+        written: dict[str, Any],
+        plan: dict[str, Any],
+        blocks: data.Blocks,
+        offloaded: dict[str, Any],
+    ) -> dict[str, Any]:
+        """On the first process: report, and put the result in its place."""
+        session = self.session
         report = {
             **plan,
+            **written,
             "perplexity": session.texts.measured.perplexity,
             "texts": session.texts.rows(),
             "data": session.texts.summary(blocks),
@@ -191,7 +252,13 @@ class _Run:
             **machine_facts(self.config, session.clock, self.world),
         }
         write_json(staging / REPORT, report)
-        (staging / "README.md").write_text(adapter_card(report), encoding="utf-8")
+        made = f"tables, norms and biases of {report['model']} trained for {report['steps']} steps"
+        card = (
+            checkpoint_card(report, title=f"{report['model']}, trained on", made=made, file=REPORT)
+            if self.tables
+            else adapter_card(report)
+        )
+        (staging / "README.md").write_text(card, encoding="utf-8")
         output.commit()
         return report
 

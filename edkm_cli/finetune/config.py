@@ -13,8 +13,9 @@ from typing import Any
 from edkm_cli.config import CompressConfig, TextSettings, TrainingSettings
 from edkm_cli.contradictions import unmeasured_best
 from edkm_cli.errors import UserError
-from edkm_cli.settings import OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting, setting_of
+from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting, setting_of
 
+TABLES = "tables"
 _MEASURED = "Text on which perplexity is measured; default: a tenth held out of the first --data."
 _IN_COMPRESS = {of.name: of for of in fields(CompressConfig)}
 
@@ -28,10 +29,27 @@ def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainingSettings, TextSettings):
-    """Everything that decides the training of an adapter. Each field is a flag of `edkm finetune` and a key of its YAML."""
+    """Everything that decides how a compressed model goes on training. Each field is a flag of `edkm finetune` and a key of
+    its YAML."""
 
-    output: str = as_in_compress("output", "adapter", help="Directory for the adapter.")
-    lora_rank: int = setting(16, "Rank of the low-rank updates (LoRA) that train.", TRAINING, minimum=1)
+    output: str = as_in_compress("output", "finetuned", help="Directory for the adapter, or for the trained model.")
+    train: str = setting(
+        "adapter",
+        "What trains.",
+        TRAINING,
+        choices={
+            "adapter": "low-rank updates (LoRA) beside the model, which stays as it is",
+            TABLES: "lookup tables, norms and biases; the result is a compressed model of the same size",
+        },
+    )
+    reference: str = setting(
+        "",
+        "With --train tables, the uncompressed model to learn from: an alias, a hub id, a directory or a GGUF file.",
+        MODEL,
+    )
+    lora_rank: int | None = setting(
+        None, "Rank of the low-rank updates (LoRA) that train; default: 16.", TRAINING, minimum=1
+    )
     lora_alpha: float | None = setting(
         None, "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True
     )
@@ -44,9 +62,19 @@ class FinetuneConfig(TrainingSettings, TextSettings):
         "data",
         (),
         help="Text to learn: builtin, wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "
-        "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
+        "owner/name[:config][@split], or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences; self: "
+        "text that the --reference writes.",
     )
     eval_data: tuple[str, ...] = as_in_compress("eval_data", help=_MEASURED)
+    label_weight: float | None = as_in_compress(
+        "label_weight",
+        help="Weight of the next-token loss beside the --reference's predictions; default: 1, or 0 (these only) with "
+        "--data self.",
+    )
+    gradient_checkpointing: bool | None = as_in_compress(
+        "gradient_checkpointing",
+        help="Save memory: compute activations again in the backward pass; default: with --train tables.",
+    )
     steps: int = as_in_compress("steps", help="Optimizer steps.", minimum=1)
     dtype: str = as_in_compress(
         "dtype",
@@ -56,7 +84,22 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     trust_remote_code: bool = as_in_compress("trust_remote_code", help="Run code that comes with the model.")
 
     def __post_init__(self) -> None:
-        refuse([*faults(self), *unmeasured_best(self)])
+        refuse([*faults(self), *unmeasured_best(self), *self._contradictions()])
+
+    def _contradictions(self) -> list[str]:
+        """What no single value shows."""
+        contradictions = []
+        if self.train == TABLES:
+            lora = {"lora_rank": None, "lora_alpha": None, "target_modules": ("all-linear",)}
+            given = [name for name, default in lora.items() if getattr(self, name) != default]
+            contradictions += [f"{name} is of an adapter, but train is {TABLES}; leave one out" for name in given]
+        elif self.reference:
+            contradictions.append(f"reference teaches tables, but train is {self.train}; use train {TABLES}")
+        if self.label_weight is not None and not self.reference:
+            contradictions.append(
+                "label_weight stands beside a reference's predictions, but there is none; leave it out"
+            )
+        return contradictions
 
 
 @dataclass(frozen=True)
@@ -113,18 +156,25 @@ class MergeConfig:
 
 def build_finetune_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    return _build(FinetuneConfig, file, flags)
+    return from_mapping(FinetuneConfig, _values(file, flags))
+
+
+def build_distill_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:
+    """`edkm distill`: `edkm finetune --train tables` on text that the reference writes. Raises UserError with all faults."""
+    values = {"train": TABLES, "data": ["self"], "output": "distilled", **_values(file, flags)}
+    if not values.get("reference"):
+        raise UserError("--reference is required: the uncompressed model that DIR was made of")
+    return from_mapping(FinetuneConfig, values)
 
 
 def build_merge_config(file: str | Path | None, flags: Mapping[str, Any]) -> MergeConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    return _build(MergeConfig, file, flags)
+    return from_mapping(MergeConfig, _values(file, flags))
 
 
-def _build(kind: Any, file: str | Path | None, flags: Mapping[str, Any]) -> Any:
+def _values(file: str | Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     values = read_yaml(file) if file is not None else {}
-    values.update({name: value for name, value in flags.items() if value is not None})
-    return from_mapping(kind, values)
+    return {**values, **{name: value for name, value in flags.items() if value is not None}}
 
 
 def require_data(data: tuple[str, ...], told: str) -> None:

@@ -15,23 +15,21 @@ from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
+from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.ownership import input_paths, listing
+from edkm_cli.export.ownership import listing
 from edkm_cli.export.run import machine_facts
 from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.recluster import cluster_again, decoded_copy
-from edkm_cli.finetune.session import Session
+from edkm_cli.finetune.session import Session, checkpoint_card
 from edkm_cli.format import sha256_of, write_json
-from edkm_cli.hf import load
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
-from edkm_cli.self_text import NOT_WRITTEN, self_text
+from edkm_cli.self_text import self_text
 from edkm_cli.settings import part_of
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Beside, Objective
@@ -58,8 +56,7 @@ def merge(
     config = with_data(config, adapter)
     run = _Run(directory, adapter, config, observer or Observer())
     require_base(run.session, adapter)
-    inputs = [*run.session.inputs, *input_paths("--adapter", adapter)]
-    with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite) as output:
+    with OutputDirectory(config.output, inputs=run.session.inputs, overwrite=overwrite) as output:
         output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
         return run.run(output)
 
@@ -126,15 +123,12 @@ class _Run:
         torch.manual_seed(self.config.seed)
         with session.clock.phase("load"):
             model = session.load_model()
-            source = models.resolve(str(session.directory))
-            stored = models.load_config(source, trust_remote_code=self._trust, may_be_quantized=True).dtype
-            dense = DenseFormat.of(model, stored or torch.float32, stored_dtypes(session.directory))
+            dense = session.dense_format(model)
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
-            written = NOT_WRITTEN if any(source.needs_model for source in session.sources) else None
-            session.open_texts(token_limit=self._tokens(), stages=("compressed", "adapted", "merged"), written=written)
-            if written is not None:
+            session.open_texts(token_limit=self._tokens(), stages=("compressed", "adapted", "merged"))
+            if session.writes_text:
                 session.texts.write(self._write_text(model))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
@@ -154,14 +148,18 @@ class _Run:
             self._train(merged, teacher, staging)
             del teacher
         with session.clock.phase("export"):
-            write_checkpoint(merged, session.texts.tokenizer, staging, spec, dense=dense, track=self.watch.track)
+            write_checkpoint(merged, session.tokenizer, staging, spec, dense=dense, track=self.watch.track)
             del merged
-            exported = load(staging, dtype=torch.float32, device=self.world.device, trust_remote_code=self._trust)
+            exported = session.load_model(staging)
         session.measure("merged", exported)
         report = self._report(output, staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
         require_close(session.texts.measured.perplexity, self.config.max_perplexity_ratio, staging)
-        (staging / "README.md").write_text(merged_card(report), encoding="utf-8")
+        title = f"{report['model']} with {report['adapter']} merged"
+        card = checkpoint_card(
+            report, title=title, made="the adapter is part of the lookup tables and indices", file=REPORT
+        )
+        (staging / "README.md").write_text(card, encoding="utf-8")
         output.commit()
         return report
 
@@ -196,15 +194,11 @@ class _Run:
         """Of the text, that there is a use for."""
         return max(self.start_tokens, int(1.1 * self.trained_tokens)) + self.config.sequence_length
 
-    @property
-    def _trust(self) -> bool:
-        return self.config.trust_remote_code
-
     def _write_text(self, model: Any) -> Tensor:
         self.watch.say("the adapted model writes its own text, once")
         return self_text(
             model,
-            self.session.texts.tokenizer,
+            self.session.tokenizer,
             tokens=self._tokens(),
             seed=self.config.seed,
             weights_sha256=self.session.digest(self.adapter / WEIGHTS),
@@ -241,31 +235,3 @@ def require_close(perplexity: dict[str, float | None], limit: float, staging: Pa
             f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --steps or --start-tokens, keep "
             "the adapter as it is, or allow more"
         )
-
-
-def merged_card(report: dict[str, Any]) -> str:
-    """README.md of a merged model, with the metadata block the hub reads."""
-    values, measured = report["perplexity"], report["texts"][0]
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- edkm
-- palettization
-- quantized
----
-
-# {report["model"]} with {report["adapter"]} merged
-
-Made by `edkm merge` {report["versions"].get("edkm-cli", "")}: the adapter is part of the lookup tables and indices.
-
-```python
-import edkm_cli
-
-model = edkm_cli.load("PATH")  # PATH: this directory
-```
-
-Perplexity on {measured["data"]}, {measured["windows"]} windows of {measured["context"]} tokens: compressed
-{values["compressed"]:.3f}, with the adapter {values["adapted"]:.3f}, merged {values["merged"]:.3f}. All settings and
-versions are in `merge.json`.
-"""

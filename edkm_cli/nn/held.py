@@ -8,6 +8,7 @@ passes straight through the rounding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from edkm_cli.clustering.checks import require_finite
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
 from edkm_cli.runtime.lut_linear import lut_linear
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 
 class HeldLinear(LutLayer):
@@ -57,6 +59,13 @@ class HeldLinear(LutLayer):
         held = cls(packed, layer.centroids, layer.bias, layer.clustering, **about)
         return held.train(layer.training)
 
+    @classmethod
+    def from_palettized(cls, layer: PalettizedLinear, clustering: Clustering, *, name: str) -> HeldLinear:
+        """A layer of a finished checkpoint, whose tables train."""
+        clustering = replace(clustering, bits=layer.bits)
+        about: dict[str, Any] = {"in_features": layer.in_features, "name": name, "dtype": layer.dtype}
+        return cls(layer.indices, layer.table(), layer.bias, clustering, **about)
+
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -91,6 +100,19 @@ def hold(model: nn.Module) -> None:
         (name, module) for name, module in model.named_modules() if isinstance(module, ClusteredLinear)
     ]:
         model.set_submodule(name, HeldLinear.from_clustered(layer))
+
+
+def hold_packed(model: nn.Module, clustering: Clustering) -> None:
+    """Put a `HeldLinear` in the place of each packed linear, in place; what trains from then on are tables, norms and
+    biases. float8 tables keep their scale where all have one, as some runtimes need it."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PalettizedLinear)}
+    scales = {float(scale) for m in layers.values() if (scale := m._buffers.get("lut_scale")) is not None}
+    clustering = replace(clustering, lut_scale=scales.pop() if len(scales) == 1 else None)
+    model.requires_grad_(False)
+    for name, layer in layers.items():
+        model.set_submodule(name, HeldLinear.from_palettized(layer, clustering, name=name))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 1 or name.endswith(".centroids"))
 
 
 class _Rounded(torch.autograd.Function):

@@ -76,10 +76,11 @@ def remember(
     *,
     world: World,
     model_sha256: str,
+    mixed_precision: str = "no",
     track: Track = no_progress,
     say: Callable[[str], None] = lambda text: None,
 ) -> RememberedTeacher:
-    """The teacher of a training by `config` (steps, batch sizes, mixed_precision): what of it is not in
+    """The teacher of a training by `config` (steps, batch sizes): what of it is not in
     the cache is computed by `model`, the uncompressed one, which may change or go afterwards. Each process has its own
     sequences.
 
@@ -97,7 +98,7 @@ def remember(
     dtype = torch.bfloat16 if parts.dtype == torch.bfloat16 else torch.float16
     shape = (config.sequence_length, parts.width)
     name = hashlib.sha256(
-        " ".join([model_sha256, str(dtype), config.mixed_precision, str(shape), *rows]).encode()
+        " ".join([model_sha256, str(dtype), mixed_precision, str(shape), *rows]).encode()
     ).hexdigest()[:32]
     path = cache_directory() / "teacher" / f"{name}.states"
     partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")
@@ -109,7 +110,7 @@ def remember(
         ids = torch.stack([batch.ids[row] for batch, row in found])
         positions = [batch.positions[row] for batch, row in found if batch.positions is not None]
         batch = Batch(ids, None, torch.stack(positions) if positions else None).to(world.device)
-        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=config.mixed_precision == "bf16"):
+        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=mixed_precision == "bf16"):
             states = parts.states(**inputs_of(batch)).to(dtype)
         if not bool(states.isfinite().all()):
             raise UserError(
