@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.contradictions import contradictions
-from edkm_cli.granularity import LUT_DTYPES, Granularity
+from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
@@ -201,6 +201,9 @@ class CompressConfig(TrainingSettings, TextSettings):
     )
     lut_scale: float | None = setting(
         None, "Scale of all float8 tables, a power of two; default: one for each matrix.", COMPRESSION, positive=True
+    )
+    palette: str = setting(
+        FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION, choices=PALETTES
     )
     target: str | None = setting(
         None,

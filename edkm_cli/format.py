@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import LUT_DTYPES, Granularity
+from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, palette_faults, table_numbers
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.settings import shown
 
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
 SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
+PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
 MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
@@ -66,11 +67,14 @@ class QuantizationSpec:
     format_version: int = 0
     embedding_group: int | None = None
     module_bits: dict[str, int] = field(default_factory=dict)
+    palette: str = FREE
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
         if self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION,)
+        if self.palette != FREE:
+            versions = (PALETTE_VERSION,)
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -97,6 +101,10 @@ class QuantizationSpec:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
         except UserError as error:
             faults.append(str(error))
+        else:
+            faults += palette_faults(self.palette, self.bits, self.granularity)
+        if not isinstance(self.palette, str) or self.palette not in PALETTES:
+            faults = [*faults, f"palette must be one of {', '.join(PALETTES)}, got {self.palette!r:.60}"]
         if faults:
             raise UserError("quantization_config: " + "; ".join(faults))
 
@@ -123,7 +131,8 @@ class QuantizationSpec:
         """As config.json has it: what versions 1 and 2 do not know is left out of them."""
         mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
         mapping["embedding_bits"] = None if self.embedding_bits == DENSE_BITS else self.embedding_bits
-        unused = () if self.format_version == MIXED_VERSION else ("embedding_group", "module_bits")
+        unused: tuple[str, ...] = () if self.format_version >= MIXED_VERSION else ("embedding_group", "module_bits")
+        unused += () if self.format_version >= PALETTE_VERSION else ("palette",)
         return {key: value for key, value in mapping.items() if key not in unused}
 
     def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
@@ -139,10 +148,17 @@ class QuantizationSpec:
     def torch_lut_dtype(self) -> torch.dtype:
         return getattr(torch, self.lut_dtype)
 
+    @property
+    def embedding_scale_dtype(self) -> torch.dtype:
+        """What an embedding's float32 scales are rounded to: other engines, whose palettes these are, hold 16 bits."""
+        half = torch.bfloat16 if self.lut_dtype == "bfloat16" else torch.float16
+        return torch.float32 if self.palette == FREE else half
+
     def linear_bits(self, out_features: int, in_features: int, bits: int) -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
         lut_bits = 8 * self.torch_lut_dtype.itemsize
-        per_weight = self.granularity.bits_per_weight(out_features, in_features, bits=bits, lut_bits=lut_bits)
+        numbers: dict[str, Any] = {"bits": bits, "lut_bits": lut_bits, "palette": self.palette}
+        per_weight = self.granularity.bits_per_weight(out_features, in_features, **numbers)
         return out_features * in_features * per_weight
 
     @property
@@ -159,6 +175,10 @@ class QuantizationSpec:
             "indices": (torch.uint8, (out_features, packed_width(in_features, bits))),
             "lut": (self.torch_lut_dtype, (groups, 2**bits)),
         }
+        if self.palette != FREE:
+            del tensors["lut"]
+            names = ("scales", "offsets")[: table_numbers(self.palette, bits)]
+            tensors |= dict.fromkeys(names, (self.torch_lut_dtype, (out_features, groups // out_features)))
         if self.scales_luts:
             tensors["lut_scale"] = (torch.float32, (1,))
         return tensors
@@ -181,7 +201,7 @@ class QuantizationSpec:
         }
 
 
-_OPTIONAL = {"skipped", "embedding_group", "module_bits"}
+_OPTIONAL = {"skipped", "embedding_group", "module_bits", "palette"}
 
 
 def _module_bits_faults(value: Any) -> list[str]:

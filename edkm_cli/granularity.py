@@ -2,7 +2,8 @@
 
 `tensor` is one LUT for the whole matrix, `row:G` one for every G output rows, `block:RxC` one for every tile of R rows
 by C columns. All three are tiles: `tensor` is a tile of (out, in), `row:G` a tile of (G, in). Groups are numbered tile
-row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names.
+row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names. PALETTES say what
+entries a table may hold: any (`free`), or a template of other engines' formats times a scale (`edkm_cli.clustering.grids`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,36 @@ from dataclasses import dataclass
 from edkm_cli.errors import UserError
 
 LUT_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+FREE, AFFINE = "free", "affine"
+PALETTES = {
+    FREE: "any entries",
+    AFFINE: "scale * j + offset",
+    "integers": "scale * (j - 2^(bits - 1))",
+    "iq4_nl": "scale * llama.cpp's 16 levels",
+    "e2m1": "scale * the 16 numbers of FP4",
+}
 _PATTERN = re.compile(
     r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
 )
+
+
+def table_numbers(palette: str, bits: int) -> int:
+    """Numbers that a table is stored as: its entries, a scale, or a scale and an offset.
+
+    >>> [table_numbers(palette, 3) for palette in ("free", "affine", "integers")]
+    [8, 2, 1]
+    """
+    return 2**bits if palette == FREE else 2 if palette == AFFINE else 1
+
+
+def palette_faults(palette: str, bits: float, granularity: Granularity) -> list[str]:
+    """What keeps tables of a palette from being stored: one sentence each."""
+    faults = []
+    if palette in ("iq4_nl", "e2m1") and bits != 4:
+        faults.append(f"palette {palette} has 4 bits, got {bits:g}; use bits 4")
+    if palette != FREE and granularity.rows != 1:
+        faults.append(f"palette {palette} is for tiles of one row, got {granularity}; use block:1x32 or row:1")
+    return faults
 
 
 def _nearest_divisor(length: int, wanted: int) -> int:
@@ -85,11 +113,13 @@ class Granularity:
         tile_rows, tile_columns = self.tile(out_features, in_features, layer=layer)
         return (out_features // tile_rows) * (in_features // tile_columns)
 
-    def bits_per_weight(self, out_features: int, in_features: int, *, bits: int, lut_bits: int) -> float:
-        """Bits per weight, LUT included: `bits + 2**bits * lut_bits / weights_per_lut`.
+    def bits_per_weight(
+        self, out_features: int, in_features: int, *, bits: int, lut_bits: int, palette: str = FREE
+    ) -> float:
+        """Bits per weight, LUT included: `bits + table_numbers * lut_bits / weights_per_lut`.
 
         >>> Granularity.parse("block:8x64").bits_per_weight(576, 1536, bits=3, lut_bits=8)
         3.125
         """
         tile_rows, tile_columns = self.tile(out_features, in_features)
-        return bits + 2**bits * lut_bits / (tile_rows * tile_columns)
+        return bits + table_numbers(palette, bits) * lut_bits / (tile_rows * tile_columns)

@@ -147,6 +147,7 @@ class RunPlan:
             mode=config.mode,
             iterations=config.iterations,
             lut_scale=config.lut_scale,
+            palette=config.palette,
         )
 
     @property

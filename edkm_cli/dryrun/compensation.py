@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.initialize.tables import fits_tables
+from edkm_cli.granularity import FREE
+from edkm_cli.initialize.tables import PART_BYTES, fits_tables
 
 
 def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
@@ -21,7 +22,7 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
         corrected: whether the weight is corrected for the errors of the layers before, too.
     """
     square, size = layer.in_features**2, layer.out_features * layer.in_features
-    groups, k = layer.centroids.shape
+    groups, k, grid = len(layer.centroids), 2**bits, layer.clustering.grid
     tokens = inputs.numel() // layer.in_features
     narrow = layer.weight.dtype != torch.float32
     widened = 4 * size * narrow
@@ -34,7 +35,9 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
     improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]
-    if fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
+    if grid.palette != FREE:  # codes, products of a part of the rows, then three weights and their errors
+        needed.append(4 * square + (4 * 4 + 1) * size + 3 * PART_BYTES * grid.numbers + 4 * groups * k)
+    elif fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
         needed.append(fitting)
     if corrected:
         stream = tokens * layer.out_features * (layer.out_features == hidden)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import kmeans_start
+from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.compensation import compensation_bytes
 from edkm_cli.dryrun.gradients import Gradients, Taught, size_bytes
@@ -38,7 +38,7 @@ from edkm_cli.dryrun.meta import (
     Stage,
 )
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import FREE, Granularity, table_numbers
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
 from edkm_cli.initialize.layers import Layers
@@ -210,7 +210,8 @@ class Rehearsal:
         """`collect_by_layer`, which forgets a layer's importance when the next one has its turn."""
 
         average, layer_shapes = self.plan.average_bits, {swap.name: swap.shape for swap in self.plan.clustered}
-        entries = sum(2**bits for bits in (tried_bits(average) if average else [self.plan.spec.bits]))
+        tried, palette = tried_bits(average) if average else [self.plan.spec.bits], self.plan.spec.palette
+        entries = sum(table_numbers(palette, bits) for bits in tried)
 
         def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
             self._ledger.move(importance.values(), CLUSTERING)
@@ -256,7 +257,14 @@ class Rehearsal:
             self._share_layers(model)  # of the tables all are there
 
     def _kmeans(
-        self, weight: Tensor, k: int, *, granularity: Granularity, importance: Tensor | None, name: str, world: World
+        self,
+        weight: Tensor,
+        grid: Grid,
+        *,
+        granularity: Granularity,
+        importance: Tensor | None,
+        name: str,
+        world: World,
     ) -> Tensor:
         """One k-means for each shape, in host memory, where a weight on a GPU is copied to, with the scratch memory of
         kernels/kmeans.c. Layers of a shape need the same."""
@@ -266,14 +274,17 @@ class Rehearsal:
             tile = granularity.tile(*shape)
             # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
             size = min(tile[0] * tile[1], _DISTINCT)
-            a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * k) * (size + 1)
+            a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**grid.bits) * (size + 1)
             scratch = a_thread * min(self.launch.threads, weight.numel() // size)
+            if grid.palette != FREE:  # weights and their importance by tiles, and what is searched at a time
+                scratch = 2 * 4 * weight.numel() + search_bytes(grid, size)
             copied = size_bytes([weight]) if self.launch.gpu else 0
             place = HOST if self.launch.gpu else DEVICE
             held = self._ledger.more(copied + scratch, CLUSTERING, place=place)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
-                kmeans_start(weight, k, granularity=granularity, importance=importance)
-        return torch.empty(granularity.groups(*shape), k, device=META)
+                if grid.palette == FREE:
+                    grid.start(weight, granularity=granularity, importance=importance)
+        return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
 
     def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""

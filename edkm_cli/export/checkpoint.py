@@ -27,7 +27,7 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import PALETTIZED
 
 MAX_SHARD_SIZE = "5GB"
-_PACKED = ("indices", "lut", "lut_scale")
+_PACKED = ("indices", "lut", "lut_scale", "scales", "offsets")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -88,7 +88,8 @@ class _Source:
             with gathered(module):
                 if self._world.main:
                     indices, lut = module.snapped()
-                    packed = {"indices": pack(indices, module.clustering.bits), "lut": lut}
+                    numbers = module.stored_numbers() if lut is None else {"lut": lut}
+                    packed = {"indices": pack(indices, module.clustering.bits), **numbers}
                     self._current = (path, {**packed, "lut_scale": module.stored_scale()})
         return self._current[1].get(leaf)
 

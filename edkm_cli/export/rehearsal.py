@@ -41,7 +41,7 @@ def rehearse_export(
             linear = model.get_submodule(swap.name)
             groups = spec.granularity.groups(swap.shape[0], swap.shape[1], layer=swap.name)
             settings = replace(clustering, bits=spec.bits_of(swap.name))
-            tables = torch.empty(groups, 2**settings.bits, device="meta")
+            tables = torch.empty(groups, settings.grid.numbers, device="meta")
             layer = ClusteredLinear(linear.weight, linear.bias, tables, settings, temperature=1.0, name=swap.name)
             model.set_submodule(swap.name, layer)
     empty_embeddings(model, swaps, spec)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.clustering import lookup
+from edkm_cli.clustering import Grid, lookup
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles
 from edkm_cli.packing import unpack
@@ -89,7 +90,18 @@ class Compressed:
 
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""
-        return self.stored(f"{path}.lut").float() * self.scale(path)
+        if self.spec.palette == FREE:
+            return self.stored(f"{path}.lut").float() * self.scale(path)
+        scales, offsets = self.numbers(path)
+        grid = Grid(self.spec.palette, self.spec.bits_of(path), self.spec.lut_dtype)
+        return grid.of_stored(scales.flatten(), None if offsets is None else offsets.flatten())
+
+    def numbers(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Scales and, where its palette has any, offsets of a linear, (out, tiles) float32, the factor multiplied in."""
+        names = (f"{path}.scales", f"{path}.offsets")
+        scales, offsets = (self.stored(n).float() * self.scale(path) if n in self._files else None for n in names)
+        assert scales is not None
+        return scales, offsets
 
     def dense(self, name: str) -> Tensor:
         """A tensor of the dense model in float32, exactly as docs/format.md defines it."""

@@ -161,7 +161,7 @@ class _Run:
         if self.tables:
             spec = self.session.spec
             self.dense_format = self.session.dense_format(model)
-            hold_packed(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+            hold_packed(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype, palette=spec.palette))
             return model
         rank = config.lora_rank or _RANK
         return add_adapter(model, rank=rank, alpha=config.lora_alpha or 2.0 * rank, targets=config.target_modules)

@@ -19,6 +19,7 @@ from torch import nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
+from edkm_cli.nn.held import parameters_of
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
 
 
@@ -32,7 +33,7 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     for name, module in list(base.named_modules()):
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
-            tables[path] = module.table().float(), module.bits
+            tables[path] = parameters_of(module), module.bits
             base.set_submodule(name, to_dense(module, torch.float32))
         elif isinstance(module, (PalettizedEmbedding, PalettizedHead)) and name.endswith(".base_layer"):
             raise UserError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import lut_reach, lut_scale, relative_importance
+from edkm_cli.clustering import Grid, lut_reach, lut_scale, relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -186,7 +186,7 @@ def initialize_by_layer(
     elif kept is not None:
         kept.begin({**tables, **outside}, bits)
 
-    def start(weight: Tensor, k: int, *, name: str, **_: Any) -> Tensor:
+    def start(weight: Tensor, grid: Grid, *, name: str, **_: Any) -> Tensor:
         return tables.pop(f"tables.{name}").to(weight.device)
 
     def begin(path: str, layer: nn.Module) -> None:
@@ -234,7 +234,9 @@ def _tables(
                 rises[swap.name] = {int(bits): rise for bits, rise in found.items()}
             options: dict[str, Any] = {"importance": weighing, "name": swap.name, "world": world}
             candidates[swap.name] = {
-                bits: shared_kmeans_start(weight, 2**bits, granularity=recipe.spec.granularity, **options).cpu()
+                bits: shared_kmeans_start(
+                    weight, replace(recipe.clustering.grid, bits=bits), granularity=recipe.spec.granularity, **options
+                ).cpu()
                 for bits in (tried_bits(average) if average is not None else [recipe.spec.bits_of(swap.name)])
             }
 
@@ -264,8 +266,8 @@ def _tables(
 def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
     """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
 
-    def empty(weight: Tensor, k: int, *, granularity: Any, **_: Any) -> Tensor:
-        return torch.zeros(granularity.groups(*weight.shape), k, device=weight.device)
+    def empty(weight: Tensor, grid: Grid, *, granularity: Any, **_: Any) -> Tensor:
+        return torch.zeros(granularity.groups(*weight.shape), grid.numbers, device=weight.device)
 
     model, _ = initialize(
         dense,
@@ -312,7 +314,7 @@ def cluster_linears(
         weighing = _whole(importance.pop(swap.name, None) if importance else None, swap, world)
         centroids = start(
             linear.weight.detach(),
-            2**clustering.bits,
+            clustering.grid,
             granularity=clustering.granularity,
             importance=weighing,
             name=swap.name,

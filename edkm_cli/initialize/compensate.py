@@ -26,8 +26,9 @@ from edkm_cli import kernels
 from edkm_cli.clustering import lookup, nearest_indices
 from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.errors import UserError
+from edkm_cli.granularity import FREE
 from edkm_cli.initialize.corrections import Corrections
-from edkm_cli.initialize.tables import fits_tables, fitted_tables
+from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.precision import sum_of_products
@@ -202,11 +203,17 @@ class Compensation:
             return found
         indices = nearest_indices(found, layer.lut(), granularity=granularity)
         hessian = _damped(self._hessian, self._damping)
-        weighted = wanted @ self._hessian if fits_tables(granularity, shape) else None
+        grid, weighted = layer.clustering.grid, None
+        if fits_tables(granularity, shape, grid.palette):
+            weighted = wanted @ self._hessian
         for _ in range(_ROUNDS):
             if weighted is not None:
-                tables = fitted_tables(weighted, indices, self._hessian, layer.centroids.detach(), granularity)
-                self._set(layer, "centroids", tables)
+                now = layer.centroids.detach()
+                if grid.palette == FREE:
+                    fitted = fitted_tables(weighted, indices, self._hessian, now, granularity)
+                else:
+                    fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
+                self._set(layer, "centroids", fitted)
             _improve(indices, layer, wanted, hessian)
         improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
         return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)

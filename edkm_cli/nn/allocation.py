@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.clustering import kmeans_start, snap
+from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -64,6 +64,7 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
         bits=math.floor(config.bits),
         granularity=Granularity.parse(config.granularity),
         lut_dtype=config.lut_dtype,
+        palette=config.palette,
         embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
@@ -156,9 +157,9 @@ def choose(
     return chosen
 
 
-def expected_rise(weight: Tensor, centroids: Tensor, importance: Tensor, spec: QuantizationSpec) -> float:
+def expected_rise(weight: Tensor, tables: Tensor, importance: Tensor, spec: QuantizationSpec) -> float:
     """`1/2 sum F (w - w~)^2` of a weight (out, in) that snaps to its tables (groups, 2**bits)."""
-    snapped = snap(weight, centroids, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
+    snapped = snap(weight, tables, granularity=spec.granularity)
     difference = (weight.detach().float() - snapped).square_().mul_(importance.to(weight.device))
     return 0.5 * float(difference.sum(dtype=torch.float64))
 
@@ -216,6 +217,7 @@ def rises_of(
     share = weights.shape[0] / weight.shape[0]
     rises = {}
     for bits in tried_bits(average):
-        tables = kmeans_start(weights, 2**bits, granularity=spec.granularity, importance=weighing, name=name)
-        rises[bits] = expected_rise(weights, tables, weighing, spec) / share
+        grid = Grid(spec.palette, bits, spec.lut_dtype)
+        start = grid.start(weights, granularity=spec.granularity, importance=weighing, name=name)
+        rises[bits] = expected_rise(weights, grid.tables(start), weighing, spec) / share
     return rises

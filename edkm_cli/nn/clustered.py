@@ -16,20 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.clustering import (
+    Grid,
     clustered_linear,
     dense_dkm,
     iterate_centroids,
-    kmeans_start,
     lookup,
-    lut_scale,
     nearest_indices,
     parse_lut_dtype,
-    round_lut,
     snap,
 )
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.kernels import from_groups, to_groups
 
 METHODS = ("edkm", "dkm")
@@ -41,7 +39,8 @@ class Clustering:
 
     `method` is `edkm` (closed form, nothing weight-sized saved for backward) or `dkm` (the dense reference, which keeps
     every attention map); both compute the same. `mode` and `iterations` are those of `clustered_linear`. `granularity`
-    may be given as a text, `row:1`. `lut_scale` fixes the scale of float8 tables; None: each matrix has its own.
+    may be given as a text, `row:1`. `lut_scale` fixes the scale of float8 tables; None: each matrix has its own. `palette`
+    is a key of `PALETTES`; all but `free` need mode `straight-through`.
     """
 
     bits: int
@@ -51,9 +50,15 @@ class Clustering:
     mode: str = "straight-through"
     iterations: int = 1
     lut_scale: float | None = None
+    palette: str = FREE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
+
+    @property
+    def grid(self) -> Grid:
+        """What the tables are a function of."""
+        return Grid(self.palette, self.bits, self.lut_dtype, self.lut_scale)
 
     @property
     def trains_luts(self) -> bool:
@@ -61,8 +66,8 @@ class Clustering:
 
 
 class LutLayer(nn.Module):
-    """What export, reports and measures see of a layer that trains: `centroids` (groups, 2**bits), the entry of each weight,
-    and what a checkpoint stores of both."""
+    """What export, reports and measures see of a layer that trains: `centroids`, the entry of each weight, and what a
+    checkpoint stores of both. `centroids` (groups, numbers) are table entries, or what these are a function of (`Grid`)."""
 
     out_features: int
     in_features: int
@@ -75,15 +80,18 @@ class LutLayer(nn.Module):
         raise NotImplementedError
 
     def lut(self) -> Tensor:
-        return round_lut(self.centroids.detach(), self.clustering.lut_dtype, self.clustering.lut_scale)
+        """The tables (groups, 2**bits) float32 as export stores them."""
+        return self.clustering.grid.tables(self.centroids.detach())
 
     @torch.no_grad()
-    def snapped(self) -> tuple[Tensor, Tensor]:
+    def snapped(self) -> tuple[Tensor, Tensor | None]:
         """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes. A
-        float8 LUT is divided by its `stored_scale`.
+        float8 LUT is divided by its `stored_scale`. Indices of a palette stay those of its template, which has no LUT.
 
         Entries are sorted after the assignment, so ties fall as in `hard_weight`.
         """
+        if self.clustering.palette != FREE:
+            return self.codes(), None
         lut = self.lut()
         ascending, order = lut.sort(dim=1, stable=True)
         rank = torch.empty_like(order).scatter_(
@@ -97,15 +105,26 @@ class LutLayer(nn.Module):
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:
         """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
-        scale = lut_scale(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
+        scale = self.clustering.grid.factor(self.centroids)
         return None if scale is None else scale.reshape(1)
+
+    @torch.no_grad()
+    def stored_numbers(self) -> dict[str, Tensor]:
+        """`scales` and `offsets` of a palette, (out, tiles) in the LUT's dtype; float8 ones divided by `stored_scale`."""
+        dtype, factor = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
+        named = zip(("scales", "offsets"), self.clustering.grid.stored(self.centroids), strict=True)
+        return {
+            name: (numbers if factor is None else numbers / factor).to(dtype).view(self.out_features, -1)
+            for name, numbers in named
+            if numbers is not None
+        }
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"
 
 
 class ClusteredLinear(LutLayer):
-    """A linear layer with a weight (out, in) and centroids (groups, 2**bits), both parameters.
+    """A linear layer with a weight (out, in) and centroids (groups, numbers), both parameters.
 
     While `dense` is set the layer is the plain linear on `weight` instead.
 
@@ -156,12 +175,8 @@ class ClusteredLinear(LutLayer):
         `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles
         that do not fit.
         """
-        centroids = kmeans_start(
-            linear.weight.detach(),
-            2**clustering.bits,
-            granularity=clustering.granularity,
-            importance=importance,
-            name=name,
+        centroids = clustering.grid.start(
+            linear.weight.detach(), granularity=clustering.granularity, importance=importance, name=name
         )
         return cls(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
 
@@ -172,6 +187,7 @@ class ClusteredLinear(LutLayer):
         if not self.training:
             return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
         new_centroids = None if options.trains_luts else self._new_centroids()
+        free = options.palette == FREE
         if options.method == "dkm":
             with self.saving(self.weight):
                 clustered = self._dense_weight()
@@ -179,13 +195,13 @@ class ClusteredLinear(LutLayer):
         return clustered_linear(
             x,
             self.weight,
-            self.centroids,
+            self.centroids if free else options.grid.tables(self.centroids),
             self.bias,
             granularity=options.granularity,
             temperature=self.temperature,
             iterations=options.iterations,
             mode=options.mode,
-            lut_dtype=options.lut_dtype,
+            lut_dtype=options.lut_dtype if free else None,
             lut_scale=options.lut_scale,
             new_centroids=new_centroids,
             importance=self.importance,
@@ -198,7 +214,8 @@ class ClusteredLinear(LutLayer):
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
             indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
-            entries = differentiable_lookup(self.centroids, indices, options.granularity)
+            tables = self.centroids if options.palette == FREE else options.grid.tables(self.centroids)
+            entries = differentiable_lookup(tables, indices, options.granularity)
             value = self.hard_weight().to(entries.dtype)
             return value + (entries - entries.detach()) + (weight - weight.detach())
         soft, final = dense_dkm(
@@ -255,14 +272,7 @@ class ClusteredLinear(LutLayer):
     @torch.no_grad()
     def hard_weight(self) -> Tensor:
         """The weight (out, in) float32 as export stores it."""
-        return snap(
-            self.weight,
-            self.centroids,
-            granularity=self.clustering.granularity,
-            lut_dtype=self.clustering.lut_dtype,
-            scale=self.clustering.lut_scale,
-            name=self.name,
-        )
+        return snap(self.weight, self.lut(), granularity=self.clustering.granularity, name=self.name)
 
     def codes(self) -> Tensor:
         """The nearest entry of each weight, (out, in) uint8."""

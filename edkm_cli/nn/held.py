@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import lookup, round_lut
+from edkm_cli.clustering import lookup
 from edkm_cli.clustering.checks import require_finite
+from edkm_cli.clustering.grids import stored_numbers
+from edkm_cli.granularity import FREE
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
 from edkm_cli.runtime.lut_linear import lut_linear
@@ -23,8 +25,8 @@ from edkm_cli.runtime.palettized import PalettizedLinear
 
 
 class HeldLinear(LutLayer):
-    """`linear(x, centroids[indices], bias)` with packed indices (out, bytes) uint8 and trained centroids (groups, 2**bits)
-    float32."""
+    """`linear(x, centroids[indices], bias)` with packed indices (out, bytes) uint8 and trained centroids (groups,
+    numbers) float32."""
 
     indices: Tensor
 
@@ -64,7 +66,7 @@ class HeldLinear(LutLayer):
         """A layer of a finished checkpoint, whose tables train."""
         clustering = replace(clustering, bits=layer.bits)
         about: dict[str, Any] = {"in_features": layer.in_features, "name": name, "dtype": layer.dtype}
-        return cls(layer.indices, layer.table(), layer.bias, clustering, **about)
+        return cls(layer.indices, parameters_of(layer), layer.bias, clustering, **about)
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
@@ -74,7 +76,7 @@ class HeldLinear(LutLayer):
 
     def _table(self) -> Tensor:
         """`lut()`, differentiable."""
-        table = _Rounded.apply(self.centroids, self.clustering.lut_dtype, self.clustering.lut_scale)
+        table = self.clustering.grid.tables(self.centroids)
         if not table.is_meta:
             require_finite(table.detach(), layer=self.name)
         return table
@@ -115,11 +117,8 @@ def hold_packed(model: nn.Module, clustering: Clustering) -> None:
         parameter.requires_grad_(parameter.dim() == 1 or name.endswith(".centroids"))
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, centroids: Tensor, lut_dtype: str, scale: float | None) -> Tensor:
-        return round_lut(centroids, lut_dtype, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+def parameters_of(layer: PalettizedLinear) -> Tensor:
+    """What the tables of a packed linear train as: (groups, numbers) float32, see `Grid`."""
+    if layer.grid.palette == FREE:
+        return layer.table().float()
+    return layer.grid.parameters(*stored_numbers(dict(layer.named_buffers())))

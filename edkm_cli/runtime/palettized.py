@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from edkm_cli.clustering.grids import Grid
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.packing import pack
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
@@ -120,7 +121,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
     ):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits_of(name)
-        self.granularity = spec.granularity
+        self.granularity, self.grid = spec.granularity, Grid(spec.palette, self.bits, spec.lut_dtype)
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
@@ -134,7 +135,8 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
     def packed(self) -> Packed:
         """The tensors as the kernels take them: the same object until one is replaced."""
         buffers = self._buffers
-        lut: Any = buffers["lut"] if "lut_scale" not in buffers else self._scaled_table()
+        plain = "lut" in buffers and "lut_scale" not in buffers
+        lut: Any = buffers["lut"] if plain else self._made_table()
         kept = self._kept
         if (
             kept is None
@@ -151,10 +153,10 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
             self.shared.forget()
         return super()._apply(fn, recurse)
 
-    def _scaled_table(self) -> Tensor:
-        """`table()` of a float8 LUT with a scale, computed once for as long as both stay what they are."""
-        scale: Any = self._buffers["lut_scale"]
-        key = (self.lut.data_ptr(), self.lut._version, scale.data_ptr(), scale._version)
+    def _made_table(self) -> Tensor:
+        """`table()` of a palette or a float8 LUT with a scale, computed once for as long as its parts stay what they are."""
+        parts = [part for name, part in self._buffers.items() if name != "indices" and part is not None]
+        key = tuple(number for part in parts for number in (part.data_ptr(), part._version))
         if self._table_key != key or self._table is None:
             self._table_key, self._table = key, self.table()
         return self._table
@@ -164,11 +166,23 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return dispatch.dense(self.packed(), self.in_features, dtype)
 
     def table(self) -> Tensor:
-        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 tables, else in the LUT's dtype."""
+        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 and palettes, else in the LUT's dtype."""
+        if self.grid.palette != FREE:
+            return self.grid.of_stored(*self.numbers())
         if self.lut.dtype.itemsize >= 2:
             return self.lut
         scale = self._buffers.get("lut_scale")
         return self.lut.float() if scale is None else self.lut.float() * scale
+
+    def numbers(self) -> tuple[Tensor, Tensor | None]:
+        """(scales, offsets or None) of a palette, (groups,) float32 each."""
+        factor = self._buffers.get("lut_scale")
+        stored = (self._buffers.get(name) for name in ("scales", "offsets"))
+        scales, offsets = (
+            None if s is None else s.float().flatten() * (1 if factor is None else factor) for s in stored
+        )
+        assert scales is not None
+        return scales, offsets
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
@@ -204,6 +218,7 @@ class _RowScaled(_Packed):
     def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
         nn.Module.__init__(self)
         self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
+        self.scale_dtype = spec.embedding_scale_dtype
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
@@ -226,7 +241,8 @@ class _RowScaled(_Packed):
             rows = slice(first, first + _FILL_ROWS)
             part = weight[rows].detach().float()
             scale = part.unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
-            scale.clamp_min_(torch.finfo(torch.float32).tiny)
+            scale.clamp_min_(torch.finfo(self.scale_dtype).tiny)
+            scale = scale.to(self.scale_dtype).float()
             levels = rounded(part, scale.repeat_interleave(self.columns // scale.shape[1], 1), top)
             self.scale[rows] = scale
             self.indices[rows] = pack(levels.add_(2 ** (self.bits - 1)).to(torch.uint8), self.bits)

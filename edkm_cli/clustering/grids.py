@@ -1,0 +1,181 @@
+"""Grids: tables that are a function of fewer numbers, as the formats of other engines have them.
+
+Entry j of a group's table is `scale * template[j]`, or `scale * j + offset` (affine). What trains are two numbers of a group
+in the units of its entries, so that tables of any kind move alike: the *spread* is the root mean square of the entries about
+their middle, the *center* is where that is (zero without an offset). Scale and offset follow from them, rounded to the
+number format in which they are stored; gradients pass the rounding straight through, times the template.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli import kernels
+from edkm_cli.clustering.checks import non_finite, usable_importance
+from edkm_cli.clustering.kmeans import kmeans_start
+from edkm_cli.clustering.palette import lut_scale, round_lut
+from edkm_cli.granularity import AFFINE, FREE, Granularity, table_numbers
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_GROUPS = 1 << 14  # worked on at a time
+_SHRUNK = tuple(1.1 - 0.05 * step for step in range(14))  # tried shares of the scale that reaches the largest weight
+_REFITS = 2  # of a scale to the entries that weights chose
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The tables of a linear: `palette` is a key of `PALETTES`, `lut_dtype` the number format of what is stored, and
+    `lut_scale` a fixed factor of float8 numbers."""
+
+    palette: str
+    bits: int
+    lut_dtype: str
+    lut_scale: float | None = None
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a table is trained as."""
+        return table_numbers(self.palette, self.bits)
+
+    def template(self) -> Tensor:
+        """(2**bits,) float32: what a scale is multiplied with."""
+        if self.palette == "iq4_nl":
+            return torch.tensor(_IQ4_NL, dtype=torch.float32)
+        if self.palette == "e2m1":  # code 8 is zero again, and chosen by no weight
+            return torch.tensor([*_E2M1, 0.0, *(-value for value in _E2M1[1:])])
+        return torch.arange(2**self.bits).float() - (0 if self.palette == AFFINE else 2 ** (self.bits - 1))
+
+    def _middle(self) -> float:
+        return (2**self.bits - 1) / 2 if self.palette == AFFINE else 0.0
+
+    def basis(self) -> Tensor:
+        """(numbers, 2**bits): what spread and center are multiplied with before anything is rounded."""
+        about = self.template() - self._middle()
+        rows = [about / about.square().mean().sqrt()]
+        return torch.stack([*rows, torch.ones_like(about)] if self.palette == AFFINE else rows)
+
+    def _unit(self) -> float:
+        return float((self.template() - self._middle()).square().mean().sqrt())
+
+    def parameters(self, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """(groups, numbers) float32 of scales and offsets (groups,): the inverse of `stored`."""
+        spread = scale.float() * self._unit()
+        if offset is None:
+            return spread[:, None]
+        return torch.stack([spread, offset.float() + self._middle() * scale.float()], 1)
+
+    def stored(self, parameters: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(scale, offset or None), (groups,) float32 each, as their number format holds them; differentiable."""
+        scale = parameters[:, 0] / self._unit()
+        offset = parameters[:, 1] - self._middle() * scale if self.palette == AFFINE else None
+        return self._rounded(scale), None if offset is None else self._rounded(offset)
+
+    def _rounded(self, numbers: Tensor) -> Tensor:
+        return _StraightThrough.apply(numbers, self.lut_dtype, self.lut_scale)
+
+    def tables(self, parameters: Tensor) -> Tensor:
+        """The tables (groups, 2**bits) float32 that parameters (groups, numbers) stand for; differentiable."""
+        if self.palette == FREE:
+            return self._rounded(parameters)
+        scale, offset = self.stored(parameters)
+        return self.of_stored(scale, offset)
+
+    def of_stored(self, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """The tables (groups, 2**bits) float32 of stored scales and offsets (groups,)."""
+        table = scale[:, None] * self.template().to(scale.device)
+        return table if offset is None else table + offset[:, None]
+
+    def factor(self, parameters: Tensor) -> Tensor | None:
+        """What stored float8 numbers are multiplied with, a float32 scalar; None for other formats."""
+        numbers = parameters if self.palette == FREE else parameters[:, 0] / self._unit()
+        return lut_scale(numbers, self.lut_dtype, self.lut_scale)
+
+    @torch.no_grad()
+    def start(
+        self, weight: Tensor, *, granularity: Granularity, importance: Tensor | None = None, name: str = "weight"
+    ) -> Tensor:
+        """Parameters (groups, numbers) float32 that represent a weight (out, in) well: k-means where tables are free, else
+        the best of some scales that can be stored, each fitted to the entries that it makes weights choose.
+
+        `importance` is as `kmeans_start` takes it. Raises UserError as that does.
+        """
+        options: dict[str, Any] = {"granularity": granularity, "importance": importance, "name": name}
+        if self.palette == FREE:
+            return kmeans_start(weight, 2**self.bits, **options)
+        tile = granularity.tile(weight.shape[0], weight.shape[1], layer=name)
+        values = kernels.to_groups(weight.detach().float(), tile)
+        if not bool(values.sum(dtype=torch.float64).isfinite()):
+            raise non_finite(name)
+        masses = torch.ones_like(values)
+        if importance is not None:
+            masses = kernels.to_groups(usable_importance(importance, weight, layer=name).expand(weight.shape), tile)
+            masses = torch.where(masses.sum(1, keepdim=True) > 0, masses, 1.0)
+        parts = zip(values.split(_GROUPS), masses.split(_GROUPS), strict=True)
+        return torch.cat([self._search(part, mass) for part, mass in parts])
+
+    def _search(self, values: Tensor, masses: Tensor) -> Tensor:
+        """`start` of some groups, (groups, n) each."""
+        basis = self.basis().to(values.device)
+        least = values.new_full((len(values),), torch.inf)
+        best = values.new_zeros(len(values), self.numbers)
+        for candidate in self._candidates(values):
+            for _ in range(_REFITS + 1):
+                tables = self.tables(candidate)
+                codes = kernels.nearest(values, tables, (1, values.shape[1]))
+                error = kernels.lookup(codes, tables, (1, values.shape[1]), torch.float32).sub_(values)
+                total = error.square_().mul_(masses).sum(1)
+                better = total < least
+                least, best = torch.where(better, total, least), torch.where(better[:, None], candidate, best)
+                candidate = _fitted(values, masses, basis[:, codes.long()], candidate)
+        return best
+
+    def _candidates(self, values: Tensor) -> list[Tensor]:
+        if self.palette == AFFINE:
+            low, high = values.amin(1), values.amax(1)
+            middle, half = (low + high) / 2, (high - low) / 2
+            steps = 2**self.bits - 1
+            return [
+                self.parameters(2 * share * half / steps, middle - share * half) for share in _SHRUNK if share <= 1
+            ][::2]
+        largest = values.gather(1, values.abs().argmax(1, keepdim=True))[:, 0]
+        template = self.template()
+        ends = {float(template.min()), float(template.max())}
+        if -min(ends) == max(ends):
+            largest, ends = largest.abs(), {max(ends)}
+        return [self.parameters(share * largest / end, None) for end in sorted(ends) for share in _SHRUNK]
+
+
+def search_bytes(grid: Grid, weights: int) -> int:
+    """What the search of a start holds beside the weights: of `_GROUPS` groups of so many weights, some numbers of each."""
+    return 4 * _GROUPS * (weights * (4 + 2 * grid.numbers) + 2**grid.bits)
+
+
+def _fitted(values: Tensor, masses: Tensor, chosen: Tensor, before: Tensor) -> Tensor:
+    """Parameters of least weighted error: `chosen` (numbers, groups, n) of the basis, `before` where there is none."""
+    weighted = chosen * masses
+    products = torch.einsum("pgn,qgn->gpq", weighted, chosen)
+    wanted = torch.einsum("pgn,gn->gp", weighted, values)
+    ridge = 1e-6 * products.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    products.diagonal(dim1=1, dim2=2).add_(ridge)
+    wanted += ridge * before
+    if products.shape[1] == 1:
+        return wanted / products[:, 0]
+    (a, b), (c, d) = products.unbind(1)[0].unbind(1), products.unbind(1)[1].unbind(1)
+    determinant = (a * d - b * c).clamp_min(1e-30)
+    one, two = wanted.unbind(1)
+    return torch.stack([(d * one - b * two) / determinant, (a * two - c * one) / determinant], 1)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, lut_dtype: str, scale: float | None) -> Tensor:
+        return round_lut(numbers, lut_dtype, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
