@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from edkm_cli.granularity import FREE, Granularity, palette_faults
-from edkm_cli.targets import misfits
+from edkm_cli.targets import TARGETS, misfits
 
 
 def trains_whole_weights(config: Any) -> bool:
@@ -39,7 +39,8 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
     found += _about_bits(config)
     if config.target is not None and isinstance(config.bits, int):
-        found += misfits(config.target, bits=config.bits, granularity=config.granularity, lut_dtype=config.lut_dtype)
+        tables = {"granularity": config.granularity, "lut_dtype": config.lut_dtype, "palette": config.palette}
+        found += misfits(config.target, bits=config.bits, **tables)
         if config.target == "lut-b" and config.lut_scale is None:
             found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
     if config.compare_dense and not config.steps:
@@ -69,6 +70,6 @@ def _about_bits(config: Any) -> list[str]:
             "allocation sensitivity compares matrices by squared gradients, but importance is "
             f"{config.importance}; use importance gradient"
         )
-    if average and config.target is not None:
+    if average and config.target is not None and not TARGETS[config.target].mixes:
         found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
     return found

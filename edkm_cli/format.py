@@ -37,6 +37,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",

@@ -21,13 +21,13 @@ from edkm_cli.contradictions import trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import Granularity, table_numbers
 from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import layers_form_a_chain
-from edkm_cli.nn.swap import Swap, check_geometry, plan_swaps
-from edkm_cli.targets import check_model
+from edkm_cli.nn.swap import LINEAR, OTHER, Swap, check_geometry, plan_swaps
+from edkm_cli.targets import check_model, falls_back
 
 _CALIBRATION_LENGTH = 1024
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
@@ -176,7 +176,8 @@ class RunPlan:
         kept *= 2 if config.compare_dense else 1
         if config.assignments == "held" and not config.compare_dense:
             geometry, bits_of = self.spec.granularity, self.spec.bits_of
-            trained = sum(geometry.groups(*swap.shape) * 2 ** bits_of(swap.name) for swap in self.clustered)
+            sizes = ((geometry.groups(*swap.shape), bits_of(swap.name)) for swap in self.clustered)
+            trained = sum(groups * table_numbers(self.spec.palette, bits) for groups, bits in sizes)
         start = getattr(torch, config.dtype).itemsize * self.parameters
         return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
 
@@ -278,9 +279,14 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
         config = resolve(replace(asked, start="compensated"), launch, texts)
-    swaps = (
-        like.swaps if like else tuple(plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip))
-    )
+    if like is not None:
+        swaps = like.swaps
+    else:
+        planned = plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip)
+        swaps = tuple(_fall_back(swap, config) for swap in planned)
+        if not any(swap.clustered for swap in swaps):
+            swap = next(swap for swap in swaps if swap.role == LINEAR)
+            raise UserError(f"nothing is left to compress: {swap.name} has {swap.reason}; choose another --target")
     if launch.sharded:
         _require_divisible(config, texts)
     check_geometry(swaps, Granularity.parse(config.granularity))
@@ -307,6 +313,13 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         dense_dtype=choose_dtype(asked.dtype, launch.device),
         average=average,
     )
+
+
+def _fall_back(swap: Swap, config: CompressConfig) -> Swap:
+    """A swap, or why the target cannot have it and stores the matrix otherwise."""
+    width = Granularity.parse(config.granularity).columns if swap.role == LINEAR else config.embedding_group
+    reason = "" if swap.reason or swap.role == OTHER else falls_back(config.target, swap.shape[1], width)
+    return replace(swap, reason=reason) if reason else swap
 
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> None:

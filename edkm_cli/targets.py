@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import LUT_DTYPES, Granularity
+from edkm_cli.granularity import AFFINE, FREE, LUT_DTYPES, Granularity
 
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
@@ -31,6 +31,9 @@ class Target:
         bits, lut_dtypes: what the format holds.
         blocks: whether tables are of blocks, of the one size in `settings`; else of whole rows: `tensor` or `row:G`.
         columns: number that the columns of each compressed matrix must be a multiple of; `rows` likewise.
+        palettes: what tables hold; with tiles of `granularities`, where tables are not free.
+        fallback: what a matrix is stored as whose columns are no multiple of the tile's; "": it is refused.
+        mixes: whether matrices may differ in bits.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +42,39 @@ class Target:
     blocks: bool = False
     columns: int = 1
     rows: int = 1
+    palettes: tuple[str, ...] = (FREE,)
+    granularities: tuple[str, ...] = ()
+    fallback: str = ""
+    mixes: bool = False
+
+
+def _tiles(*widths: int) -> tuple[str, ...]:
+    return tuple(f"block:1x{width}" for width in widths)
+
+
+def _mlx(bits: int) -> Target:
+    settings = {"bits": bits, "palette": AFFINE, "granularity": "block:1x64", "lut_dtype": "bfloat16"}
+    return Target(
+        {**settings, "embedding_group": 64},
+        bits=(2, 3, 4, 5, 6, 8),
+        lut_dtypes=("bfloat16", "float16"),
+        palettes=(AFFINE,),
+        granularities=_tiles(32, 64, 128),
+        fallback="bfloat16",
+        mixes=True,
+    )
+
+
+def _gguf(palette: str) -> Target:
+    settings = {"bits": 4, "palette": palette, "granularity": "block:1x32", "lut_dtype": "float16"}
+    return Target(
+        {**settings, "embedding_group": 32},
+        bits=(4,),
+        lut_dtypes=("float16",),
+        palettes=(palette,),
+        granularities=_tiles(32),
+        fallback="F16",
+    )
 
 
 _ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
@@ -58,18 +94,33 @@ TARGETS: dict[str, Target] = {
         columns=64,
         rows=8,
     ),
+    **{f"mlx:{bits}": _mlx(bits) for bits in (2, 3, 4, 5, 6, 8)},
+    "gguf:q4_0": _gguf("integers"),
+    "gguf:iq4_nl": _gguf("iq4_nl"),
 }
 
 
-def misfits(name: str, *, bits: int, granularity: str | Granularity, lut_dtype: str) -> list[str]:
+def misfits(
+    name: str, *, bits: float, granularity: str | Granularity, lut_dtype: str, palette: str = FREE
+) -> list[str]:
     """One sentence for each setting that the target cannot hold, with what would fit."""
     target = TARGETS[name]
     geometry = Granularity.parse(granularity)
     found = []
-    if bits not in target.bits:
+    if palette not in target.palettes:
+        best = target.palettes[0]
+        found.append(f"{name} holds {best} tables, got {palette}; use --palette {best}")
+    if bits not in target.bits and not (target.mixes and min(target.bits) < bits < max(target.bits)):
         nearest = min(target.bits, key=lambda one: (abs(one - bits), one))
         found.append(f"{name} holds {_listed(target.bits)} bits, got {bits}; use --bits {nearest}")
-    if target.blocks:
+    if target.granularities and str(geometry) not in target.granularities:
+        wanted = str(target.settings["granularity"])
+        found.append(
+            f"{name} holds tables of {_listed(target.granularities)}, got {geometry}; use --granularity {wanted}"
+        )
+    elif target.granularities:
+        pass
+    elif target.blocks:
         wanted = str(target.settings["granularity"])
         if str(geometry) != wanted:
             found.append(f"{name} holds tables of {wanted}, got {geometry}; use --granularity {wanted}")
@@ -121,6 +172,14 @@ def _check_decoder(architecture: Any) -> None:
     for what, known, found in facts:
         if found not in known:
             raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
+
+
+def falls_back(name: str | None, columns: int, width: int | None) -> str:
+    """Why a target stores a matrix with rows of so many columns otherwise than in tiles of `width`; "" where it does not."""
+    target = TARGETS.get(name or "")
+    if target is None or not target.fallback or not width or columns % width == 0:
+        return ""
+    return f"rows of {columns} are no multiple of {width}: {name} stores it as {target.fallback}"
 
 
 def repeated_layers(modules: list[str]) -> tuple[str, str, list[str]]:

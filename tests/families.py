@@ -115,10 +115,10 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-def family(model_type: str, dtype: torch.dtype = torch.float32):
+def family(model_type: str, dtype: torch.dtype = torch.float32, **sizes):
     """A tiny random model of a family in `dtype`, in evaluation mode; norms and biases are moved off one and zero."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**{**_SIZES, **FAMILIES[model_type]})
+    config = CONFIG_MAPPING[model_type](**{**_SIZES, **FAMILIES[model_type], **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -13,7 +13,9 @@ from edkm_cli.export.ownership import input_paths
 
 def export_command(
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
-    to: Annotated[str, typer.Option("--to", help="Format: dense, squeezellm, any-precision, lut-b or coreml.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Format: dense, squeezellm, any-precision, lut-b, coreml, mlx or gguf.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the export.")],
     dtype: Annotated[
         str,
@@ -36,6 +38,12 @@ def export_command(
     cache: Annotated[
         bool, typer.Option("--cache", help="coreml: keep keys and values of earlier tokens in the model's state.")
     ] = False,
+    base_gguf: Annotated[
+        Path | None,
+        typer.Option(
+            help="gguf: a file of the same model whose metadata and tokenizer are taken over, tensors replaced."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what --output holds, once the export is whole.")
     ] = False,
@@ -53,7 +61,13 @@ def export_command(
         directory,
         to,
         output,
-        options=Options(dtype=dtype, sequence_length=sequence_length, cache=cache, trust_remote_code=trust_remote_code),
+        options=Options(
+            dtype=dtype,
+            sequence_length=sequence_length,
+            cache=cache,
+            base_gguf=base_gguf,
+            trust_remote_code=trust_remote_code,
+        ),
         verify=verify,
         data=data,
         context=context,

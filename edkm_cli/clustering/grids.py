@@ -23,7 +23,8 @@ from edkm_cli.granularity import AFFINE, FREE, Granularity, table_numbers
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUPS = 1 << 14  # worked on at a time
-_SHRUNK = tuple(1.1 - 0.05 * step for step in range(14))  # tried shares of the scale that reaches the largest weight
+_SHARES = tuple(0.55 + 0.05 * step for step in range(12))  # tried, of the scale at which entries reach the largest weight
+_SHARES_E2M1 = tuple(0.7 + 0.06 * step for step in range(16))  # whose outer entries are far apart
 _REFITS = 2  # of a scale to the entries that weights chose
 
 
@@ -139,15 +140,14 @@ class Grid:
             low, high = values.amin(1), values.amax(1)
             middle, half = (low + high) / 2, (high - low) / 2
             steps = 2**self.bits - 1
-            return [
-                self.parameters(2 * share * half / steps, middle - share * half) for share in _SHRUNK if share <= 1
-            ][::2]
+            return [self.parameters(2 * share * half / steps, middle - share * half) for share in _SHARES[:10:2]]
         largest = values.gather(1, values.abs().argmax(1, keepdim=True))[:, 0]
         template = self.template()
         ends = {float(template.min()), float(template.max())}
         if -min(ends) == max(ends):
             largest, ends = largest.abs(), {max(ends)}
-        return [self.parameters(share * largest / end, None) for end in sorted(ends) for share in _SHRUNK]
+        shares = _SHARES_E2M1 if self.palette == "e2m1" else _SHARES
+        return [self.parameters(share * largest / end, None) for end in sorted(ends) for share in shares]
 
 
 def search_bytes(grid: Grid, weights: int) -> int:

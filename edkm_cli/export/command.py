@@ -19,6 +19,7 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import read_model
 from edkm_cli.export.formats.options import Options
+from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.parity import Parity, require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
@@ -58,6 +59,8 @@ def export_model(
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
+    if ":" in to:
+        require_fit(to, source)
     form.check(source, options)
     tokens = _tokens(source, data) if verify == "perplexity" else None
     inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", data)]
@@ -84,7 +87,7 @@ def export_model(
         **facts,
         **({"perplexity": measured, "data": data} if measured else {}),
         "weights_bytes": sum(
-            file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin")
+            file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")
         ),
         "seconds": round(time.perf_counter() - begin, 3),
     }

@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import Any
 
 from edkm_cli.errors import UserError
+from edkm_cli.targets import TARGETS
 
 FORMATS: dict[str, str] = {
     "dense": "dense",
@@ -29,11 +30,14 @@ FORMATS: dict[str, str] = {
     "any-precision": "any_precision",
     "lut-b": "lut_b",
     "coreml": "coreml",
+    "mlx": "mlx",
+    "gguf": "gguf",
 }
 
 
 def find(name: str) -> Any:
-    """The module of a format. Raises UserError for a name that is none."""
-    if name not in FORMATS:
+    """The module of a format, which a target's name may begin with (`gguf:q4_0`). Raises UserError for any other name."""
+    form = name.partition(":")[0] if name in TARGETS else name
+    if form not in FORMATS:
         raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
-    return import_module(f"{__name__}.{FORMATS[name]}")
+    return import_module(f"{__name__}.{FORMATS[form]}")

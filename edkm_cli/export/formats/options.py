@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Options:
         dtype: of tensors that the format stores as plain numbers: `auto`, `float16`, `bfloat16` or `float32`.
         sequence_length: `coreml`: tokens of a call, `N`, or a range, `1-N`.
         cache: `coreml`: keep keys and values of earlier tokens in the model's state.
+        base_gguf: `gguf`: a file whose metadata are taken over.
         context: tokens of the windows that perplexity will be measured on; None: it will not.
         trust_remote_code: run the Python files of a checkpoint whose model is none of transformers' own.
     """
@@ -27,6 +29,7 @@ class Options:
     dtype: str = "auto"
     sequence_length: str = "1-1024"
     cache: bool = False
+    base_gguf: Path | None = None
     context: int | None = None
     trust_remote_code: bool = False
 

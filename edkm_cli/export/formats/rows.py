@@ -1,19 +1,22 @@
-"""What formats with a table for each row share."""
+"""What formats with limits of their own share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.targets import check_model, misfits
+from edkm_cli.targets import TARGETS, check_model, misfits
 
 
 def require_fit(name: str, source: Compressed) -> None:
     """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
     spec = source.spec
-    faults = misfits(name, bits=spec.bits, granularity=spec.granularity, lut_dtype=spec.lut_dtype)
-    if spec.module_bits:
+    tables: dict[str, Any] = {"granularity": spec.granularity, "lut_dtype": spec.lut_dtype, "palette": spec.palette}
+    faults = misfits(name, bits=spec.bits, **tables)
+    if spec.module_bits and not TARGETS[name].mixes:
         faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
     if faults:
         raise UserError(f"--to {name}: {'; '.join(faults)} (edkm compress --target {name} sets all of them)")

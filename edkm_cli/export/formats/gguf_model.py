@@ -1,0 +1,271 @@
+"""What a GGUF file says of a model beside its tensors' bytes: names, the order of rows, sizes, and the tokenizer.
+
+llama.cpp turns the halves of a head into pairs, so rows of Q and K of LLaMA and Mistral are stored with the two halves of
+each head interleaved; other families keep their order. It adds nothing to Gemma's norms, so theirs are stored plus one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli import models
+from edkm_cli.errors import UserError
+from edkm_cli.export.formats.options import Options
+from edkm_cli.export.source import Compressed
+from edkm_cli.format import read_json
+
+# transformers' model type -> llama.cpp's architecture
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_INSIDE = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_INSIDE_GEMMA = {
+    **_INSIDE,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.(.+)\.(weight|bias)$")
+# A piece of the pattern that splits text before byte-pair encoding -> llama.cpp's name of the tokenizer.
+_SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}| ?[^\s\p{L}\p{N}]": "qwen2"}
+_FILE_TYPES = {"Q4_0": 2, "IQ4_NL": 25}
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names and forms of tensors in llama.cpp's `architecture`. `frequencies` are LLaMA 3's factors of rotary angles."""
+
+    architecture: str
+    heads: int
+    key_heads: int
+    frequencies: Tensor | None = None
+
+    @property
+    def _inside(self) -> dict[str, str]:
+        return _INSIDE_GEMMA if self.architecture == "gemma3" else _INSIDE
+
+    def name(self, name: str) -> str:
+        """llama.cpp's name of a tensor. Raises UserError for one that it has none for."""
+        if (match := _LAYER.match(name)) and match[2] in self._inside:
+            return f"blk.{match[1]}.{self._inside[match[2]]}.{match[3]}"
+        path, _, leaf = name.rpartition(".")
+        if path not in _OUTSIDE:
+            raise UserError(f"gguf has no name for {name} in {self.architecture}; choose another format")
+        return f"{_OUTSIDE[path]}.{leaf}"
+
+    def name_back(self, name: str) -> str:
+        """transformers' name of a tensor of the file."""
+        if match := _LAYER.match(name):
+            back = {there: here for here, there in self._inside.items()}
+            return f"model.layers.{match[1]}.{back[match[2]]}.{match[3]}"
+        path, _, leaf = name.rpartition(".")
+        return f"{dict(zip(_OUTSIDE.values(), _OUTSIDE, strict=True))[path]}.{leaf}"
+
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """Which row of transformers' tensor is row i of the file's; None where they are the same."""
+        heads = {"q_proj": self.heads, "k_proj": self.key_heads}.get(name.split(".")[-2])
+        if self.architecture != "llama" or heads is None:
+            return None
+        return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+    def shift(self, name: str) -> float:
+        """What is added to a tensor's numbers."""
+        return 1.0 if self.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+
+
+def naming_of(config: Any) -> Naming:
+    """Of a model by its configuration. Raises UserError for a family or rotary angles that are not known here."""
+    architecture = _ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        raise UserError(
+            f"gguf is known for {', '.join(_ARCHITECTURES)}, not for {config.model_type}; choose another format"
+        )
+    rope = _rope(config)
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise UserError(
+            f"gguf is known with rotary angles default, linear and llama3, not {kind}; choose another format"
+        )
+    frequencies = _frequencies(rope, _head_size(config)) if kind == "llama3" else None
+    return Naming(architecture, config.num_attention_heads, config.num_key_value_heads, frequencies)
+
+
+def naming_of_file(fields: Any) -> Naming:
+    """Of a file, by its metadata."""
+    architecture = fields["general.architecture"].contents()
+    heads = (fields[f"{architecture}.attention.head_count{kind}"].contents() for kind in ("", "_kv"))
+    return Naming(architecture, *heads)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    return dict(rope.get("full_attention", rope))
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _frequencies(rope: dict[str, Any], size: int) -> Tensor:
+    """What llama.cpp divides rotary frequencies by, (size / 2,) float32: as `rope_type` llama3 of transformers."""
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -> None:
+    """Everything that llama.cpp needs to know: taken over from a GGUF file, or made of configuration and tokenizer.
+
+    Raises UserError for a file of another model, and for a tokenizer that is not known here.
+    """
+    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_quantization_version(2)
+    base = options.base_gguf or _source_file(source.directory)
+    if base is not None:
+        _take_over(writer, base, source)
+    else:
+        _add_sizes(writer, source.config)
+        _add_tokenizer(writer, source)
+
+
+def _source_file(directory: Path) -> Path | None:
+    """The GGUF file that a checkpoint was made from, where it is still there."""
+    report = directory / "report.json"
+    if not report.is_file():
+        return None
+    try:
+        origin = models.resolve(str(read_json(report, remedy="compress the model again").get("model")))
+    except UserError:
+        return None
+    return origin.path if origin.gguf_file and origin.path is not None and origin.path.is_file() else None
+
+
+def _take_over(writer: Any, file: Path, source: Compressed) -> None:
+    from gguf import GGUFReader, GGUFValueType
+
+    try:
+        fields = GGUFReader(file).fields
+        sizes = naming_of_file(fields), fields[f"{writer.arch}.embedding_length"].contents()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--base-gguf must be a GGUF file of {writer.arch}, but {file} is none ({error})") from error
+    wanted = naming_of(source.config)
+    if (sizes[0].heads, sizes[0].key_heads, sizes[1]) != (wanted.heads, wanted.key_heads, source.config.hidden_size):
+        raise UserError(f"--base-gguf must be a file of the same model, but {file} has other sizes; leave it out")
+    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version", "split.")
+    for name, field in fields.items():
+        if not name.startswith(left_out):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+
+
+def _add_sizes(writer: Any, config: Any) -> None:
+    rope = _rope(config)
+    writer.add_name(getattr(config, "_name_or_path", "") or config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(_head_size(config))
+    writer.add_value_length(_head_size(config))
+    writer.add_rope_dimension_count(_head_size(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_vocab_size(config.vocab_size)
+    if rope.get("rope_type") == "linear":
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base_swa(float(config.rope_parameters["sliding_attention"]["rope_theta"]))
+
+
+def _add_tokenizer(writer: Any, source: Compressed) -> None:
+    remedy = "give --base-gguf, a file of the same model"
+    content = read_json(source.directory / "tokenizer.json", remedy=remedy)
+    model, added = content["model"], content.get("added_tokens") or []
+    if model.get("type") != "BPE":
+        raise UserError(f"gguf knows tokenizers of byte pairs, got {model.get('type')}; {remedy}")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    tokens, kinds = _tokens(model, added, source.config.vocab_size)
+    if "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")]):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_split(content.get("pre_tokenizer"), remedy))
+        writer.add_token_merges(merges)
+    elif model.get("byte_fallback"):  # SentencePiece: a merge counts by its rank
+        ranks = {pair.replace(" ", ""): -float(rank) for rank, pair in reversed([*enumerate(merges)])}
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        named = zip(tokens, kinds, strict=True)
+        writer.add_token_scores([ranks.get(token, -1e9 if kind == _NORMAL else 0.0) for token, kind in named])
+        steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
+        steps += [inner for step in steps for inner in step.get("normalizers", []) + step.get("pretokenizers", [])]
+        never = ("never", None)
+        writer.add_add_space_prefix(any(s["type"] == "Prepend" or s.get("prepend_scheme") not in never for s in steps if s))
+    else:
+        raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {remedy}")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    tokenizer = models.load_tokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
+    for kind in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{kind}_token_id", None)
+        if number is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(begins)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tuple[list[str], list[int]]:
+    """(each token's text, its kind), as many as the embedding has rows."""
+    tokens, kinds = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
+    for text, number in model["vocab"].items():
+        is_byte = bool(model.get("byte_fallback")) and re.fullmatch(r"<0x[0-9A-F]{2}>", text)
+        tokens[number], kinds[number] = text, _BYTE if is_byte else _NORMAL
+    for token in added:
+        unknown = token["content"] == model.get("unk_token")
+        kind = _UNKNOWN if unknown else _CONTROL if token["special"] else _USER
+        tokens[token["id"]], kinds[token["id"]] = token["content"], kind
+    return tokens, kinds
+
+
+def _split(pre_tokenizer: Any, remedy: str) -> str:
+    """llama.cpp's name of how text is split before byte pairs are merged."""
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    for step in steps:
+        pattern = str((step.get("pattern") or {}).get("Regex", ""))
+        for piece, name in _SPLITS.items():
+            if piece in pattern:
+                return name
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    if kinds == ["ByteLevel"]:
+        return "gpt-2"
+    raise UserError(f"gguf does not know how this tokenizer splits text ({kinds}); {remedy}")

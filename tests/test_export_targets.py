@@ -1,0 +1,194 @@
+"""Grids of other engines: what is trained is what they execute, bit by bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file
+
+from edkm_cli import hf
+from edkm_cli.clustering import Grid
+from edkm_cli.errors import UserError
+from edkm_cli.export.command import export_model
+from edkm_cli.export.formats.options import Options
+from edkm_cli.export.source import Compressed
+from edkm_cli.granularity import PALETTES, Granularity
+from edkm_cli.nn.held import hold
+from edkm_cli.targets import TARGETS
+from families import family
+from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
+
+PALETTED = {"affine": ("bfloat16", 3), "integers": ("float16", 4), "iq4_nl": ("float16", 4), "e2m1": ("float8_e4m3fn", 4)}
+
+
+def weight(rows=48, columns=64, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.05 * torch.randn(rows, columns, generator=generator), torch.rand(rows, columns, generator=generator)
+
+
+@pytest.mark.parametrize("palette", PALETTED)
+def test_the_start_is_nearly_the_best_of_a_fine_search(palette):
+    w, importance = weight(rows=6, columns=32)
+    dtype, bits = PALETTED[palette]
+    grid = Grid(palette, bits, dtype, 2.0**-8 if palette == "e2m1" else None)
+    start = grid.start(w, granularity=Granularity.parse("block:1x32"), importance=importance)
+
+    def error(row, parameters):
+        table = grid.tables(parameters[None])[0]
+        return float((importance[row] * (table[:, None] - w[row]).abs().amin(0).square()).sum())
+
+    found = least = 0.0
+    for row in range(6):
+        scale = start[row] * torch.linspace(0.6, 1.6, 41)[:, None]
+        shifts = torch.linspace(-0.02, 0.02, 21) if palette == "affine" else torch.zeros(1)
+        tried = [s + torch.tensor([0.0, shift])[: len(s)] for s in scale for shift in shifts]
+        found, least = found + error(row, start[row]), least + min(error(row, one) for one in tried)
+    assert found <= 1.15 * least
+
+
+@pytest.mark.parametrize("palette", PALETTED)
+def test_a_gradient_of_scale_and_offset_is_that_of_the_table_times_the_template(palette):
+    dtype, bits = PALETTED[palette]
+    grid = Grid(palette, bits, dtype)
+    w, _ = weight()
+    parameters = grid.start(w, granularity=Granularity.parse("block:1x32")).requires_grad_(True)
+    upstream = torch.randn(len(parameters), 2**bits, generator=torch.Generator().manual_seed(1))
+    (grid.tables(parameters) * upstream).sum().backward()
+    torch.testing.assert_close(parameters.grad, upstream @ grid.basis().t())
+
+
+@pytest.mark.parametrize("palette", PALETTED)
+def test_tables_are_a_function_of_what_is_stored(palette):
+    dtype, bits = PALETTED[palette]
+    grid = Grid(palette, bits, dtype)
+    w, _ = weight()
+    parameters = grid.start(w, granularity=Granularity.parse("block:1x32"))
+    scale, offset = grid.stored(parameters)
+    factor = grid.factor(parameters)
+    stored = scale if factor is None else scale / factor
+    assert torch.equal(stored.to(getattr(torch, dtype)).float(), stored)
+    assert torch.equal(grid.of_stored(scale, offset), grid.tables(parameters))
+    assert torch.equal(grid.tables(grid.parameters(scale, offset)), grid.tables(parameters))
+
+
+def paletted(folder, palette, *, model=None, tile=32, embedding_bits=8, start="compensated", **mixed):
+    dtype, bits = PALETTED[palette]
+    shape = {"granularity": f"block:1x{tile}", "lut_dtype": dtype, "bits": bits, "embedding_bits": embedding_bits}
+    more = {"palette": palette, "embedding_group": tile, **mixed}
+    model, spec = cluster(model or tiny_llama(bias=True, hidden=64, inner=128), palette=palette, mixed=more, **shape)
+    byte_tokenizer().save_pretrained(folder)
+    return export(model, spec, folder), model
+
+
+@pytest.mark.parametrize("palette", PALETTED)
+def test_a_checkpoint_of_a_palette_is_the_model_that_trains(palette, ids, tmp_path):
+    directory, model = paletted(tmp_path, palette)
+    hold(model)
+    loaded = hf.load(directory, dtype=torch.float32)
+    source = Compressed(directory)
+    name = "model.layers.1.mlp.down_proj"
+    held = model.get_submodule(name)
+    assert torch.equal(loaded.get_submodule(name).dequantize(), held.hard_weight())
+    assert torch.equal(source.dense(f"{name}.weight"), held.hard_weight())
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-3)
+    stored = load_file(directory / "model.safetensors")
+    assert f"{name}.lut" not in stored
+    assert stored[f"{name}.scales"].shape == (64, 4)
+    size = sum(tensor.numel() * tensor.itemsize for key, tensor in stored.items() if key.startswith(f"{name}.")) * 8
+    rest = 32 * (palette == "e2m1") + 16 * 64  # the factor, and the bias's 16 bits
+    assert size - rest <= source.spec.linear_bits(64, 128, source.spec.bits) + 16 * 64
+
+
+def mlx_weight(tensors, path, bits, group):
+    """By the text of MLX's documentation, number by number."""
+    words = tensors[f"{path}.weight"].numpy().view(np.uint8)
+    stream = np.unpackbits(words, axis=1, bitorder="little").reshape(len(words), -1, bits)
+    codes = torch.from_numpy((stream * (1 << np.arange(bits))).sum(2).astype(np.float32))
+    scales, biases = (tensors[f"{path}.{leaf}"].float().repeat_interleave(group, 1) for leaf in ("scales", "biases"))
+    return scales * codes + biases
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_mlx_reads_what_was_trained(bits, tmp_path):
+    model, spec = cluster(
+        tiny_llama(hidden=64, inner=128), bits=bits, granularity="block:1x32", lut_dtype="bfloat16", palette="affine",
+        mixed={"palette": "affine", "embedding_group": 32, "module_bits": {"model.layers.0.mlp.up_proj": 4}},
+    )  # fmt: skip
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    source = Compressed(export(model, spec, tmp_path / "source"))
+    export_model(source.directory, "mlx", tmp_path / "out", options=Options())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    for tensor in source.tensors.values():
+        if tensor.module:
+            own = {**quantization, **quantization.get(tensor.module, {})}
+            found = mlx_weight(tensors, tensor.module, own["bits"], own["group_size"])
+            assert torch.equal(found, source.dense(tensor.name)), tensor.name
+
+
+def test_mlx_itself_reads_what_was_trained(tmp_path):
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    directory, _ = paletted(tmp_path / "source", "affine")
+    export_model(directory, "mlx", tmp_path / "out", options=Options())
+    tensors, source = load_file(tmp_path / "out" / "model.safetensors"), Compressed(directory)
+    for tensor in source.linears:
+        words, *numbers = (tensors[f"{tensor.module}.{leaf}"] for leaf in ("weight", "scales", "biases"))
+        arrays = [mx.array(words.numpy()), *(mx.array(n.float().numpy()) for n in numbers)]
+        read = np.array(mx.dequantize(*arrays, group_size=32, bits=3))
+        assert torch.equal(torch.from_numpy(read), source.dense(tensor.name))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("palette", ["integers", "iq4_nl"])
+def test_llama_cpp_and_transformers_read_what_was_trained(kind, palette, ids, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4}
+    directory, _ = paletted(tmp_path / "source", palette, model=family(kind, torch.float32, **sizes))
+    result = export_model(directory, "gguf", tmp_path / "out", options=Options())  # decoded by gguf, and compared
+    assert result["tensors"] == len(Compressed(directory).tensors)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+    ours = hf.load(directory, dtype=torch.float32)
+    ids = ids % ours.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(other(ids).logits, ours(ids).logits, atol=2e-3, rtol=2e-3)
+
+
+def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp_path):
+    arguments = ["compress", "--model", model_directory, "--data", text_file, "--steps", 2, "--sequence-length", 32,
+                 "--context", 32, "--eval-windows", 1, "--calibration-tokens", 64, "--start-tokens", 256]  # fmt: skip
+    assert "block:1x16" in refused(*arguments, "--target", "gguf:q4_0", "--granularity", "block:1x16", "-o", "x")
+    assert "integers" in refused(*arguments, "--target", "gguf:q4_0", "--palette", "free", "-o", "x")
+    assert "rows of 24 are no multiple of 32" in refused(*arguments, "--target", "gguf:q4_0", "-o", "x")
+    wider = tmp_path / "wider"
+    tiny_llama(hidden=64, inner=72).save_pretrained(wider)
+    byte_tokenizer().save_pretrained(wider)
+    arguments[2] = wider
+    status, out, err = run(*arguments, "--target", "gguf:q4_0", "-o", tmp_path / "c", "--dry-run")
+    assert status == 0, err
+    assert "rows of 72 are no multiple of 32: gguf:q4_0 stores it as F16" in out
+    status, _, err = run(*arguments, "--target", "gguf:q4_0", "-o", tmp_path / "c")
+    assert status == 0, err
+    status, _, err = run("export", tmp_path / "c", "--to", "gguf:q4_0", "-o", tmp_path / "g")
+    assert status == 0, err
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "g" / "model.gguf").tensors}
+    assert kinds["blk.1.ffn_down.weight"] == "F16"
+    assert kinds["blk.1.attn_q.weight"] == "Q4_0"
+    assert kinds["token_embd.weight"] == "Q8_0"
+
+
+def test_each_target_fills_its_settings():
+    for name, target in TARGETS.items():
+        assert set(target.settings) <= {"bits", "granularity", "lut_dtype", "lut_scale", "palette", "embedding_group"}
+        assert target.settings.get("palette", "free") in PALETTES, name
+
+
+def test_a_palette_that_the_format_lacks_is_refused(tmp_path):
+    directory, _ = paletted(tmp_path / "source", "affine")
+    with pytest.raises(UserError, match="integers"):
+        export_model(directory, "gguf:q4_0", tmp_path / "out", options=Options())
+    with pytest.raises(UserError, match="squeezellm holds free tables"):
+        export_model(directory, "squeezellm", tmp_path / "out", options=Options())
