@@ -20,7 +20,12 @@ from edkm_cli.targets import TARGETS
 from families import family
 from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
 
-PALETTED = {"affine": ("bfloat16", 3), "integers": ("float16", 4), "iq4_nl": ("float16", 4), "e2m1": ("float8_e4m3fn", 4)}
+PALETTED = {
+    "affine": ("bfloat16", 3),
+    "integers": ("float16", 4),
+    "iq4_nl": ("float16", 4),
+    "e2m1": ("float8_e4m3fn", 4),
+}
 
 
 def weight(rows=48, columns=64, seed=5):
@@ -141,12 +146,26 @@ def test_mlx_itself_reads_what_was_trained(tmp_path):
         assert torch.equal(torch.from_numpy(read), source.dense(tensor.name))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("palette", ["integers", "iq4_nl"])
+@pytest.mark.parametrize(
+    ("kind", "palette"),
+    [
+        ("llama", "integers"),
+        ("mistral", "iq4_nl"),
+        ("qwen2", "integers"),
+        ("qwen3", "iq4_nl"),
+        ("gemma3_text", "integers"),
+    ],
+)
 def test_llama_cpp_and_transformers_read_what_was_trained(kind, palette, ids, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 128 if kind == "qwen3" else 16,
+        "num_attention_heads": 4,
+    }
     directory, _ = paletted(tmp_path / "source", palette, model=family(kind, torch.float32, **sizes))
     result = export_model(directory, "gguf", tmp_path / "out", options=Options())  # decoded by gguf, and compared
     assert result["tensors"] == len(Compressed(directory).tensors)

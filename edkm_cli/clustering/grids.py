@@ -23,7 +23,9 @@ from edkm_cli.granularity import AFFINE, FREE, Granularity, table_numbers
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUPS = 1 << 14  # worked on at a time
-_SHARES = tuple(0.55 + 0.05 * step for step in range(12))  # tried, of the scale at which entries reach the largest weight
+_SHARES = tuple(
+    0.55 + 0.05 * step for step in range(12)
+)  # tried, of the scale at which entries reach the largest weight
 _SHARES_E2M1 = tuple(0.7 + 0.06 * step for step in range(16))  # whose outer entries are far apart
 _REFITS = 2  # of a scale to the entries that weights chose
 

@@ -226,7 +226,9 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
         steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
         steps += [inner for step in steps for inner in step.get("normalizers", []) + step.get("pretokenizers", [])]
         never = ("never", None)
-        writer.add_add_space_prefix(any(s["type"] == "Prepend" or s.get("prepend_scheme") not in never for s in steps if s))
+        writer.add_add_space_prefix(
+            any(s["type"] == "Prepend" or s.get("prepend_scheme") not in never for s in steps if s)
+        )
     else:
         raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {remedy}")
     writer.add_token_list(tokens)
