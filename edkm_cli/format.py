@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, palette_faults, table_numbers
+from edkm_cli.granularity import FREE, LUT_DTYPES, Granularity, palette_faults, table_numbers
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.settings import shown
 
@@ -72,10 +72,8 @@ class QuantizationSpec:
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
-        if self.embedding_group is not None or self.module_bits:
-            versions = (MIXED_VERSION,)
-        if self.palette != FREE:
-            versions = (PALETTE_VERSION,)
+        if self.palette != FREE or self.embedding_group is not None or self.module_bits:
+            versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -104,8 +102,6 @@ class QuantizationSpec:
             faults.append(str(error))
         else:
             faults += palette_faults(self.palette, self.bits, self.granularity)
-        if not isinstance(self.palette, str) or self.palette not in PALETTES:
-            faults = [*faults, f"palette must be one of {', '.join(PALETTES)}, got {self.palette!r:.60}"]
         if faults:
             raise UserError("quantization_config: " + "; ".join(faults))
 
@@ -174,12 +170,10 @@ class QuantizationSpec:
         groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
         tensors: dict[str, tuple[torch.dtype, tuple]] = {
             "indices": (torch.uint8, (out_features, packed_width(in_features, bits))),
-            "lut": (self.torch_lut_dtype, (groups, 2**bits)),
         }
-        if self.palette != FREE:
-            del tensors["lut"]
-            names = ("scales", "offsets")[: table_numbers(self.palette, bits)]
-            tensors |= dict.fromkeys(names, (self.torch_lut_dtype, (out_features, groups // out_features)))
+        shape = (groups, 2**bits) if self.palette == FREE else (out_features, groups // out_features)
+        names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
+        tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))
         if self.scales_luts:
             tensors["lut_scale"] = (torch.float32, (1,))
         return tensors

@@ -38,9 +38,11 @@ def table_numbers(palette: str, bits: int) -> int:
 
 def palette_faults(palette: str, bits: float, granularity: Granularity) -> list[str]:
     """What keeps tables of a palette from being stored: one sentence each."""
+    if not isinstance(palette, str) or palette not in PALETTES:
+        return [f"palette must be one of {', '.join(PALETTES)}, got {palette!r:.60}"]
     faults = []
     if palette in ("iq4_nl", "e2m1") and bits != 4:
-        faults.append(f"palette {palette} has 4 bits, got {bits:g}; use bits 4")
+        faults.append(f"palette {palette} has 4 bits, got {bits}; use bits 4")
     if palette != FREE and granularity.rows != 1:
         faults.append(f"palette {palette} is for tiles of one row, got {granularity}; use block:1x32 or row:1")
     return faults

@@ -26,8 +26,8 @@ from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedd
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import layers_form_a_chain
-from edkm_cli.nn.swap import LINEAR, OTHER, Swap, check_geometry, plan_swaps
-from edkm_cli.targets import check_model, falls_back
+from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
+from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
@@ -283,10 +283,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         swaps = like.swaps
     else:
         planned = plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip)
-        swaps = tuple(_fall_back(swap, config) for swap in planned)
-        if not any(swap.clustered for swap in swaps):
-            swap = next(swap for swap in swaps if swap.role == LINEAR)
-            raise UserError(f"nothing is left to compress: {swap.name} has {swap.reason}; choose another --target")
+        swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if launch.sharded:
         _require_divisible(config, texts)
     check_geometry(swaps, Granularity.parse(config.granularity))
@@ -313,13 +310,6 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         dense_dtype=choose_dtype(asked.dtype, launch.device),
         average=average,
     )
-
-
-def _fall_back(swap: Swap, config: CompressConfig) -> Swap:
-    """A swap, or why the target cannot have it and stores the matrix otherwise."""
-    width = Granularity.parse(config.granularity).columns if swap.role == LINEAR else config.embedding_group
-    reason = "" if swap.reason or swap.role == OTHER else falls_back(config.target, swap.shape[1], width)
-    return replace(swap, reason=reason) if reason else swap
 
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> None:

@@ -8,6 +8,7 @@ number format in which they are stored; gradients pass the rounding straight thr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,17 @@ class Grid:
             largest, ends = largest.abs(), {max(ends)}
         shares = _SHARES_E2M1 if self.palette == "e2m1" else _SHARES
         return [self.parameters(share * largest / end, None) for end in sorted(ends) for share in shares]
+
+
+def stored_numbers(stored: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """(scales, offsets or None) of a palette, (groups,) float32 each, of what a checkpoint stores of it by name."""
+    factor = stored.get("lut_scale")
+    scales, offsets = (
+        None if numbers is None else numbers.float().flatten() * (1 if factor is None else factor)
+        for numbers in (stored.get("scales"), stored.get("offsets"))
+    )
+    assert scales is not None
+    return scales, offsets
 
 
 def search_bytes(grid: Grid, weights: int) -> int:

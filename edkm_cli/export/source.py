@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.clustering import Grid, lookup
+from edkm_cli.clustering import lookup
+from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
@@ -98,10 +99,10 @@ class Compressed:
 
     def numbers(self, path: str) -> tuple[Tensor, Tensor | None]:
         """Scales and, where its palette has any, offsets of a linear, (out, tiles) float32, the factor multiplied in."""
-        names = (f"{path}.scales", f"{path}.offsets")
-        scales, offsets = (self.stored(n).float() * self.scale(path) if n in self._files else None for n in names)
-        assert scales is not None
-        return scales, offsets
+        names = (leaf for leaf in ("scales", "offsets", "lut_scale") if f"{path}.{leaf}" in self._files)
+        stored = {leaf: self.stored(f"{path}.{leaf}") for leaf in names}
+        scales, offsets = stored_numbers(stored)
+        return scales.view_as(stored["scales"]), None if offsets is None else offsets.view_as(stored["scales"])
 
     def dense(self, name: str) -> Tensor:
         """A tensor of the dense model in float32, exactly as docs/format.md defines it."""

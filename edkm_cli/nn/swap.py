@@ -31,6 +31,7 @@ from edkm_cli.runtime.palettized import (
     to_nearest,
 )
 from edkm_cli.runtime.ready import SharedInput
+from edkm_cli.targets import falls_back
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
 
@@ -139,6 +140,22 @@ def _keep_ties(swaps: list[Swap]) -> list[Swap]:
     if not reasons:
         return swaps
     return [replace(swap, reason=swap.reason or reasons[0]) if swap in ends else swap for swap in swaps]
+
+
+def fall_back(swaps: Iterable[Swap], target: str | None, granularity: str, embedding_group: int) -> list[Swap]:
+    """The plan with what the target stores otherwise, since its rows are no multiple of a group. Raises UserError where
+    nothing is left."""
+
+    def settled(swap: Swap) -> Swap:
+        width = Granularity.parse(granularity).columns if swap.role == LINEAR else embedding_group
+        reason = "" if swap.reason or swap.role == OTHER else falls_back(target, swap.shape[1], width)
+        return replace(swap, reason=reason) if reason else swap
+
+    planned = [settled(swap) for swap in swaps]
+    if not any(swap.clustered for swap in planned):
+        swap = next(swap for swap in planned if swap.role == LINEAR)
+        raise UserError(f"nothing is left to compress: {swap.name} has {swap.reason}; choose another --target")
+    return planned
 
 
 def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from edkm_cli.clustering.grids import Grid
+from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE, Granularity
@@ -168,21 +168,11 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
     def table(self) -> Tensor:
         """The LUT's entries as numbers (groups, 2**bits): float32 for float8 and palettes, else in the LUT's dtype."""
         if self.grid.palette != FREE:
-            return self.grid.of_stored(*self.numbers())
+            return self.grid.of_stored(*stored_numbers(self._buffers))
         if self.lut.dtype.itemsize >= 2:
             return self.lut
         scale = self._buffers.get("lut_scale")
         return self.lut.float() if scale is None else self.lut.float() * scale
-
-    def numbers(self) -> tuple[Tensor, Tensor | None]:
-        """(scales, offsets or None) of a palette, (groups,) float32 each."""
-        factor = self._buffers.get("lut_scale")
-        stored = (self._buffers.get(name) for name in ("scales", "offsets"))
-        scales, offsets = (
-            None if s is None else s.float().flatten() * (1 if factor is None else factor) for s in stored
-        )
-        assert scales is not None
-        return scales, offsets
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """(shape, dtype, device) of `weight`."""
