@@ -224,7 +224,7 @@ def test_what_a_format_cannot_hold_is_refused_with_what_would_fit(name, options,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "gguf"], "--to must be one of dense"),
+        (["--to", "onnx"], "--to must be one of dense"),
         (["--to", "dense", "--dtype", "int8"], "--dtype must be one of auto, float16"),
         (["--to", "dense", "--verify", "all"], "--verify must be weights or perplexity, got 'all'"),
         (["--to", "dense", "--verify", "perplexity", "--data", "no-such-file.txt"], "no-such-file.txt"),

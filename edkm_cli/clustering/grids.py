@@ -113,6 +113,8 @@ class Grid:
             return kmeans_start(weight, 2**self.bits, **options)
         tile = granularity.tile(weight.shape[0], weight.shape[1], layer=name)
         values = kernels.to_groups(weight.detach().float(), tile)
+        if weight.is_meta:
+            return values.new_empty(len(values), self.numbers)
         if not bool(values.sum(dtype=torch.float64).isfinite()):
             raise non_finite(name)
         masses = torch.ones_like(values)
@@ -164,9 +166,10 @@ def stored_numbers(stored: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor 
     return scales, offsets
 
 
-def search_bytes(grid: Grid, weights: int) -> int:
-    """What the search of a start holds beside the weights: of `_GROUPS` groups of so many weights, some numbers of each."""
-    return 4 * _GROUPS * (weights * (4 + 2 * grid.numbers) + 2**grid.bits)
+def search_bytes(grid: Grid, weights: int, group: int) -> int:
+    """What the search of a start holds beside so many weights, in groups of `group`: weights and their importance by
+    groups, and of `_GROUPS` of them some numbers of each."""
+    return 2 * 4 * weights + 4 * _GROUPS * (group * (4 + 2 * grid.numbers) + 2**grid.bits)
 
 
 def _fitted(values: Tensor, masses: Tensor, chosen: Tensor, before: Tensor) -> Tensor:

@@ -208,10 +208,9 @@ class Rehearsal:
         self, model: Any, names: list[str], batches: list[Tensor], **options: Any
     ) -> dict[str, Tensor]:
         """`collect_by_layer`, which forgets a layer's importance when the next one has its turn."""
-
         average, layer_shapes = self.plan.average_bits, {swap.name: swap.shape for swap in self.plan.clustered}
-        tried, palette = tried_bits(average) if average else [self.plan.spec.bits], self.plan.spec.palette
-        entries = sum(table_numbers(palette, bits) for bits in tried)
+        tried = tried_bits(average) if average else [self.plan.spec.bits]
+        entries = sum(table_numbers(self.plan.spec.palette, bits) for bits in tried)
 
         def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
             self._ledger.move(importance.values(), CLUSTERING)
@@ -276,14 +275,13 @@ class Rehearsal:
             size = min(tile[0] * tile[1], _DISTINCT)
             a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**grid.bits) * (size + 1)
             scratch = a_thread * min(self.launch.threads, weight.numel() // size)
-            if grid.palette != FREE:  # weights and their importance by tiles, and what is searched at a time
-                scratch = 2 * 4 * weight.numel() + search_bytes(grid, size)
+            if grid.palette != FREE:
+                scratch = search_bytes(grid, weight.numel(), size)
             copied = size_bytes([weight]) if self.launch.gpu else 0
             place = HOST if self.launch.gpu else DEVICE
             held = self._ledger.more(copied + scratch, CLUSTERING, place=place)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
-                if grid.palette == FREE:
-                    grid.start(weight, granularity=granularity, importance=importance)
+                grid.start(weight, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
 
     def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
