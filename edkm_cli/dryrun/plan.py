@@ -20,6 +20,7 @@ from edkm_cli.dryrun.machine import choose_machine, this_machine
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
+from edkm_cli.granularity import FREE
 from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.allocation import SENSITIVITY
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight, palettize_skeleton
@@ -129,7 +130,8 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
         if config.allocation == SENSITIVITY
         else f"{config.bits}-bit indices"
     )
-    linear = f"{bits}, {config.lut_dtype} LUT, {plan.spec.granularity}"
+    tables = "LUT" if config.palette == FREE else f"scales of {config.palette} tables"
+    linear = f"{bits}, {config.lut_dtype} {tables}, {plan.spec.granularity}"
     other = f"{config.embedding_bits}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [

@@ -137,7 +137,7 @@ class _Run:
         session.measure("adapted", model)
         spec = session.spec
         with session.clock.phase("merge"):
-            merged = cluster_again(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+            merged = cluster_again(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype, palette=spec.palette))
             del model
             merged.generation_config = generation
             teacher = decoded_copy(merged) if self.config.steps else None

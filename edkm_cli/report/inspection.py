@@ -58,11 +58,12 @@ def format_inspection(result: dict[str, Any]) -> str:
     embeddings += f" in groups of {spec['embedding_group']}" if spec.get("embedding_group") else ""
     widths = sorted({spec["bits"], *spec.get("module_bits", {}).values()})
     bits = f"{widths[0]} to {widths[-1]} bits" if len(widths) > 1 else f"{spec['bits']} bits"
+    tables = f"scales of {spec['palette']} tables" if "palette" in spec else "LUTs"
     tied = "tied" if result["tied_embeddings"] else "not tied"
     return "\n".join(
         [
             f"{result['directory']}: {result['architecture']}, {bits}, {spec['granularity']}, "
-            f"{spec['lut_dtype']} LUTs, embeddings {embeddings} ({tied}), format {spec['format_version']}",
+            f"{spec['lut_dtype']} {tables}, embeddings {embeddings} ({tied}), format {spec['format_version']}",
             f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits per weight, "
             f"whole model {result['model_bits_per_weight']:.3f}",
             "",

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
+from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
 
@@ -45,7 +46,12 @@ class EdkmVllmConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> EdkmVllmConfig:
         """Read the `quantization_config` of a checkpoint."""
         try:
-            return cls(QuantizationSpec.from_mapping(config))
+            spec = QuantizationSpec.from_mapping(config)
+            if spec.palette != FREE:
+                raise UserError(
+                    f"vllm serves free tables, got palette {spec.palette}, which is for another engine; see edkm export"
+                )
+            return cls(spec)
         except UserError as error:
             raise _logged(error) from None
 
