@@ -34,6 +34,14 @@ _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, long
 _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
 
 
+def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
+    """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
+    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = positions if isinstance(positions, int) else math.inf
+    more = f"is more than the {most} positions that the model knows; give at most {most}"
+    return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a run is launched: on `device` (`cpu`, `cuda` or `cuda:N`), by so many processes, each with as many threads;
@@ -109,11 +117,9 @@ class RunPlan:
     @property
     def warnings(self) -> list[str]:
         """What is possible, and hardly meant."""
-        positions = getattr(self.architecture.get_text_config(decoder=True), "max_position_embeddings", None)
-        config, most = self.config, positions if isinstance(positions, int) else math.inf
+        config = self.config
         lengths = {"--sequence-length": config.sequence_length * (config.steps > 0), "--context": config.context}
-        more = f"is more than the {most} positions that the model knows; give at most {most}"
-        return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
+        return too_long(self.architecture, lengths)
 
     @property
     def parameters(self) -> int:

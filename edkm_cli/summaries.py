@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -254,6 +254,8 @@ def evaluation_summary(result: dict[str, Any]) -> str:
         if "kl_per_token" in text:
             agreement = f"{100 * text['top1_agreement']:.1f}% the same likeliest token"
             facts.append((f"from {result['reference']}", f"KL {text['kl_per_token']:.4f} per token, {agreement}"))
+            tail = f"median {text['kl']['median']:.4f}, 90% below {text['kl']['p90']:.4f}, 99% below {text['kl']['p99']:.4f}"
+            facts.append(("KL of a token", tail))
     facts += [
         ("weights", megabytes(result["weights_bytes"])),
         ("decoder", f"{result['decoder_bits_per_weight']:.3f} bits per weight"),
@@ -271,23 +273,80 @@ def evaluation_summary(result: dict[str, Any]) -> str:
         facts.append(("tokens per s", speed))
     text = "\n".join([result["model"], *_facts(facts)])
     if "tasks" in result:
-        header = ["task", "metric", "value", "samples", "examples"]
-        text += "\n\n" + table(task_rows(result["tasks"]), header=header)
+        recovery = result.get("recovery")
+        text += "\n\n" + table(task_rows(result["tasks"], recovery), header=task_header(recovery))
+    if "verdict" in result:
+        text += "\n\n" + verdict_text(result)
     return text
 
 
-def task_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Benchmark results as rows: task, metric, value with its standard error, documents, examples in the prompt."""
-    rows = []
+def task_header(recovery: dict[str, Any] | None) -> list[str]:
+    """The columns of `task_rows`."""
+    beside = [] if recovery is None else ["uncompressed", "recovery", "lost", "won"]
+    return ["task", "metric", "value", *beside, "samples", "examples"]
+
+
+def verdict_text(result: dict[str, Any]) -> str:
+    """Pass or fail against each limit, and what else was compared with the reference, in lines."""
+    floor, writing, verdict = result["noise_floor"], result["writing"], result["verdict"]
+    lines = [f"verdict: {'pass' if verdict['passed'] else 'FAIL'}"]
+    lines += _indented(table(limit_rows(verdict)))
+    if verdict["worst"]:
+        worst = ", ".join(f"{row['name']} {row['error']:.3f}" for row in verdict["worst"])
+        lines.append(f"  largest errors of single matrices: {worst}")
+    if floor is not None:
+        lines.append(f"  noise floor: KL {floor['kl_per_token']:.6f}, the reference in {floor['dtype']} against itself")
+    if writing is not None:
+        lines.append(
+            f"  writing: {writing['prompts']} texts, {100 * writing['identical']:.0f}% identical; they part at token "
+            f"{writing['parts_at']:g}; repeated {100 * writing['model']['repetition']:.0f}% (reference "
+            f"{100 * writing['reference']['repetition']:.0f}%)"
+        )
+    return "\n".join(lines)
+
+
+def limit_rows(verdict: dict[str, Any]) -> list[list[str]]:
+    """A row for each limit: what it is of, the value, the bound, and whether it passed."""
+    return [
+        [
+            f"{row['limit']}, {row['of']}",
+            f"{row['value']:.4g}",
+            f"{row['bound']:g}",
+            "pass" if row["passed"] else "FAIL",
+        ]
+        for row in verdict["limits"]
+    ]
+
+
+def metrics_of(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, float, float | None]]:
+    """Benchmark results as (task, metric, value, standard error), those that have a value."""
     for task, facts in results.items():
         for key, value in facts.items():
             metric, comma, filter_name = key.partition(",")
             error_key = f"{metric}_stderr{comma}{filter_name}"
-            if value is None or error_key not in facts:
-                continue
-            error = facts[error_key]
-            shown = f"{value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
-            rows.append([task, key, shown, f"{facts['samples']:,}", str(facts["num_fewshot"])])
+            if value is not None and error_key in facts:
+                yield task, key, value, facts[error_key]
+
+
+def task_rows(results: dict[str, dict[str, Any]], recovery: dict[str, dict[str, Any]] | None = None) -> list[list[str]]:
+    """Benchmark results as rows: task, metric, value with its standard error, documents, examples in the prompt; beside a
+    reference also its value, the share of it that is kept, and the answers that were lost and won."""
+
+    def shown(value: float, error: float | None) -> str:
+        return f"{value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
+
+    rows = []
+    for task, key, value, error in metrics_of(results):
+        beside = []
+        if recovery is not None and (row := recovery.get(task, {}).get(key)):
+            shares = [
+                f"{100 * row[name]:.1f}%" if row.get(name) is not None else "" for name in ("recovery", "lost", "won")
+            ]
+            beside = [shown(row["reference"], row["reference_stderr"]), *shares]
+        elif recovery is not None:
+            beside = [""] * 4
+        facts = results[task]
+        rows.append([task, key, shown(value, error), *beside, f"{facts['samples']:,}", str(facts["num_fewshot"])])
     return rows
 
 

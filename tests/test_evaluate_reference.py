@@ -14,8 +14,8 @@ TOKENS = torch.randint(0, 257, (48,), generator=torch.Generator().manual_seed(0)
 
 def remembered(model, directory):
     directory.mkdir(exist_ok=True)
-    with Recorder(model, directory) as recorder:
-        perplexity(model, TOKENS, context=16, seen=recorder.see)
+    recorder = Recorder(model, directory)
+    perplexity(model, TOKENS, context=16, seen=recorder.see)
     assert recorder.failure is None
     return RememberedPredictions(directory)
 
@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_stops_no_measurement(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "save_file", full)
     model = tiny_llama()
-    with Recorder(model, tmp_path) as recorder:
-        found = perplexity(model, TOKENS, context=16, seen=recorder.see)
+    recorder = Recorder(model, tmp_path)
+    found = perplexity(model, TOKENS, context=16, seen=recorder.see)
     assert found.perplexity > 1
     assert "No space left on device" in recorder.failure

@@ -150,10 +150,10 @@ def test_limit_batches_and_examples_in_the_prompt(folder):
     loaded = load_tasks(["little_choices"], task_path=folder)
     whole = run_tasks(model, tokenizer, loaded)
     assert run_tasks(model, tokenizer, loaded, batch_size=5) == whole
-    first = run_tasks(model, tokenizer, loaded, limit=5)["little_choices"]
+    first = run_tasks(model, tokenizer, loaded, limit=5)[0]["little_choices"]
     assert first["samples"] == 5
     shots = run_tasks(model, tokenizer, load_tasks(["little_choices"], task_path=folder, num_fewshot=2), limit=5)
-    assert shots["little_choices"]["num_fewshot"] == 2
+    assert shots[0]["little_choices"]["num_fewshot"] == 2
     again = run_tasks(model, tokenizer, load_tasks(["little_choices"], task_path=folder, num_fewshot=2), limit=5)
     assert again == shots  # the same examples are drawn
 

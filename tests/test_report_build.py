@@ -44,7 +44,7 @@ def parsed(path):
             self.open_tags.append(name)
 
         def handle_startendtag(self, name, attributes):
-            assert name in ("meta", "line", "rect", "circle", "path")  # a browser closes no others
+            assert name in ("meta", "br", "line", "rect", "circle", "path")  # a browser closes no others
 
         def handle_endtag(self, name):
             assert self.open_tags.pop() == name

@@ -10,7 +10,8 @@ import typer
 
 from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish, stamped
 from edkm_cli.errors import UserError
-from edkm_cli.export.ownership import input_paths
+from edkm_cli.evaluate.limits import Limits
+from edkm_cli.export.ownership import input_paths, replace_file
 
 
 def eval_command(
@@ -32,8 +33,32 @@ def eval_command(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Uncompressed model: report the KL divergence from its predictions, and how often both agree."
+            help="Uncompressed model: compare predictions, layers, texts and answers with it, and say pass or fail."
         ),
+    ] = None,
+    max_kl: Annotated[
+        float, typer.Option(min=0, help="Most KL divergence per token from --reference; 0: no limit.")
+    ] = Limits.max_kl,
+    min_agreement: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of predictions with the likeliest token of --reference.")
+    ] = Limits.min_agreement,
+    max_matrix_error: Annotated[
+        float, typer.Option(min=0, help="Most relative error of a matrix's outputs, from --reference; 0: no limit.")
+    ] = Limits.max_matrix_error,
+    max_perplexity_ratio: Annotated[
+        float, typer.Option(min=0, help="Most perplexity, as a multiple of that of --reference; 0: no limit.")
+    ] = Limits.max_perplexity_ratio,
+    positions: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Window measured by position, with --reference; default: the full context, at most 8192."
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, max=64, help="Prompts that both models write after, with --reference.")
+    ] = 64,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the verdict as an HTML page, with --reference.")
     ] = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -61,18 +86,25 @@ def eval_command(
         *input_paths("--data", *(data or ())),
         *input_paths("--task-path", task_path),
     ]
-    check_json_target(json_file, [*inputs, *input_paths("--reference", reference)])
+    inputs += input_paths("--reference", reference)
+    check_json_target(json_file, inputs)
+    if page is not None and reference is None:
+        raise UserError("--page shows a comparison with --reference, which is not given")
+    check_json_target(page, inputs, "--page")
     from edkm_cli.evaluate.command import evaluate_model
+    from edkm_cli.evaluate.limits import require_passed
     from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
+    from edkm_cli.report.verdict import verdict_page
     from edkm_cli.summaries import evaluation_summary
 
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
     if tasks is not None and not names:
         raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got nothing")
+    progress, limits = Progress(), Limits(max_kl, min_agreement, max_matrix_error, max_perplexity_ratio)
     result = evaluate_model(
         model,
-        data=data or ([] if names else ["wikitext2"]),
+        data=data or (["wikitext2"] if not names else ["builtin-prose"] if reference is not None else []),
         context=context,
         max_windows=max_windows,
         dtype=dtype,
@@ -85,9 +117,17 @@ def eval_command(
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
-        track=Progress().track,
+        limits=limits,
+        positions=positions,
+        prompts=prompts,
+        track=progress.track,
+        say=progress.say,
     )
+    if page is not None:
+        replace_file(page, verdict_page(stamped(result)))
     finish(evaluation_summary(result), stamped(result), json_file)
+    if reference is not None:
+        require_passed(result["verdict"])
 
 
 def inspect_command(

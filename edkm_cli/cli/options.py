@@ -172,19 +172,19 @@ def require_model(model: str) -> None:
         raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
 
 
-def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = ()) -> None:
+def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json") -> None:
     """Fail before the work, not after it. `inputs` are (option, path) of what the command reads."""
     if json_file is None or _is_stream(json_file):
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(
-            f"--json must name a file in a directory that exists, got {json_file}; make the directory first"
+            f"{option} must name a file in a directory that exists, got {json_file}; make the directory first"
         )
     if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise UserError(f"--json must name a file that can be written, but {json_file} cannot; choose another")
-    require_apart("--json", target, [*inputs, *cache_paths()])
-    require_replaceable("--json", target)
+        raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
+    require_apart(option, target, [*inputs, *cache_paths()])
+    require_replaceable(option, target)
 
 
 def stamped(result: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ from edkm_cli import models
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
-from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import logits_of
+from edkm_cli.evaluate.limits import Limits, judge
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
+from edkm_cli.evaluate.verdict import Study, text_row
+from edkm_cli.evaluate.writing import MOST
+from edkm_cli.format import read_spec
 from edkm_cli.hf import load_any
-from edkm_cli.integrity import stored_skeleton
+from edkm_cli.integrity import check_checkpoint, stored_skeleton
 from edkm_cli.nn.swap import dequantize_model, is_packed
+from edkm_cli.preflight import too_long
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.runtime.palettized import PALETTIZED
 
 _SMALL_BYTES = 2**30  # a dense 16-bit model of up to this size is measured in float32, too, which takes twice as much
 
@@ -43,14 +47,19 @@ def evaluate_model(
     limit: int | None = None,
     num_fewshot: int | None = None,
     batch_size: int = 1,
+    limits: Limits | None = None,
+    positions: int | None = None,
+    prompts: int = MOST,
     track: Track = no_progress,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
     Of several texts each has a row in `texts`; the keys beside it are those of the first. Without `data` there is no
     perplexity: it and what belongs to it are None. `benchmarks` are tasks of
     lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.evaluate.tasks).
-    `reference` is the uncompressed model that predictions are compared with; it is loaded beside the model.
+    `reference` is the uncompressed model that everything is compared with, measured first, with a verdict by `limits`;
+    `positions` and `prompts` say how much (edkm_cli.evaluate.verdict). `say` gets warnings.
 
     Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
@@ -64,7 +73,9 @@ def evaluate_model(
     if reference is not None and not names:
         raise UserError("--reference must come with a text on which models are compared; give --data")
     if reference is not None:
-        models.resolve(reference)
+        if source.path is not None and read_spec(source.path) is not None:
+            check_checkpoint(source.path, trust_remote_code=trust_remote_code)
+        _require_same_words(source, models.resolve(reference), trust_remote_code=trust_remote_code)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
     documents = {}
@@ -75,28 +86,41 @@ def evaluate_model(
         loaded = tasks.load_tasks(
             benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
         )
-    model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = late.tokenizer
+    load = partial(load_any, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model = load(name if reference is None else reference)
+    tokens = [texts.tokenize(document, late.tokenizer) for document in documents.values()]
     start = time.perf_counter()
-    compressed = any(isinstance(module, PALETTIZED) for module in model.modules())
+    with tempfile.TemporaryDirectory(prefix="edkm-reference-") as directory:
+        study = Study(
+            names,
+            tokens,
+            late.tokenizer,
+            Path(directory),
+            context=context,
+            max_windows=max_windows,
+            positions=positions,
+            prompts=prompts,
+            benchmarks=loaded,
+            limit=limit,
+            batch_size=batch_size,
+            track=track,
+        )
+        if reference is not None:
+            study.see_reference(model)
+            del model  # one of the two at a time
+            model = load(name)
+        for warning in too_long(model.config, {"--context": context, "--positions": positions or 0}):
+            say(f"WARNING: {warning}")
+        measured, beside = study.see_model(model)
+    compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
     size = footprint(stored_skeleton(source.location, trust_remote_code=trust_remote_code) if compressed else model)
     result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
-    tokens = [texts.tokenize(found, tokenizer) for found in documents.values()]
     if names:
-        theirs = None
-        if reference is not None:
-            theirs = logits_of(load_any(reference, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
-            result["reference"] = reference
-        keys = ["context", "windows", "tokens", "perplexity"]
-        keys += ["kl_per_token", "top1_agreement"] if reference is not None else []
-        rows = []
-        for text, ids in zip(names, tokens, strict=True):
-            measured = perplexity(model, ids, context=context, max_windows=max_windows, track=track, reference=theirs)
-            rows.append({"data": text} | {key: getattr(measured, key) for key in keys})
-        del theirs
-        result |= rows[0] | {"texts": rows}
+        rows = [text_row(text, found) for text, found in zip(names, measured, strict=True)]
+        result |= {} if reference is None else {"reference": reference}
+        result |= rows[0] | {"texts": rows} | beside
     stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
     result |= {
         "dtype": dtype,
@@ -114,12 +138,24 @@ def evaluate_model(
                 result["dense_fp32"] = measure_speed(torch.nn.Module.float(model), tokens[0])
                 torch.nn.Module.to(model, getattr(torch, dtype))  # exactly what it was; transformers' own `to` refuses
     if loaded:
-        dequantize_model(model, getattr(torch, dtype))  # once, not in each of many thousand short passes
-        result["tasks"] = tasks.run_tasks(model, tokenizer, loaded, limit=limit, batch_size=batch_size)
+        result |= study.see_tasks(model)
         result["lm_eval_version"] = tasks.harness_version()
+    if reference is not None:
+        result["verdict"] = judge(result, limits or Limits())
     result["seconds"] = time.perf_counter() - start
     result["peak_memory_bytes"] = peak_memory_bytes(device)
     return result
+
+
+def _require_same_words(source: models.ModelSource, reference: models.ModelSource, *, trust_remote_code: bool) -> None:
+    """Raises UserError where the reference has another vocabulary, as far as the configurations say."""
+    options = {"trust_remote_code": trust_remote_code, "may_be_quantized": True}
+    ours, theirs = (models.load_config(one, **options).get_text_config(decoder=True) for one in (source, reference))
+    if ours.vocab_size != theirs.vocab_size:
+        raise UserError(
+            f"--reference must have the model's vocabulary, {ours.vocab_size} tokens, got {theirs.vocab_size}; give the "
+            "model that was compressed"
+        )
 
 
 def _tensor_bytes(source: models.ModelSource) -> int | None:

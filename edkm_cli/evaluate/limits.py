@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,59 @@ def require_ratio(text: Mapping[str, Any], limit: float, staging: Path) -> None:
             f"{exported:.4f} to {original:.4f} on {text['data']}, {exported / original:.2f} times; the result is in "
             f"{staging}: train longer, use more bits, or allow more"
         )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What `edkm eval --reference` asks of a model, on each text; 0 asks nothing.
+
+    Those of KL and agreement lie a little beyond what 3 bits cost SmolLM2-135M. A matrix whose outputs are wrong by more
+    than themselves does more harm than none.
+    """
+
+    max_kl: float = 0.2
+    min_agreement: float = 0.75
+    max_matrix_error: float = 1.0
+    max_perplexity_ratio: float = 0.0
+
+
+def judge(result: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """The verdict on a result of `edkm eval`: `passed`, `limits` (each with its `limit`, what it is `of`, `value`, `bound`
+    and `passed`), and `worst`: the matrices with the largest errors, the first three."""
+    worst = sorted(result["matrices"], key=lambda row: -row["error"])[:3]
+    rows: list[tuple[str, str, float, float, bool]] = []
+    for text in result["texts"]:
+        kl, agreement, ratio = (
+            text["kl_per_token"],
+            text["top1_agreement"],
+            text["perplexity"] / text["reference_perplexity"],
+        )
+        rows.append(("--max-kl", text["data"], kl, limits.max_kl, kl <= limits.max_kl))
+        rows.append(
+            ("--min-agreement", text["data"], agreement, limits.min_agreement, agreement >= limits.min_agreement)
+        )
+        bound = limits.max_perplexity_ratio
+        rows.append(("--max-perplexity-ratio", text["data"], ratio, bound, ratio <= bound))
+    if worst:
+        error, bound = worst[0]["error"], limits.max_matrix_error
+        rows.append(("--max-matrix-error", worst[0]["name"], error, bound, error <= bound))
+    names = ("limit", "of", "value", "bound", "passed")
+    judged = [dict(zip(names, row, strict=True)) for row in rows if row[3]]
+    return {"passed": all(row["passed"] for row in judged), "limits": judged, "worst": worst}
+
+
+def require_passed(verdict: Mapping[str, Any]) -> None:
+    """Raises UserError, naming the limits that were not kept and the worst matrix."""
+    if verdict["passed"]:
+        return
+    failed = [
+        f"{row['limit']} is {row['bound']:g}, but {row['of']} has {row['value']:.4g}"
+        for row in verdict["limits"]
+        if not row["passed"]
+    ]
+    worst = (
+        f"; the largest error of a matrix is {verdict['worst'][0]['error']:.3g}, of {verdict['worst'][0]['name']}"
+        if verdict["worst"]
+        else ""
+    )
+    raise UserError(f"the verdict is fail: {'; '.join(failed)}{worst}")

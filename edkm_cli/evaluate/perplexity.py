@@ -1,8 +1,8 @@
 """Perplexity by the GPTQ protocol of any Hugging Face causal LM, compressed or not, and its distance from a reference.
 
-A perplexity on text that a model was trained on says little about what compression did to it. Two more figures compare
-each prediction with that of a reference, the uncompressed model: the mean KL divergence per token, and how often both
-have the same most likely token.
+A perplexity on text that a model was trained on says little about what compression did to it. So each prediction can be
+compared with that of a reference, the uncompressed model: `evaluate/distances.py` sums up how far they are apart. Logits
+exist some tokens at a time (`nn/parts.py`): those of a whole window over 128,256 words would take more than a small model.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference
+from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 
 
@@ -28,6 +30,8 @@ class Perplexity:
 
     With a reference, `kl_per_token` is the mean of KL(reference || model) in nats, and `top1_agreement` the share of
     predictions whose likeliest token is the reference's. Both are over the predictions that the perplexity is over.
+    `predictions` has their single figures, (windows, context - 1, 5) float32: loss, KL, whether the likeliest token is the
+    reference's, the reference's loss and its highest probability.
     """
 
     perplexity: float
@@ -37,6 +41,7 @@ class Perplexity:
     seconds: float
     kl_per_token: float | None = None
     top1_agreement: float | None = None
+    predictions: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @torch.no_grad()
@@ -50,7 +55,7 @@ def perplexity(
     description: str = "perplexity",
     world: World = ALONE,
     reference: Reference | None = None,
-    seen: Callable[[Tensor, Tensor], None] = lambda ids, logits: None,
+    seen: Callable[[Tensor, Tensor, Parts], None] = lambda ids, states, parts: None,
 ) -> Perplexity:
     """Perplexity over non-overlapping windows: within each, tokens 2..context are predicted (GPTQ, arXiv 2210.17323).
 
@@ -61,7 +66,7 @@ def perplexity(
         max_windows: the first so many windows only.
         world: the processes that share the windows; all call this with the same model.
         reference: what the model's predictions are compared with, such as `logits_of(uncompressed model)`.
-        seen: called with each window's ids (1, context) and logits (context, vocabulary).
+        seen: called with each window's ids (1, context), its states (context, n), and the parts that make logits of them.
 
     Raises UserError if the text has fewer than two tokens, the model's loss on it is NaN or Inf, or the reference has
     another vocabulary.
@@ -79,17 +84,17 @@ def perplexity(
     model.eval()
     device = model.device
     start = time.perf_counter()
+    parts = Parts(model, frozen=world.sharded)
     total = torch.zeros(3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
+    predictions = []
     turns = world.turns(list(windows))
     for window, counts in track(turns, description, len(turns)):
         ids = window.to(device)[None]
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        seen(ids, logits)
-        logits = logits[:-1]
-        loss = nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum")
-        total[0] += counts * loss.double().cpu()
-        if reference is not None:
-            total[1:] += counts * _compare(logits, reference(ids))
+        states = parts.states(input_ids=ids, use_cache=False)[0]
+        seen(ids, states, parts)
+        figures = _figures(states[:-1], ids[0, 1:], parts, None if reference is None else reference(ids))
+        total[: figures.shape[1]] += counts * figures[:, :3].sum(0, dtype=torch.float64)
+        predictions.append(figures)
     model.train(was_training)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
@@ -101,24 +106,35 @@ def perplexity(
             everywhere=True,
         )
     value = math.exp(min(loss_per_token, 700.0))
-    compared = (None, None) if reference is None else (float(total[1]) / count, float(total[2]) / count)
-    return Perplexity(value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start, *compared)
+    facts = (value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start)
+    if reference is None:
+        return Perplexity(*facts)
+    return Perplexity(*facts, float(total[1]) / count, float(total[2]) / count, torch.stack(predictions))
 
 
-def _compare(logits: Tensor, reference: Iterable[Tensor]) -> Tensor:
-    """(sum of KL(reference || logits), number of equal likeliest tokens), float64, on the CPU.
-
-    Logits (tokens, vocabulary); those of the reference in parts, perhaps of more tokens.
-    """
-    sums = torch.zeros(2, dtype=torch.float64)
-    for ours, theirs in zip(logits.split(CHUNK_TOKENS), reference, strict=False):
-        theirs = theirs[: ours.shape[0]]
-        if ours.shape != theirs.shape:
-            raise UserError(
-                f"--reference must have the model's vocabulary, {ours.shape[-1]} tokens, got {theirs.shape[-1]}; give the "
-                "model that was compressed"
-            )
-        log_ours, log_theirs = ours.float().log_softmax(1), theirs.to(ours.device).float().log_softmax(1)
-        sums[1] += (log_ours.argmax(1) == log_theirs.argmax(1)).sum().cpu()
-        sums[0] += (log_theirs.exp() * log_theirs.sub_(log_ours)).sum(dtype=torch.float64).cpu()
-    return sums
+def _figures(states: Tensor, labels: Tensor, parts: Parts, reference: Iterable[Tensor] | None) -> Tensor:
+    """The figures of the predictions that states (tokens, n) make of labels (tokens,): (tokens, 5) float32 on the CPU, as
+    `Perplexity.predictions` has them, or (tokens, 1) without a reference, whose logits come CHUNK_TOKENS at a time."""
+    rows = []
+    for ours, picks, theirs in zip(
+        states.split(CHUNK_TOKENS),
+        labels.split(CHUNK_TOKENS),
+        repeat(None) if reference is None else reference,
+        strict=False,
+    ):
+        log_ours = parts.logits(ours[None])[0].float().log_softmax(1)
+        columns = [-log_ours.gather(1, picks[:, None])[:, 0]]
+        if theirs is not None:
+            log_theirs = theirs[: len(ours)].to(ours.device).float().log_softmax(1)
+            if log_ours.shape != log_theirs.shape:
+                raise UserError(
+                    f"--reference must have the model's vocabulary, {log_ours.shape[1]} tokens, got {log_theirs.shape[1]}; "
+                    "give the model that was compressed"
+                )
+            highest, likeliest = log_theirs.max(1)
+            same = log_ours.argmax(1) == likeliest
+            loss = -log_theirs.gather(1, picks[:, None])[:, 0]
+            kl = (log_theirs.exp() * log_theirs.sub_(log_ours)).sum(1)
+            columns += [kl, same.float(), loss, highest.exp()]
+        rows.append(torch.stack(columns, 1).cpu())
+    return torch.cat(rows)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from edkm_cli.distributed import full
+from edkm_cli.nn.parts import Parts
 
 CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the loss before it
 
@@ -29,58 +30,48 @@ Reference = Callable[[Tensor], Iterable[Tensor]]
 
 def logits_of(model: Any) -> Reference:
     """A causal LM as a reference: run beside the model that is measured, window by window."""
-    device = next(model.parameters()).device
-    return lambda ids: model(input_ids=ids.to(device), use_cache=False).logits[0].split(CHUNK_TOKENS)
+    parts = Parts(model.eval())
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        for some in parts.states(input_ids=ids.to(model.device), use_cache=False)[0].split(CHUNK_TOKENS):
+            yield parts.logits(some[None])[0]
+
+    return logits
 
 
 class Recorder:
     """Writes a model's predictions into `directory` while it is measured: `see` is given to `perplexity` as `seen`.
 
-    Use as a context manager; inside, a hook takes the hidden states on their way to the output head. All processes of a
-    sharded model make one alike. A disk that cannot be written to stops no measurement: `failure` says why.
+    All processes of a sharded model make one alike. A disk that cannot be written to stops no measurement: `failure` says
+    why.
     """
 
     def __init__(self, model: Any, directory: str | Path):
         self.failure: str | None = None
         self._directory = Path(directory)
-        found = model.get_output_embeddings()
-        self._module = found if isinstance(found, nn.Linear) else None
-        self._hidden: Tensor | None = None
+        head = model.get_output_embeddings()
         self._head: dict[str, Tensor] = {}
-        self._hook: Any = None
-
-    def __enter__(self) -> Recorder:
-        if self._module is not None:
-            self._head = {name: full(tensor.detach()) for name, tensor in self._module.named_parameters()}
-            self._hook = self._module.register_forward_pre_hook(self._take)
+        if isinstance(head, nn.Linear):
+            self._head = {name: full(tensor.detach()) for name, tensor in head.named_parameters()}
             self._save(self._head, _HEAD)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hidden, self._head = None, {}
-
-    def _take(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden = inputs[0].detach()
-
-    def see(self, ids: Tensor, logits: Tensor) -> None:
-        """Keep the predictions of a window (1, context), whose logits are (context, vocabulary)."""
-        hidden = self._hidden[0] if self._hidden is not None else None
-        if hidden is not None and self._explains(hidden, logits):
-            kept = {"hidden": hidden}
+    def see(self, ids: Tensor, states: Tensor, parts: Parts) -> None:
+        """Keep the predictions of a window (1, context): its states (context, n), where the head makes logits of them."""
+        if self._explains(states[-8:], parts):
+            kept = {"hidden": states}
         else:
             lowest = torch.finfo(torch.float16).min
-            kept = {"log_probabilities": logits.float().log_softmax(1).clamp_min(lowest).half()}
+            chunks = (parts.logits(some[None])[0].float().log_softmax(1) for some in states.split(CHUNK_TOKENS))
+            kept = {"log_probabilities": torch.cat([chunk.clamp_min(lowest).half() for chunk in chunks])}
         self._save(kept, _file_of(ids))
 
-    def _explains(self, hidden: Tensor, logits: Tensor) -> bool:
-        """Whether the logits are the head's product with the hidden states and nothing more, on the last rows."""
-        if hidden.shape[0] != logits.shape[0]:
+    def _explains(self, states: Tensor, parts: Parts) -> bool:
+        """Whether the logits are the head's product with the states and nothing more."""
+        if not self._head or states.shape[1] != self._head["weight"].shape[1]:
             return False
-        wanted = logits[-8:].float()
-        error = (nn.functional.linear(hidden[-8:], **self._head).float() - wanted).abs().max()
-        return bool(error <= (1e-4 if logits.dtype == torch.float32 else 1e-2) * wanted.abs().max())
+        wanted = parts.logits(states[None])[0].float()
+        error = (nn.functional.linear(states, **self._head).float() - wanted).abs().max()
+        return bool(error <= (1e-4 if states.dtype == torch.float32 else 1e-2) * wanted.abs().max())
 
     def _save(self, tensors: dict[str, Tensor], name: str) -> None:
         if self.failure is None:

@@ -27,9 +27,12 @@ from typing import Any
 import yaml
 
 from edkm_cli.errors import UserError
+from edkm_cli.summaries import metrics_of
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
 _SEED = 1234  # the harness's own default for the choice of few-shot examples
+Scores = dict[str, dict[str, dict[int, Any]]]
+"""Task -> metric -> document -> score, whatever the metric gives for one document."""
 _NOT_METRICS = ("name", "alias", "sample_len", "sample_count")
 
 
@@ -80,8 +83,9 @@ def load_tasks(
 
 def run_tasks(
     model: Any, tokenizer: Any, loaded: dict[str, Any], *, limit: int | None = None, batch_size: int = 1
-) -> dict[str, dict[str, Any]]:
-    """Run loaded tasks on a causal LM: task -> its metrics, `..._stderr`, `samples`, `num_fewshot`, `version`.
+) -> tuple[dict[str, dict[str, Any]], Scores]:
+    """Run loaded tasks on a causal LM: task -> its metrics, `..._stderr`, `samples`, `num_fewshot`, `version`; and the
+    scores of single documents, for `compared`.
 
     A group brings an entry of its own and one for each of its tasks. `limit`: the first so many documents of each task.
     A standard error is None where there is none (a single document).
@@ -93,11 +97,12 @@ def run_tasks(
 
     subject = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
     results: dict[str, dict[str, Any]] = {}
+    scores: Scores = {}
     for name, tasks in loaded.items():
         try:
             for task in tasks["tasks"].values():
                 _check_answers(task, limit)
-            outcome = evaluate(subject, tasks, limit=limit, log_samples=False)
+            outcome = evaluate(subject, tasks, limit=limit, log_samples=True)
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise
         except Exception as error:
@@ -111,7 +116,34 @@ def run_tasks(
                 "version": outcome["versions"].get(task),
             }
             results[task] = {**_metrics(metrics), **facts}
-    return results
+        for task, samples in outcome["samples"].items():
+            several = len({sample["filter"] for sample in samples}) > 1
+            for sample in samples:
+                for metric in sample["metrics"]:
+                    key = f"{metric},{sample['filter']}" if several else metric
+                    scores.setdefault(task, {}).setdefault(key, {})[sample["doc_id"]] = sample[metric]
+    return results, scores
+
+
+def compared(
+    ours: dict[str, dict[str, Any]], our_scores: Scores, theirs: dict[str, dict[str, Any]], their_scores: Scores
+) -> dict[str, dict[str, Any]]:
+    """What a model keeps of a reference: task -> metric -> `model`, `reference`, their `model_stderr` and
+    `reference_stderr`, the `recovery` (model by reference), and of metrics that are right or wrong `lost` and `won`: the
+    share of answers that were right and are wrong, and the reverse (flips, arXiv 2407.09141)."""
+    tables: dict[str, dict[str, Any]] = {}
+    for task, metric, value, error in metrics_of(ours):
+        if (before := theirs[task].get(metric)) is None:
+            continue
+        _, _, _, their_error = next(row for row in metrics_of({task: theirs[task]}) if row[1] == metric)
+        row = {"model": value, "reference": before, "recovery": value / before if before else None}
+        row |= {"model_stderr": error, "reference_stderr": their_error}
+        mine, other = (some.get(task, {}).get(metric, {}) for some in (our_scores, their_scores))
+        if mine and all(score in (0, 1) for score in (*mine.values(), *other.values())):
+            row["lost"] = sum(other[place] > score for place, score in mine.items()) / len(mine)
+            row["won"] = sum(other[place] < score for place, score in mine.items()) / len(mine)
+        tables.setdefault(task, {})[metric] = row
+    return tables
 
 
 def harness_version() -> str:

@@ -59,8 +59,8 @@ class Measurements:
         """
         # Open files outlive their directory: nothing is left on the disk when the process ends, however it ends.
         with tempfile.TemporaryDirectory(prefix="edkm-predictions-") as folder:
-            with Recorder(model, folder) as recorder:
-                self._measured[ORIGINAL] = self._figures(model, ORIGINAL, world, recorder=recorder)
+            recorder = Recorder(model, folder)
+            self._measured[ORIGINAL] = self._figures(model, ORIGINAL, world, recorder=recorder)
             if world.any(recorder.failure is not None):
                 self._why_not = (
                     recorder.failure or "another process could not keep the uncompressed model's predictions"

@@ -32,19 +32,25 @@ _MODES = {
 
 
 def page(run: RunFiles, weights: Weights | None) -> str:
-    """The whole document. `weights` is None for a run that is not finished, or where they were not asked for."""
+    """The whole page about a run. `weights` is None for a run that is not finished, or where they were not asked for."""
+    sections = [perplexity_section(run), training_section(run), *weights_sections(weights), settings_section(run)]
+    return document(
+        run.name, header(run), tag("main", tiles(run), *sections), footer(f"{run.directory}. Made by edkm report")
+    )
+
+
+def document(name: str, *content: object) -> str:
+    """A page, which loads nothing."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="generator", content=GENERATOR),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", f"{run.name}: edkm report"),
+        tag("title", f"{name}: edkm report"),
         style(),
     )
-    sections = [perplexity_section(run), training_section(run), *weights_sections(weights), settings_section(run)]
-    body = tag("body", header(run), tag("main", tiles(run), *sections), footer(run))
-    return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en") + "\n"
+    return "<!DOCTYPE html>\n" + tag("html", head, tag("body", *content), lang="en") + "\n"
 
 
 def header(run: RunFiles) -> Markup:
@@ -108,11 +114,16 @@ def tiles(run: RunFiles) -> Markup:
             ("tokens", f"{int(run.metrics[-1].get('tokens', 0)):,}", "trained on so far"),
             ("time left", duration(left), f"{sum(seconds) / max(len(seconds), 1):.2f} s a step"),
         ]  # fmt: skip
-    return tag("dl", *(_tile(*entry) for entry in shown), class_="tiles")
+    return tiles_of(shown)
 
 
-def _tile(name: str, value: str, more: str) -> Markup:
-    return tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", more, class_="more"), class_="tile")
+def tiles_of(shown: Sequence[tuple[str, str, str]]) -> Markup:
+    """Headline figures: name, value, and what more is to say."""
+    drawn = (
+        tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", more, class_="more"), class_="tile")
+        for name, value, more in shown
+    )
+    return tag("dl", *drawn, class_="tiles")
 
 
 def training_section(run: RunFiles) -> Markup | None:
@@ -207,7 +218,18 @@ def size_section(weights: Weights) -> Markup:
 
 
 def error_section(errors: Mapping[str, float]) -> Markup:
-    """A heat map of layers by kinds of projection."""
+    """The error of each linear's weights."""
+    return error_map(
+        errors,
+        "Error by layer",
+        "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
+        "weights, so this includes both what rounding lost and what training changed.",
+        "Relative squared error",
+    )
+
+
+def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) -> Markup:
+    """A heat map of layers by kinds of projection, from module paths and errors."""
     cells: dict[tuple[str, str], list[str]] = {}
     for name in errors:
         cells.setdefault(place(name), []).append(name)
@@ -217,16 +239,13 @@ def error_section(errors: Mapping[str, float]) -> Markup:
         values[where] = (mean, f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {_percent(mean)}")
     kinds, columns = (list(dict.fromkeys(axis)) for axis in zip(*cells, strict=True))
     worst = sorted(errors, key=lambda name: -errors[name])[:3]
-    chart = heat_map(kinds, columns, values, title="Relative squared error by projection and layer", show=_percent)
     return section(
-        "Error by layer",
-        "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
-        "weights, so this includes both what rounding lost and what training changed. Largest: "
-        + ", ".join(f"{name} {_percent(errors[name])}" for name in worst) + ".",
+        title,
+        f"{note} Largest: " + ", ".join(f"{name} {_percent(errors[name])}" for name in worst) + ".",
         scale_of([value for value, _ in values.values()], show=_percent),
-        tag("figure", chart),
+        tag("figure", heat_map(kinds, columns, values, title=f"{caption} by projection and layer", show=_percent)),
         unfold("as a table", table([[name, _percent(error)] for name, error in errors.items()],
-                                   header=["linear", "relative squared error"], caption="Relative squared error")),
+                                   header=["linear", caption.lower()], caption=caption)),
     )  # fmt: skip
 
 
@@ -289,8 +308,8 @@ def _setting(value: object) -> str:
     return "none" if value is None else figure(value) if isinstance(value, float) else str(value)
 
 
-def footer(run: RunFiles) -> Markup:
-    return tag("footer", f"{run.directory}. Made by edkm report; this page loads nothing from anywhere else.")
+def footer(words: str) -> Markup:
+    return tag("footer", f"{words}; this page loads nothing from anywhere else.")
 
 
 def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, float]]:

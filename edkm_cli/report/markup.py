@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-_EMPTY = ("meta", "line", "rect", "circle", "path")  # HTML's parser would leave any other open after <name/>
+_EMPTY = ("meta", "br", "line", "rect", "circle", "path")  # HTML's parser would leave any other open after <name/>
 _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
 
 

@@ -96,9 +96,9 @@ def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: P
     """Put the uncompressed model's predictions on the measured texts into a directory. Raises UserError."""
     model = _dense(settings)
     context, windows = settings["context"], settings["eval_windows"]
-    with Recorder(model, predictions) as recorder:
-        for ids in _texts(tokens):
-            perplexity(model, ids, context=context, max_windows=windows, track=track, seen=recorder.see)
+    recorder = Recorder(model, predictions)
+    for ids in _texts(tokens):
+        perplexity(model, ids, context=context, max_windows=windows, track=track, seen=recorder.see)
     if recorder.failure:
         raise UserError(recorder.failure)
 

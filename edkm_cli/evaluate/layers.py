@@ -1,0 +1,84 @@
+"""Where a model differs from a reference: the outputs of its decoder layers, and of each matrix in them.
+
+The reference passes some tokens once; what its layers give, and what some of these tokens bring into each matrix and out
+of it, goes into files, a layer in each. The other model passes the same tokens, which shows how the error of its layers'
+outputs grows with depth. Each of its matrices gets the reference's own inputs, which shows the error that this matrix alone
+makes, whatever came before.
+
+An error is the mean over tokens of ||y - y'|| / ||y||: a token of large activations counts as much as any other. It is 0
+for the same output and 1 for no output at all, so a matrix whose error is above 1 does harm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import hooked
+
+TOKENS = 256  # that layers are compared on
+_MATRIX_TOKENS = 64  # of these, for each matrix
+_LAYER = "layer"
+
+
+@torch.no_grad()
+def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
+    """Write what the reference's layers do with ids (1, tokens) into an existing directory.
+
+    Raises UserError for a family whose decoder layers are not known, OSError for a disk that cannot be written to."""
+    layers = list(decoder_layers(model).values())
+    names: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    kept: dict[str, Tensor] = {}
+
+    def take(matrix: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name, x = names[matrix], args[0].flatten(0, -2)
+        if f"{name}.in" not in kept and len(x):
+            some = torch.linspace(0, len(x) - 1, min(_MATRIX_TOKENS, len(x)), device=x.device).long()
+            kept.update({f"{name}.in": x[some], f"{name}.out": output.flatten(0, -2)[some]})
+
+    def write(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[_LAYER] = _hidden(output)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in kept.items()}
+        save_file(tensors, directory / f"{layers.index(layer)}.safetensors")
+        kept.clear()
+
+    inside = [module for layer in layers for module in layer.modules() if module in names]
+    with hooked(inside, take, after=True), hooked(layers, write, after=True):
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+
+
+@torch.no_grad()
+def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """`layers` and `matrices` of a model with the reference's names: `name` and `error`, in order, of what was recorded."""
+    named = decoder_layers(model)
+    rows: dict[str, list[dict[str, Any]]] = {"layers": [], "matrices": []}
+    outputs: list[Tensor] = []
+    with hooked(named.values(), lambda layer, args, output: outputs.append(_hidden(output)), after=True):
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+    for index, (name, output) in enumerate(zip(named, outputs, strict=True)):
+        kept = load_file(directory / f"{index}.safetensors")
+        rows["layers"].append({"name": name, "error": _error(output, kept.pop(_LAYER))})
+        for path in sorted(key.removesuffix(".in") for key in kept if key.endswith(".in")):
+            x = kept[f"{path}.in"].to(model.device, model.dtype)
+            rows["matrices"].append({"name": path, "error": _error(model.get_submodule(path)(x), kept[f"{path}.out"])})
+    return rows
+
+
+def _hidden(output: Any) -> Tensor:
+    """A decoder layer's hidden states, (batch, tokens, width)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _error(output: Tensor, wanted: Tensor) -> float:
+    """The mean over rows of ||output - wanted|| / ||wanted||; rows whose wanted output is zero are left out."""
+    wanted = wanted.to(output.device).float().flatten(0, -2)
+    norms = wanted.norm(dim=1)
+    ratios = ((output.float().flatten(0, -2) - wanted).norm(dim=1) / norms)[norms > 0]
+    return float(ratios.mean()) if len(ratios) else 0.0

@@ -1,0 +1,158 @@
+"""What `edkm eval --reference` measures of the uncompressed model first, and then of the model beside it.
+
+Only one of the two is in memory at a time: of the reference remain its predictions and layer outputs, in files, its texts
+and its answers. Its noise floor, what the number format alone costs, is measured at its end: it is cast to the other
+format and compared with what it predicted before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate import tasks, writing
+from edkm_cli.evaluate.distances import by_position, distribution
+from edkm_cli.evaluate.layers import TOKENS, compare_layers, record_layers
+from edkm_cli.evaluate.perplexity import Perplexity, perplexity
+from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
+from edkm_cli.nn.swap import dequantize_model, is_packed
+from edkm_cli.progress import Track, no_progress
+
+Pass = tuple[str, Tensor, dict[str, Any]]
+"""Description, tokens and options of a measurement."""
+_FLOOR_WINDOWS = 2
+_FULL_CONTEXT = 8192  # a longer one is measured where it is asked for: attention costs its square
+
+
+@dataclass
+class Study:
+    """The texts and how much of them is measured; after `see_reference` also what is left of the reference.
+
+    `names` and `tokens` are the texts, `positions` the length of the window that is measured by position (None: the model's
+    full context, at most 8,192), `prompts` how many are written after, `benchmarks` the loaded tasks.
+    """
+
+    names: list[str]
+    tokens: list[Tensor]
+    tokenizer: Any
+    directory: Path
+    context: int
+    max_windows: int | None
+    positions: int | None = None
+    prompts: int = writing.MOST
+    benchmarks: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+    batch_size: int = 1
+    track: Track = no_progress
+    _predictions: RememberedPredictions | None = field(default=None, init=False)
+
+    def see_reference(self, model: Any) -> None:
+        """Measure the uncompressed model. Raises UserError where the disk has no room for what is kept of it."""
+        recorder = Recorder(model, self.directory)
+        for description, ids, options in [*self._texts_passes, *self._longest_window(model)]:
+            perplexity(model, ids, description=f"reference: {description}", seen=recorder.see, **options)
+        (self.directory / "layers").mkdir()
+        self._layers_unknown: str | None = None
+        try:
+            record_layers(model, self._sample, self.directory / "layers")
+        except UserError as error:
+            self._layers_unknown = str(error)
+        except OSError as error:
+            recorder.failure = f"outputs of the reference's layers could not be kept on disk ({error}); set TMPDIR"
+        if recorder.failure:
+            raise UserError(recorder.failure)
+        self._predictions = RememberedPredictions(self.directory)
+        self._asked = writing.prompts(self.prompts)
+        self._texts = writing.write(model, self.tokenizer, self._asked, track=self.track) if self._asked else []
+        self._answers = self._run_tasks(model)
+        self._floor = self._noise_floor(model)
+
+    def see_model(self, model: Any) -> tuple[list[Perplexity], dict[str, Any]]:
+        """The figures of each text, and the keys of the result that compare the model with the reference."""
+        measured = self._measure(model, self._texts_passes)
+        if self._predictions is None:
+            return measured, {}
+        longest = (self._measure(model, self._longest_window(model)) or measured)[0]
+        assert longest.predictions is not None
+        rows: dict[str, Any] = {"layers": [], "matrices": []}
+        if self._layers_unknown is None:
+            rows |= compare_layers(model, self._sample, self.directory / "layers")
+        texts = writing.write(model, self.tokenizer, self._asked, track=self.track) if self._asked else []
+        compared = (
+            writing.compare_writing(self._asked, texts, self._texts, self.tokenizer, model) if self._asked else None
+        )
+        return measured, {
+            "noise_floor": self._floor,
+            **rows,
+            "positions": {"context": longest.context, "rows": by_position(longest.predictions)},
+            "writing": compared,
+        }
+
+    def see_tasks(self, model: Any) -> dict[str, Any]:
+        """The keys that tasks add. What is packed of the model is decoded."""
+        results, scores = self._run_tasks(model)
+        recovery = {} if self._predictions is None else {"recovery": tasks.compared(results, scores, *self._answers)}
+        return {"tasks": results, **recovery}
+
+    def _run_tasks(self, model: Any) -> Any:
+        if not self.benchmarks:
+            return None
+        if is_packed(model):  # once, not in each of many thousand short passes
+            dequantize_model(model, model.dtype)
+        return tasks.run_tasks(model, self.tokenizer, self.benchmarks, limit=self.limit, batch_size=self.batch_size)
+
+    @property
+    def _sample(self) -> Tensor:
+        """The tokens that layers are compared on, (1, tokens)."""
+        return self.tokens[0][: min(TOKENS, self.context)][None]
+
+    def _measure(self, model: Any, passes: list[Pass]) -> list[Perplexity]:
+        return [
+            perplexity(model, ids, description=description, reference=self._predictions, **options)
+            for description, ids, options in passes
+        ]
+
+    @property
+    def _texts_passes(self) -> list[Pass]:
+        options = {"context": self.context, "max_windows": self.max_windows, "track": self.track}
+        return [(f"perplexity of {name}", ids, options) for name, ids in zip(self.names, self.tokens, strict=True)]
+
+    def _longest_window(self, model: Any) -> list[Pass]:
+        """A window of the model's full context, where that is longer than those of the texts."""
+        known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        full = self.positions or min(known if isinstance(known, int) else self.context, _FULL_CONTEXT)
+        if min(full, len(self.tokens[0])) <= self.context:
+            return []
+        return [("positions", self.tokens[0], {"context": full, "max_windows": 1, "track": self.track})]
+
+    def _noise_floor(self, model: Any) -> dict[str, Any] | None:
+        """The distance of the reference in the other number format from itself; None of one that is packed. Casts it."""
+        if is_packed(model) or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
+        torch.nn.Module.to(model, other)
+        found = perplexity(
+            model,
+            self.tokens[0],
+            context=self.context,
+            max_windows=min(self.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS),
+            track=self.track,
+            description="noise floor",
+            reference=self._predictions,
+        )
+        figures = {"kl_per_token": found.kl_per_token, "top1_agreement": found.top1_agreement}
+        return {"dtype": str(other).removeprefix("torch."), "windows": found.windows, **figures}
+
+
+def text_row(name: str, measured: Perplexity) -> dict[str, Any]:
+    """A row of `texts` in the result of `edkm eval`."""
+    row = {"data": name} | {key: getattr(measured, key) for key in ("context", "windows", "tokens", "perplexity")}
+    if measured.predictions is None:
+        return row
+    row |= {"kl_per_token": measured.kl_per_token, "top1_agreement": measured.top1_agreement}
+    return row | distribution(measured.predictions)

@@ -1,0 +1,155 @@
+"""`edkm eval --reference`: figures against a plain computation, and a verdict that finds the one matrix of noise."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from edkm_cli.evaluate.distances import by_position, distribution
+from edkm_cli.evaluate.layers import compare_layers, record_layers
+from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.reference import logits_of
+from edkm_cli.evaluate.writing import MOST, compare_writing, prompts, write
+from edkm_cli.report.verdict import verdict_page
+from helpers import byte_tokenizer, refused, run, tiny_llama
+
+NOISY = "model.layers.1.mlp.up_proj"
+MEASURE = ("--context", 32, "--max-windows", 3, "--positions", 64, "--device", "cpu")
+
+
+def other():
+    """The tiny model with small errors everywhere."""
+    model = tiny_llama()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    return model
+
+
+def saved(directory, path, change):
+    """A copy of a model's directory with its model changed."""
+    shutil.copytree(directory, path)
+    model = tiny_llama()
+    change(model)
+    model.save_pretrained(path)
+    return path
+
+
+def noise(model):
+    torch.manual_seed(0)
+    weight = model.get_submodule(NOISY).weight
+    with torch.no_grad():
+        weight.copy_(torch.randn_like(weight) * weight.std())
+
+
+def test_distribution_and_positions_are_those_of_a_plain_computation():
+    model, reference = other(), tiny_llama()
+    tokens = torch.randint(0, 257, (96,), generator=torch.Generator().manual_seed(0))
+    kl, sure, losses = [], [], []
+    for window in tokens.view(3, 32):
+        ours, theirs = (one(window[None]).logits[0, :-1].double().log_softmax(1) for one in (model, reference))
+        kl += (theirs.exp() * (theirs - ours)).sum(1).tolist()
+        sure += theirs.exp().amax(1).tolist()
+        losses += [[-float(row[token]) for row, token in zip(ours, window[1:], strict=True)]]
+    result = perplexity(model, tokens, context=32, reference=logits_of(reference))
+    found = distribution(result.predictions)
+    assert [found["kl"][key] for key in ("median", "p90", "p99", "largest")] == pytest.approx(
+        np.percentile(kl, (50, 90, 99, 100)), rel=1e-3, abs=1e-6
+    )
+    own = perplexity(reference, tokens, context=32).perplexity
+    assert found["reference_perplexity"] == pytest.approx(own, rel=1e-5)
+    assert sum(row["share"] for row in found["by_confidence"]) == pytest.approx(1)
+    for row in found["by_confidence"]:
+        inside = [value for value, high in zip(kl, sure, strict=True) if row["from"] < high <= row["to"]]
+        assert row["kl"] == (pytest.approx(sum(inside) / len(inside), rel=1e-3) if inside else None)
+    rows = by_position(result.predictions)
+    assert (rows[0]["from"], rows[-1]["to"], len(rows)) == (1, 31, 16)
+    first = [loss for window in losses for loss in window[: rows[0]["to"]]]
+    assert rows[0]["perplexity"] == pytest.approx(math.exp(sum(first) / len(first)), rel=1e-5)
+
+
+def test_the_matrix_of_noise_has_the_largest_error_and_layers_before_it_none(tmp_path):
+    ids, broken = torch.arange(40)[None], tiny_llama()
+    noise(broken)
+    record_layers(tiny_llama(), ids, tmp_path)
+    found = compare_layers(broken, ids, tmp_path)
+    errors = {row["name"]: row["error"] for row in found["matrices"]}
+    assert len(errors) == 14
+    assert errors.pop(NOISY) > 1
+    assert max(errors.values()) == 0  # each gets the reference's inputs
+    assert found["layers"][0]["error"] == 0
+    assert found["layers"][1]["error"] > 0
+
+
+def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():
+    model, tokenizer, asked = tiny_llama(), byte_tokenizer(), prompts(10)
+    assert len({prompt.kind for prompt in asked}) == 8
+    assert len(prompts(MOST)) == MOST
+    texts = write(model, tokenizer, asked)
+    for prompt, text in zip(asked[:3], texts, strict=False):
+        ids = tokenizer(prompt.text)["input_ids"]
+        for token in text:  # one full pass a token
+            assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+    changed = [[*text[:5], (text[5] + 1) % 257, *text[6:]] for text in texts[:1]] + texts[1:]
+    found = compare_writing(asked, changed, texts, tokenizer, model)
+    assert found["identical"] == 0.9
+    assert found["examples"][0]["parts_at"] == 5
+    assert found["by_kind"][0]["identical"] == 0.5
+    same = compare_writing(asked[:1], [[7] * 48], [[7] * 48], tokenizer, model)
+    assert same["model"]["repetition"] == pytest.approx(44 / 45)
+
+
+def test_noise_in_one_matrix_fails_and_is_named_and_the_model_in_bfloat16_passes(model_directory, text_file, tmp_path):
+    rounded = saved(model_directory, tmp_path / "rounded", lambda model: model.to(torch.bfloat16))
+    broken = saved(model_directory, tmp_path / "broken", noise)
+    common = ("--reference", model_directory, "--data", text_file, *MEASURE)
+    status, text, err = run(
+        "eval", rounded, *common, "--prompts", 8, "--json", tmp_path / "r.json", "--page", tmp_path / "r.html"
+    )
+    assert status == 0, err
+    assert "verdict: pass" in text
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["verdict"]["passed"]
+    assert {row["limit"] for row in result["verdict"]["limits"]} == {
+        "--max-kl",
+        "--min-agreement",
+        "--max-matrix-error",
+    }
+    assert 0 < result["noise_floor"]["kl_per_token"] < 1e-3
+    assert result["positions"]["context"] == 64
+    page = (tmp_path / "r.html").read_text()
+    for heading in ("Limits", "By confidence", "By layer", "By matrix", "By position", "Writing"):
+        assert f"<h2>{heading}</h2>" in page
+    status, text, line = run("eval", broken, *common, "--prompts", 0, "--json", tmp_path / "b.json")
+    assert status == 2
+    assert "verdict: FAIL" in text
+    assert "verdict is fail" in line
+    assert NOISY in line
+    result = json.loads((tmp_path / "b.json").read_text())  # the figures are there all the same
+    assert not result["verdict"]["passed"]
+    assert result["verdict"]["worst"][0]["name"] == NOISY
+    assert result["writing"] is None
+    assert NOISY in verdict_page(result)
+    limits = ("--max-matrix-error", 0, "--max-kl", 0, "--min-agreement", 0)
+    status, _, err = run("eval", broken, *common, *limits, "--prompts", 0)
+    assert status == 0, err
+    status, _, err = run("eval", broken, *common, *limits, "--prompts", 0, "--max-perplexity-ratio", 1e-6)
+    assert status == 2
+    assert "--max-perplexity-ratio is 1e-06" in err
+
+
+def test_a_context_beyond_the_model_s_positions_is_warned_of(model_directory, text_file):
+    status, _, err = run(
+        "eval", model_directory, "--data", text_file, "--context", 4096, "--max-windows", 1, "--device", "cpu"
+    )
+    assert status == 0, err
+    assert "--context 4096 is more than the" in err
+
+
+def test_a_page_needs_a_reference(model_directory, tmp_path):
+    assert "--reference" in refused("eval", model_directory, "--data", "builtin", "--page", tmp_path / "x.html")
