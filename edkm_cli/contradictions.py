@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from edkm_cli.granularity import FREE, Granularity, palette_faults
@@ -73,3 +74,11 @@ def _about_bits(config: Any) -> list[str]:
     if average and config.target is not None and not TARGETS[config.target].mixes:
         found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
     return found
+
+
+def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
+    """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
+    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = positions if isinstance(positions, int) else math.inf
+    more = f"is more than the {most} positions that the model knows; give at most {most}"
+    return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]

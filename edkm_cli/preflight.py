@@ -6,7 +6,6 @@ stand for (`resolve`), device and dtypes, what is swapped for what. Texts and th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, TrainingSettings
-from edkm_cli.contradictions import trains_whole_weights
+from edkm_cli.contradictions import too_long, trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
@@ -32,14 +31,6 @@ from edkm_cli.targets import check_model
 _CALIBRATION_LENGTH = 1024
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
-
-
-def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
-    """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
-    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
-    most = positions if isinstance(positions, int) else math.inf
-    more = f"is more than the {most} positions that the model knows; give at most {most}"
-    return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ def verdict_text(result: dict[str, Any]) -> str:
     """Pass or fail against each limit, and what else was compared with the reference, in lines."""
     floor, writing, verdict = result["noise_floor"], result["writing"], result["verdict"]
     lines = [f"verdict: {'pass' if verdict['passed'] else 'FAIL'}"]
-    lines += _indented(table(limit_rows(verdict)))
+    lines += _indented(table(limit_rows(verdict))) if verdict["limits"] else []
     if verdict["worst"]:
         worst = ", ".join(f"{row['name']} {row['error']:.3f}" for row in verdict["worst"])
         lines.append(f"  largest errors of single matrices: {worst}")

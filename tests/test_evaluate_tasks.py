@@ -60,18 +60,29 @@ def continuation_logprob(model, tokenizer, context, continuation):
     return sum(float(logprobs[position - 1, whole[position]]) for position in range(start, len(whole)))
 
 
-def accuracies(model):
-    """(acc, acc_norm) of QUESTIONS: the likeliest answer, by log-likelihood and by log-likelihood a character."""
-    tokenizer, hits, hits_norm = byte_tokenizer(), 0, 0
+def answered(model):
+    """Whether each of QUESTIONS is answered right, by log-likelihood."""
+    return [scores.index(max(scores)) == document["label"] for document, scores in scored(model)]
+
+
+def scored(model):
+    """Each of QUESTIONS with the log-likelihoods of its choices."""
+    tokenizer = byte_tokenizer()
     for document in QUESTIONS:
         scores = [
             continuation_logprob(model, tokenizer, f"Q: {document['question']}\nA:", f" {choice}")
             for choice in document["choices"]
         ]
+        yield document, scores
+
+
+def accuracies(model):
+    """(acc, acc_norm) of QUESTIONS: the likeliest answer, by log-likelihood and by log-likelihood a character."""
+    hits_norm = 0
+    for document, scores in scored(model):
         norms = [score / len(choice) for score, choice in zip(scores, document["choices"], strict=True)]
-        hits += scores.index(max(scores)) == document["label"]
         hits_norm += norms.index(max(norms)) == document["label"]
-    return hits / len(QUESTIONS), hits_norm / len(QUESTIONS)
+    return sum(answered(model)) / len(QUESTIONS), hits_norm / len(QUESTIONS)
 
 
 def written(model, prompt, tokens=3):
@@ -143,6 +154,30 @@ def test_plain_and_compressed_models_get_the_accuracy_of_plain_torch(
         found.append((choices["acc_norm"], answers["exact_match"]))
     assert found[0][1] == 0.5  # half of the answers are what the plain model writes
     assert found[0] != found[1]  # the compressed model was measured, not the plain one again
+
+
+def test_beside_a_reference_there_are_recovery_and_the_answers_that_changed(
+    folder, model_directory, compressed_directory, tmp_path
+):
+    status, text, err = run(
+        "eval", compressed_directory, "--reference", model_directory, "--tasks", "little_choices", "--task-path", folder,
+        "--context", 32, "--max-windows", 2, "--prompts", 0, "--max-kl", 0, "--min-agreement", 0,
+        "--device", "cpu", "--json", tmp_path / "e.json", "--page", tmp_path / "e.html",
+    )  # fmt: skip
+    assert status == 0, err
+    result = json.loads((tmp_path / "e.json").read_text())
+    right = [answered(model) for model in (tiny_llama(), load(compressed_directory))]
+    row = result["recovery"]["little_choices"]["acc"]
+    assert row["reference"] == pytest.approx(sum(right[0]) / 12)
+    assert row["model"] == result["tasks"]["little_choices"]["acc"] == pytest.approx(sum(right[1]) / 12)
+    assert row["recovery"] == pytest.approx(sum(right[1]) / sum(right[0]))
+    pairs = list(zip(*right, strict=True))
+    assert (row["lost"], row["won"]) == (pairs.count((True, False)) / 12, pairs.count((False, True)) / 12)
+    norm = result["recovery"]["little_choices"]["acc_norm"]
+    assert norm["lost"] + norm["won"] > 0
+    assert norm["won"] - norm["lost"] == pytest.approx(norm["model"] - norm["reference"])
+    assert "recovery" in text
+    assert "<h2>Tasks</h2>" in (tmp_path / "e.html").read_text()
 
 
 def test_limit_batches_and_examples_in_the_prompt(folder):
@@ -229,7 +264,7 @@ class TestErrors:
         loaded = load_tasks(["little_choices"], task_path=folder)
         with pytest.raises(UserError, match="document 3"):
             run_tasks(tiny_llama(), byte_tokenizer(), loaded)
-        assert run_tasks(tiny_llama(), byte_tokenizer(), loaded, limit=3)["little_choices"]["samples"] == 3
+        assert run_tasks(tiny_llama(), byte_tokenizer(), loaded, limit=3)[0]["little_choices"]["samples"] == 3
 
     def test_a_task_that_does_not_fit_the_model(self, folder):
         (folder / "write.yaml").write_text(_WRITE.replace("max_gen_toks: 3", "max_gen_toks: 300"))

@@ -13,6 +13,7 @@ import torch
 
 from edkm_cli import data as texts
 from edkm_cli import models
+from edkm_cli.contradictions import too_long
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
@@ -25,7 +26,6 @@ from edkm_cli.format import read_spec
 from edkm_cli.hf import load_any
 from edkm_cli.integrity import check_checkpoint, stored_skeleton
 from edkm_cli.nn.swap import dequantize_model, is_packed
-from edkm_cli.preflight import too_long
 from edkm_cli.progress import Track, no_progress
 
 _SMALL_BYTES = 2**30  # a dense 16-bit model of up to this size is measured in float32, too, which takes twice as much
