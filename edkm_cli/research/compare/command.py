@@ -41,7 +41,7 @@ from edkm_cli.settings import coerce, from_mapping, part_of
 from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
-_SHARED = ("model", "output", "data", "eval_data", "device", "trust_remote_code")
+_SHARED = ("model", "output", "eval_data", "device", "trust_remote_code")
 _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
     "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "texts", "perplexity", "kl_per_token",
     "top1_agreement", "windows", "calibration_tokens", "training_tokens", "seconds", "evaluation_seconds",

@@ -73,6 +73,9 @@ class CompareConfig:
     steps: int = setting(100, "Optimizer steps of the methods that train.", TRAINING, minimum=0)
     device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
     seed: int = setting(0, "Seed of calibration samples and training.", TRAINING, minimum=0)
+    seeds: int = setting(
+        1, "How often each row of edkm is measured, with seeds one after the other.", TRAINING, minimum=1
+    )
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
@@ -94,7 +97,13 @@ class CompareConfig:
         return contradictions + [f"methods names {label} twice" for label in twice]
 
     def entries(self) -> list[Entry]:
-        return [Entry.parse(text) for text in self.methods]
+        """The rows: one of each method, and of ours one for each seed, the first without the option."""
+        rows = []
+        for entry in map(Entry.parse, self.methods):
+            rows.append(entry)
+            if entry.method == OURS and "seed" not in dict(entry.options):
+                rows += [entry.with_option("seed", self.seed + more) for more in range(1, self.seeds)]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,9 @@ class Entry:
             except yaml.YAMLError:
                 options[name] = value
         return cls(method, tuple(sorted(options.items())))
+
+    def with_option(self, name: str, value: Any) -> Entry:
+        return Entry(self.method, tuple(sorted({**dict(self.options), name: value}.items())))
 
     @property
     def label(self) -> str:

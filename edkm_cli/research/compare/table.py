@@ -20,22 +20,25 @@ def format_table(result: dict[str, Any]) -> str:
     header = ["method", "training", "bits", "granularity", "bits/weight", "weights"]
     header += [cell for name in names for cell in (name, "KL")]
     header += ["calibrated", "trained", "minutes", "peak memory"]
-    rows, notes = [], []
-    for row in result["rows"]:
-        name = display_name(row)
-        if row["error"]:
+    rows: list[list[str]] = []
+    notes, several = [], False
+    for same in _by_seed(result["rows"]):
+        row, name = same[0], display_name(same[0])
+        measured = [one for one in same if not one["error"]]
+        notes += [f"{one['label']}: {one['error']}" for one in same if one["error"]]
+        if not measured:
             rows.append([name, "failed", *[""] * (len(header) - 2)])
-            notes.append(f"{row['label']}: {row['error']}")
             continue
+        row, several = measured[0], several or len(measured) > 1
         rows.append(
             [
                 name,
-                row.get("training") or "",
+                row["training"],
                 str(row["bits"]),
                 row["granularity"],
                 f"{row['decoder_bits_per_weight']:.3f}",
                 megabytes(row["weights_bytes"]),
-                *(cell for text in _measured(row) for cell in _figures(text)),
+                *(cell for place in range(len(texts)) for cell in _figures([one["texts"][place] for one in measured])),
                 f"{row['calibration_tokens']:,}",
                 f"{row['training_tokens']:,}",
                 f"{row['seconds'] / 60:.1f}",
@@ -50,18 +53,23 @@ def format_table(result: dict[str, Any]) -> str:
         [
             f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}",
             "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
-            "linears, all side information counted; calibrated, trained: tokens",
+            "linears, all side information counted; calibrated, trained: tokens"
+            + "; +-: half of the range over seeds"
+            * several,
             "",
             table(rows, header=header),
             *([""] if notes else []),
             *notes,
+            "",
+            f"all rows: {_hours(result['rows']):.1f} hours",
         ]
     )
 
 
 def draw(result: dict[str, Any]) -> Markup:
     """The perplexity on the first text of each method that has one, the lowest first, as a chart."""
-    setting, rows = result["setting"], [row for row in result["rows"] if row["perplexity"] is not None]
+    setting = result["setting"]
+    rows = [same[0] for same in _by_seed([row for row in result["rows"] if not row["error"]])]
     shown = []
     for row in sorted(rows, key=lambda row: row["perplexity"]):
         colour = "c1" if row["method"] == OURS else "c3" if row["training_tokens"] else "muted"
@@ -73,25 +81,40 @@ def draw(result: dict[str, Any]) -> Markup:
     return bars(shown, title=f"Perplexity by method: {text}", reference=reference, caption=caption)
 
 
-def _measured(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row's figures by text; one that is older has those of one text."""
-    return row.get("texts") or [{"perplexity": row["perplexity"]}]
+def _by_seed(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows, those together that differ in their seed only."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(
+            f"{row['method']} {[option for option in row['options'].items() if option[0] != 'seed']}", []
+        ).append(row)
+    return list(groups.values())
+
+
+def _hours(rows: list[dict[str, Any]]) -> float:
+    """What all methods and their evaluations took, loading left out."""
+    return sum((row[key] or 0.0) for row in rows for key in ("seconds", "evaluation_seconds")) / 3600
 
 
 def _texts(result: dict[str, Any]) -> list[str]:
     """The names of the measured texts."""
-    for row in result["rows"]:
-        if row.get("texts"):
-            return [text["data"] for text in row["texts"]]
-    return [str(result["setting"]["eval_data"] or f"held-out part of {result['setting']['data'][0]}")]
+    return next(([text["data"] for text in row["texts"]] for row in result["rows"] if row["texts"]), [])
 
 
-def _figures(text: dict[str, Any]) -> tuple[str, str]:
-    divergence = text.get("kl_per_token")
-    return f"{text['perplexity']:,.3f}", "" if divergence is None else f"{divergence:.3f}"
+def _figures(seeds: list[dict[str, Any]]) -> tuple[str, str]:
+    """Perplexity and KL of a text: with several seeds their mean, and half of their range."""
+
+    def shown(key: str, places: int) -> str:
+        values = [one[key] for one in seeds if one[key] is not None]
+        if not values:
+            return ""
+        spread = f" +-{(max(values) - min(values)) / 2:.{places}f}" if len(values) > 1 else ""
+        return f"{sum(values) / len(values):,.{places}f}{spread}"
+
+    return shown("perplexity", 3), shown("kl_per_token", 3)
 
 
 def display_name(row: dict[str, Any]) -> str:
     """The method with those options that have no column of their own."""
-    options = [f"{name}={value}" for name, value in row["options"].items() if name not in _IN_COLUMNS]
+    options = [f"{name}={value}" for name, value in row["options"].items() if name not in (*_IN_COLUMNS, "seed")]
     return " ".join([row["method"], *options])
