@@ -372,26 +372,6 @@ def test_importing_the_settings_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=PATIENCE_SECONDS).returncode == 0
 
 
-def test_rows_of_ours_that_differ_in_their_seed_are_one_line_with_half_their_range(
-    one_process, model_directory, text_file, tmp_path
-):
-    config = settings(
-        model_directory, text_file, tmp_path / "out", methods=("rtn", "edkm:steps=0:data=builtin-prose"), seeds=2
-    )
-    result = compare(config)
-    first, second = result["rows"][1:]
-    assert [row["label"] for row in (first, second)] == [
-        "edkm:data=builtin-prose:steps=0",
-        "edkm:data=builtin-prose:seed=1:steps=0",
-    ]
-    text = format_table(result)
-    line = next(line for line in text.splitlines() if line.startswith("edkm"))
-    mean = (first["perplexity"] + second["perplexity"]) / 2
-    assert f"{mean:,.3f} +-{abs(first['perplexity'] - second['perplexity']) / 2:.3f}" in line
-    assert text.count("edkm data=builtin-prose") == 1
-    assert text.rstrip().endswith("hours")
-
-
 def test_seeds_choose_the_calibration_text(one_process, model_directory, text_file, tmp_path):
     perplexities = set()
     for seed in (0, 1):

@@ -143,3 +143,30 @@ def test_the_text_of_a_method_with_a_file_comes_back():
     assert build_compare_config(None, {"methods": "fp16,gguf:a.gguf"}).methods == ("fp16", "gguf:a.gguf")
     with pytest.raises(UserError, match="each text once"):
         CompareConfig(eval_data=("a", "a"))
+
+
+def test_rows_of_ours_that_differ_in_their_seed_are_one_line_with_half_their_range(
+    model_directory, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compare_module, "_worker", lambda *arguments: compare_worker.main([*map(str, arguments)]))
+    config = CompareConfig(
+        model=str(model_directory),
+        methods=("rtn", "edkm:steps=0:data=builtin-prose"),
+        output=str(tmp_path / "out"),
+        group_size=8,
+        data=(str(text_file),),
+        context=64,
+        eval_windows=2,
+        sequence_length=48,
+        device="cpu",
+        seeds=2,
+    )
+    result = compare(config)
+    labels = ["rtn", "edkm:data=builtin-prose:steps=0", "edkm:data=builtin-prose:seed=1:steps=0"]
+    assert [row["label"] for row in result["rows"]] == labels
+    first, second = (row["perplexity"] for row in result["rows"][1:])
+    text = format_table(result)
+    line = next(line for line in text.splitlines() if line.startswith("edkm"))
+    assert f"{(first + second) / 2:,.3f} +-{abs(first - second) / 2:.3f}" in line
+    assert sum(line.startswith("edkm data=builtin-prose") for line in text.splitlines()) == 1
+    assert text.endswith("hours")
