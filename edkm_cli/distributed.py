@@ -133,12 +133,20 @@ class World:
         dist.reduce_scatter_tensor(mine, padded)
         return mine
 
+    def share_of(self, rows: int, together: int = 1) -> slice:
+        """This process's consecutive rows of so many, of which each `together` stay with one process. The first processes
+        have equally many, the last ones fewer or none."""
+        share = -(-rows // (together * self.size)) * together
+        return slice(min(self.rank * share, rows), min((self.rank + 1) * share, rows))
+
     def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
-        """The matrix with `rows` rows whose consecutive equal shares the processes hold; the last may be padded."""
+        """The matrix with `rows` rows of which each process has its `share_of`; a share may be padded at its end."""
         if self.size == 1:
             return mine[:rows]
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine.contiguous())
+        padded = mine.new_zeros(self.largest(len(mine)), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
         return torch.cat(parts)[:rows]
 
 

@@ -15,6 +15,7 @@ from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.finetune.command import finetune
+from edkm_cli.initialize.kept import KeptStart
 
 
 def compress_together(rank, size, port, log, configs, resume, environment=()):
@@ -24,6 +25,7 @@ def compress_together(rank, size, port, log, configs, resume, environment=()):
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(environment)
+    log_layers(f"{log}.{rank}.layers", stop=os.environ.get("STOP_AFTER_A_LAYER") == "1")
     with open(f"{log}.{rank}", "w", encoding="utf-8", buffering=1) as sys.stderr:
         try:
             for config in configs:
@@ -34,6 +36,20 @@ def compress_together(rank, size, port, log, configs, resume, environment=()):
         except BaseException:
             traceback.print_exc(file=sys.stderr)
             raise
+
+
+def log_layers(log, *, stop):
+    """Write down which layers the start finishes; with `stop` the process ends after the first one."""
+    add = KeptStart.add
+
+    def logged(self, path, *arguments):
+        add(self, path, *arguments)
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(path + "\n")
+        if stop:
+            os._exit(9)
+
+    KeptStart.add = logged
 
 
 def edkm(arguments, peak_file):

@@ -11,7 +11,7 @@ import torch
 import edkm_cli
 from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
-from helpers import assert_same_to_rounding, settings
+from helpers import assert_same_to_rounding, settings, weights_of
 from processes import ENVIRONMENT, PATIENCE_SECONDS, assert_finished, command, together, wait_for_steps
 
 CASES = {
@@ -46,6 +46,24 @@ def test_two_processes_give_what_one_gives(start, model_directory, text_file, tm
     assert report["processes"] == 2
     assert report["sharded"] is True
     edkm_cli.load(tmp_path / "sharded")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_start_that_two_processes_were_killed_in_goes_on_with_the_next_layer(
+    start, model_directory, text_file, tmp_path
+):
+    common = {"steps": 0, "dtype": "bfloat16", "granularity": "row:4"}
+    whole, cut = (settings(model_directory, text_file, tmp_path / name, **common) for name in ("whole", "cut"))
+    for child in together(start, [cut], tmp_path / "killed", environment={"STOP_AFTER_A_LAYER": "1"}):
+        child.join(PATIENCE_SECONDS)
+        assert child.exitcode == 9
+    assert_finished(together(start, [cut], tmp_path / "resumed", resume=True), tmp_path / "resumed")
+    assert_finished(together(start, [whole], tmp_path / "log"), tmp_path / "log")
+    layers = {name: (tmp_path / f"{name}.0.layers").read_text().split() for name in ("killed", "resumed", "log")}
+    assert layers["killed"] == ["model.layers.0"]
+    assert layers["resumed"] == ["model.layers.1"]
+    assert layers["log"] == ["model.layers.0", "model.layers.1"]
+    assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
 
 
 @pytest.mark.slow

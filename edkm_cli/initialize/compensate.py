@@ -188,11 +188,32 @@ class Compensation:
         weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._times_inverse, self._damping)
-        self._set(layer, "weight", self._rounded(layer, weight))
+        self._set_rounded(layer, weight)
 
     def _times_inverse(self, rows: Tensor) -> Tensor:
         """Rows (n, in) times the inverse of the damped H."""
         return (rows[:, self._order] @ self._factor.t() @ self._factor)[:, self._order.argsort()]
+
+    def _set_rounded(self, layer: ClusteredLinear, weight: Tensor) -> None:
+        """Give a layer what is made of a weight (out, in): its rows are independent given H, so each process rounds some."""
+        rows, world, options = layer.out_features, self._world, layer.clustering
+        tile_rows, tile_columns = options.granularity.tile(rows, layer.in_features, layer=layer.name)
+        # What a matrix has one of, as the scale of its float8 tables, is known where all of its rows are.
+        whole = options.grid.palette != FREE or (options.lut_scale is None and layer.stored_scale() is not None)
+        if whole or world.size == 1 or rows // tile_rows < world.size:  # all do the same, and take the first one's
+            self._set(layer, "weight", self._rounded(layer, weight))
+            self._set(layer, "centroids", layer.centroids.detach())
+            return
+        mine, tiles = world.share_of(rows, tile_rows), layer.in_features // tile_columns
+        groups = slice(mine.start // tile_rows * tiles, mine.stop // tile_rows * tiles)
+        found, tables = weight[:0].to(layer.weight.dtype), layer.centroids.detach()[:0]
+        if mine.start < mine.stop:
+            about: dict[str, Any] = {"temperature": 1.0, "name": layer.name}
+            tables = layer.centroids.detach()[groups].clone()
+            part = ClusteredLinear(layer.weight.detach()[mine], None, tables, options, **about)
+            found, tables = self._rounded(part, weight[mine]), part.centroids.detach()
+        self._set(layer, "weight", world.gather_rows(found, rows))
+        self._set(layer, "centroids", world.gather_rows(tables, rows // tile_rows * tiles))
 
     def _rounded(self, layer: ClusteredLinear, weight: Tensor) -> Tensor:
         """What `compensated` makes of a weight (out, in); a weight whose choice was improved afterwards is at its entry."""
@@ -213,7 +234,7 @@ class Compensation:
                     fitted = fitted_tables(weighted, indices, self._hessian, now, granularity)
                 else:
                     fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
-                self._set(layer, "centroids", fitted)
+                layer.centroids.data.copy_(fitted)
             _improve(indices, layer, wanted, hessian)
         improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
         return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)
@@ -243,8 +264,8 @@ def compensate(
 ) -> None:
     """Compensate all `ClusteredLinear` layers of a causal LM, in place, in the order in which they run.
 
-    A layer that the text does not reach keeps its weight. Several processes all do the same,
-    so that their number decides nothing: the text is short, and columns cannot be shared out.
+    A layer that the text does not reach keeps its weight. Several processes all see the whole text, and round some of the
+    rows of each matrix.
 
     Args:
         batches: token ids, (batch, sequence) int64, all of one shape, the same on all processes; they go through the

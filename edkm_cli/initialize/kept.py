@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign, full
@@ -49,8 +49,8 @@ class KeptStart:
         self._progress: dict[str, Any] = {"files": {}, "module_bits": {}, "layers": 0}
 
     def begin(self, tensors: dict[str, Tensor], module_bits: dict[str, int]) -> None:
-        """Keep what a start layer by layer needs of what comes before the layers. Of several processes none does."""
-        if self._world.size == 1:
+        """Keep what a start layer by layer needs of what comes before the layers."""
+        if self._world.main:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
             self._progress = {"files": {}, "module_bits": module_bits, "layers": 0}
@@ -58,7 +58,7 @@ class KeptStart:
 
     def add(self, path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
         """Keep a layer that is done, and what the next one goes on from."""
-        if self._world.size == 1:
+        if self._world.main:
             done = self._progress["layers"]
             self._progress["files"].pop(f"states.{done}.safetensors", None)
             self._progress["layers"] = done + 1
@@ -78,21 +78,20 @@ class KeptStart:
     def begun(self) -> tuple[int, dict[str, int], dict[str, Tensor], dict[str, Tensor] | None] | None:
         """Of a start that was interrupted: (how many layers are done, bits, what `begin` was given, what `add` was given
         last); None where there is none."""
-        state = self.state(_PROGRESS) if self._world.size == 1 else None
+        state = self.state(_PROGRESS)
         if state is None:
             return None
         self._progress = state
         done = state["layers"]
-        begun, states = (self.directory / f"{name}.safetensors" for name in (_BEGUN, f"states.{done}"))
-        tensors, last = load_file(begun), load_file(states) if done else None
+        tensors = dict(self._read([f"{_BEGUN}.safetensors"]))
+        last = dict(self._read([f"states.{done}.safetensors"])) if done else None
         torch.set_rng_state((last or tensors)[_RANDOM])
         return done, state["module_bits"], tensors, last
 
     def fill_layer(self, path: str, layer: nn.Module) -> None:
         """Give a layer of the same modules what was kept of it."""
-        kept = load_file(self.directory / f"{path}.safetensors")
         materialize(layer, self._world.device)
-        put(layer, {name.removeprefix(f"{path}."): value for name, value in kept.items()})
+        put(layer, {name.removeprefix(f"{path}."): value for name, value in self._read([f"{path}.safetensors"])})
 
     def state(self, file: str = STATE) -> dict[str, Any] | None:
         """state.json of a whole start, every file checked; None where there is none."""
@@ -141,7 +140,8 @@ class KeptStart:
             layer.importance = None
         materialize(model, self._world.device)
         tensors = tensors_of(model)
-        for name, value in self._read():
+        state: Any = self.state()
+        for name, value in self._read(state["files"]):
             if name.endswith(".importance"):
                 kept = nn.Parameter(value.to(self._world.device), requires_grad=False)
                 model.get_submodule(name.rpartition(".")[0]).importance = kept
@@ -157,10 +157,9 @@ class KeptStart:
         if missing:
             raise UserError(f"{self.directory} must hold {missing[0]}, but does not; start again without --resume")
 
-    def _read(self) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Name and value of each tensor, by the first process, handed to all, in host memory."""
-        state: Any = self.state()
-        for file in state["files"]:
+        for file in files:
             opened: Any = safe_open(self.directory / file, framework="pt") if self._world.main else None
             names = sorted(opened.keys()) if opened else []
             for name in self._world.on_main(partial(list, names)):

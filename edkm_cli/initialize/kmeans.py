@@ -27,12 +27,9 @@ def shared_kmeans_start(
     if world.size == 1 or bands < world.size:
         # Computed everywhere, taken from the first: processors may differ in the last bit.
         return world.broadcast(grid.start(weight, importance=importance, **options))
-    share = -(-bands // world.size) * tile_rows
-    mine = slice(min(world.rank * share, weight.shape[0]), min((world.rank + 1) * share, weight.shape[0]))
-    groups = weight.shape[1] // tile_columns
-    band = torch.zeros(share // tile_rows * groups, grid.numbers, device=weight.device)
+    mine, groups = world.share_of(weight.shape[0], tile_rows), weight.shape[1] // tile_columns
+    band = torch.zeros(0, grid.numbers, device=weight.device)
     if mine.start < mine.stop:
         rows = importance[mine] if importance is not None and importance.dim() == 2 else importance
-        found = grid.start(weight[mine], importance=rows, **options)
-        band[: found.shape[0]] = found
+        band = grid.start(weight[mine], importance=rows, **options).float()
     return world.gather_rows(band, bands * groups)

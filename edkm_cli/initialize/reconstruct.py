@@ -61,8 +61,8 @@ def reconstruct(
 ) -> None:
     """Compensate and train all `ClusteredLinear` layers of a causal LM, decoder layer by decoder layer, in place.
 
-    Layers outside of the decoder's list keep their weights. Several processes all do the same, and take the first
-    one's result.
+    Layers outside of the decoder's list keep their weights. Several processes round some of the rows of each matrix; all
+    else they do alike, and take the first one's result.
 
     Args:
         model: with `ClusteredLinear` layers whose weights are those of the uncompressed model, in mode
