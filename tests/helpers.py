@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from edkm_cli.cli import main
 from edkm_cli.config import CompressConfig
+from edkm_cli.evaluate.reference import CHUNK_TOKENS
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
@@ -221,3 +222,8 @@ def forced(**options):
 def same(found, expected):
     """Whether two sequences of tensors are equal to the bit."""
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def logits_of(model):
+    """A causal LM as a reference, run beside the model that is measured."""
+    return lambda ids: model(input_ids=ids, use_cache=False).logits[0].split(CHUNK_TOKENS)

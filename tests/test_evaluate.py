@@ -7,10 +7,9 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import decode_speed
-from helpers import cluster, export, tiny_llama
+from helpers import cluster, export, logits_of, tiny_llama
 
 
 def test_perplexity_is_that_of_the_protocol():

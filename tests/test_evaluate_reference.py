@@ -5,9 +5,9 @@ import torch
 
 from edkm_cli.evaluate import reference as module
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import Recorder, RememberedPredictions, logits_of
+from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from families import family
-from helpers import tiny_llama
+from helpers import logits_of, tiny_llama
 
 TOKENS = torch.randint(0, 257, (48,), generator=torch.Generator().manual_seed(0))
 

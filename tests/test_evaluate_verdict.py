@@ -11,10 +11,9 @@ import torch
 from edkm_cli.evaluate.distances import by_position, distribution
 from edkm_cli.evaluate.layers import compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.writing import MOST, compare_writing, prompts, write
 from edkm_cli.report.verdict import verdict_page
-from helpers import byte_tokenizer, refused, run, tiny_llama
+from helpers import byte_tokenizer, logits_of, refused, run, tiny_llama
 
 NOISY = "model.layers.1.mlp.up_proj"
 MEASURE = ("--context", 32, "--max-windows", 3, "--positions", 64, "--device", "cpu")

@@ -121,3 +121,12 @@ def test_thinning_keeps_spikes():
     assert len(kept) <= 700
     assert (4321.0, 99.0) in kept
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+def test_figures_of_the_lower_axis_do_not_stand_on_its_label():
+    chart = line_chart(
+        [Series("a", [(0.0, 1.0), (1.0, 2.0)])], title="t", x_label="a longer label", y_label="y", width=490, height=180
+    )
+    figures = [one for one in ElementTree.fromstring(chart).iter("text") if one.get("class") == "tick middle"]
+    assert figures
+    assert min(float(one.get("x")) for one in figures) > 4 + 7 * len("a longer label")

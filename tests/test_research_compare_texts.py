@@ -6,7 +6,6 @@ import pytest
 from edkm_cli import data, models
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.research.baselines import rtn
 from edkm_cli.research.compare import command as compare_module
 from edkm_cli.research.compare import worker as compare_worker
@@ -14,7 +13,7 @@ from edkm_cli.research.compare.command import compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.research.compare.llama_cpp import file_facts
 from edkm_cli.research.compare.table import format_table
-from helpers import byte_tokenizer, tiny_llama
+from helpers import byte_tokenizer, logits_of, tiny_llama
 
 gguf = pytest.importorskip("gguf")
 

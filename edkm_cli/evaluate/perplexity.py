@@ -65,7 +65,7 @@ def perplexity(
         context: tokens in a window; a text shorter than one window is one shorter window.
         max_windows: the first so many windows only.
         world: the processes that share the windows; all call this with the same model.
-        reference: what the model's predictions are compared with, such as `logits_of(uncompressed model)`.
+        reference: what the model's predictions are compared with, such as `RememberedPredictions`.
         seen: called with each window's ids (1, context), its states (context, n), and the parts that make logits of them.
 
     Raises UserError if the text has fewer than two tokens, the model's loss on it is NaN or Inf, or the reference has

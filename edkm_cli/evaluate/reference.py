@@ -28,17 +28,6 @@ Reference = Callable[[Tensor], Iterable[Tensor]]
 """Token ids of a window (1, context) -> its logits or log-probabilities, (CHUNK_TOKENS, vocabulary) at a time."""
 
 
-def logits_of(model: Any) -> Reference:
-    """A causal LM as a reference: run beside the model that is measured, window by window."""
-    parts = Parts(model.eval())
-
-    def logits(ids: Tensor) -> Iterator[Tensor]:
-        for some in parts.states(input_ids=ids.to(model.device), use_cache=False)[0].split(CHUNK_TOKENS):
-            yield parts.logits(some[None])[0]
-
-    return logits
-
-
 class Recorder:
     """Writes a model's predictions into `directory` while it is measured: `see` is given to `perplexity` as `seen`.
 

@@ -127,8 +127,10 @@ def line_chart(
     for value in marks:
         parts.append(tag("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
         parts.append(tag("text", figure(value), x=x.start - 8, y=y(value) + 4, class_="tick end"))
+    beside = 4 + 7 * len(x_label) + 16  # a figure there would stand on the label
     for value in ticks(x.low, x.high, wanted=8):
-        parts.append(tag("text", figure(value), x=x(value), y=height - 6, class_="tick middle"))
+        if x(value) > beside:
+            parts.append(tag("text", figure(value), x=x(value), y=height - 6, class_="tick middle"))
     parts.append(tag("text", x_label, x=4, y=height - 6, class_="axis-label"))
     for s in drawn:
         parts.append(_line(s, x, y, x_label))

@@ -179,7 +179,7 @@ def _writing(writing: dict[str, Any] | None) -> Markup | None:
             "div",
             table(kinds, header=["kind", "prompts", "identical", "part at token"], caption="Where texts part (median)"),
             table(style, header=["", "repeated", "ended", "tokens"], caption="How they read"),
-            class_="pair facts",
+            class_="pair",
         ),
         unfold("texts", *examples),
     )
