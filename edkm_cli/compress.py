@@ -23,7 +23,7 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import model_card
 from edkm_cli.export.ownership import run_paths
 from edkm_cli.export.rehearsal import rehearse_export
-from edkm_cli.export.run import OwnText, Texts, identity_of, machine_facts, model_digest
+from edkm_cli.export.run import Texts, WrittenText, identity_of, machine_facts, model_digest
 from edkm_cli.format import write_json
 from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
@@ -173,7 +173,7 @@ class Run:
     def _load(self, output: OutputDirectory, unfinished: dict[str, Any] | None) -> Layers:
         """The dense model; what it writes itself, if `--data self` asks for it, is among the texts then."""
         config, plan = self.config, self.plan
-        self.own_text, self.text = OwnText(output.partial, self.world), None
+        self.own_text, self.text = WrittenText(output.partial, self.world), None
         with self.clock.phase("load"):
             writing = None
             if plan.writes_text:

@@ -94,10 +94,10 @@ def part_of(kind: type[_Config], config: Any, **changes: Any) -> _Config:
     return kind(**{**shared, **changes})
 
 
-def refuse(found: list[str]) -> None:
+def refuse(all_faults: list[str]) -> None:
     """Raise UserError with all faults in one line, if there is one."""
-    if found:
-        raise UserError(_PREFIX + "; ".join(found))
+    if all_faults:
+        raise UserError(_PREFIX + "; ".join(all_faults))
 
 
 def _value_faults(of: Field[Any], value: Any) -> list[str]:
@@ -134,26 +134,26 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     and what contradicts one another among the values that are right by themselves.
     """
     hints, known = get_type_hints(kind), {of.name: of for of in fields(kind)}
-    found: list[str] = []
+    all_faults: list[str] = []
     good = {}
     for name, value in values.items():
         if name not in known:
-            found.append(f"unknown key {shown(name)}{_suggestion(shown(name), list(known))}")
+            all_faults.append(f"unknown key {shown(name)}{_suggestion(shown(name), list(known))}")
             continue
         try:
             clean = coerce(name, value, hints[name])
         except ValueError as error:
-            found.append(str(error))
+            all_faults.append(str(error))
             continue
         wrong = _value_faults(known[name], clean)
-        found += wrong
+        all_faults += wrong
         if not wrong:
             good[name] = clean
     try:
         config = kind(**good)
     except UserError as error:
-        found.append(str(error).removeprefix(_PREFIX))
-    refuse(found)
+        all_faults.append(str(error).removeprefix(_PREFIX))
+    refuse(all_faults)
     return config
 
 
@@ -205,8 +205,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             raise RecursionError
         values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:  # ValueError: a date or number that is none
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
-        raise UserError(f"--config must be YAML, but {path} cannot be read ({told})") from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
+        raise UserError(f"--config must be YAML, but {path} cannot be read ({reason})") from error
     if not isinstance(values, Mapping):
         raise UserError(f"--config must hold a mapping of settings, but {path} holds a {type(values).__name__}")
     return dict(values)

@@ -146,11 +146,3 @@ def test_a_part_of_a_split_is_not_streamed(hub):
         .counts.documents
         == 18
     )
-
-
-def test_without_the_package_there_is_one_line(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="needs the package datasets"):
-        open_training_data(parse_sources(["nobody/none"]), byte_tokenizer())

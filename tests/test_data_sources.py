@@ -2,7 +2,7 @@
 
 import pytest
 
-from edkm_cli.data import load_documents, measured_split, parse_source, parse_sources, require_apart
+from edkm_cli.data import load_documents, measured_split, parse_source, parse_sources, require_held_out
 from edkm_cli.data.sources import repeated
 from edkm_cli.errors import UserError
 
@@ -77,9 +77,9 @@ def test_a_copy_of_a_text_that_is_trained_on_is_not_measured(tmp_path):
     for name, text in (("train.txt", "One.\nTwo.\n"), ("copy.txt", "One.\nTwo.\n"), ("test.txt", "One.\nTwo!\n")):
         (tmp_path / name).write_text(text)
     train, copy, test = (parse_source(str(tmp_path / name)) for name in ("train.txt", "copy.txt", "test.txt"))
-    require_apart([train], test)
+    require_held_out([train], test)
     with pytest.raises(UserError, match=r"must not be trained on, but \S+copy\.txt is in --data \S+train\.txt"):
-        require_apart([train], copy)
+        require_held_out([train], copy)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_the_prose_that_comes_with_the_package_is_measured_whole_and_never_when_
     texts = load_documents(parse_source("builtin-prose"), "all")
     assert texts[0].count("\n\n") == 13
     assert sum(map(len, texts)) > 8000  # four windows of 512 tokens
-    require_apart([documentation], prose)
+    require_held_out([documentation], prose)
     with pytest.raises(UserError, match="must not be trained on"):
-        require_apart([prose], prose)
+        require_held_out([prose], prose)

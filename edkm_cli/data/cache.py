@@ -105,7 +105,12 @@ def _build(
             if token_limit is not None and writer.counts.tokens >= token_limit:
                 break
         writer.close(settings)
-        _put_in_place(staging, directory)
+        try:
+            os.rename(staging, directory)
+        except OSError:
+            if not directory.exists():  # where it does, another run was first, on a file system without locks
+                raise
+        sync(directory.parent)
     except OSError as error:
         raise disk_error(error, directory.parent) from error
     finally:
@@ -113,15 +118,6 @@ def _build(
             with suppress(OSError):  # what could not be flushed is thrown away next
                 writer.abandon()
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _put_in_place(staging: Path, directory: Path) -> None:
-    try:
-        os.rename(staging, directory)
-    except OSError:
-        if not directory.exists():  # where it does, another run was first, on a file system without locks
-            raise
-    sync(directory.parent)
 
 
 def memory_store(parts: Iterable[Part], encoder: Encoder, *, token_limit: int | None = None) -> TokenStore:

@@ -16,18 +16,6 @@ _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 _PATIENCE_SECONDS = 5.0
 
 
-def import_datasets(source: Source) -> Any:
-    """The package `datasets`. Raises UserError where it is not installed."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{source} needs the package datasets, which is not installed; pip install datasets, or give a local "
-            ".jsonl or .txt file"
-        ) from error
-    return datasets
-
-
 def held_out_split(source: Source) -> str | None:
     """The split of a set that is for measuring; None where it has none, or where the source names a split itself.
 
@@ -35,7 +23,8 @@ def held_out_split(source: Source) -> str | None:
     """
     if source.split is not None:
         return None
-    datasets = import_datasets(source)
+    import datasets
+
     try:
         with _without_retries(source):
             names = datasets.get_dataset_split_names(source.repository, source.config)
@@ -46,7 +35,8 @@ def held_out_split(source: Source) -> str | None:
 
 def rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, Any]]:
     """The records of a split. Raises UserError that says what there is instead, or why it is out of reach."""
-    datasets = import_datasets(source)
+    import datasets
+
     try:
         with _without_retries(source):
             loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)

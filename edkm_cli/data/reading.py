@@ -108,8 +108,6 @@ def refusing(option: str, path: Path) -> Iterator[None]:
     """Whatever makes a file unreadable becomes a UserError of one line."""
     try:
         yield
-    except ImportError as error:
-        raise UserError(f"reading {path} needs {error.name}, which is not installed; pip install datasets") from error
     except (EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
         raise _refusal(error, option, path, str(path)) from error
 

@@ -87,10 +87,18 @@ def render(
     Raises UserError for a record of no known kind, and where a chat template is missing or refuses it.
     """
     content = _content_of(record, where, column)
-    if content is None or (isinstance(content, _Chat) and not content.messages):
+    if content is None:
         return []
-    if isinstance(content, Document):
-        return [replace(content, answers=None) if whole else content]
+    documents = [content] if isinstance(content, Document) else _rendered(content, record, where, tokenizer, whole)
+    # Halves of surrogate pairs, which JSON can hold and UTF-8 cannot, are replaced.
+    texts = [one.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for one in documents]
+    clean = [replace(one, text=text) for one, text in zip(documents, texts, strict=True)]
+    return [replace(one, answers=None) for one in clean] if whole else clean
+
+
+def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
+    if not chat.messages:
+        return []
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{where} is a conversation, but the model's tokenizer has no chat template; use an instruction-tuned model, "
@@ -99,8 +107,8 @@ def render(
     tools = record.get("tools") or None
     try:
         if whole:
-            return [Document(render_text(tokenizer, content.messages, tools), templated=True)]
-        rendered = render_chat(tokenizer, content.messages, tools=tools, first_answer=content.first_answer)
+            return [Document(render_text(tokenizer, chat.messages, tools), templated=True)]
+        rendered = render_chat(tokenizer, chat.messages, tools=tools, first_answer=chat.first_answer)
     except TemplateError as error:
         raise UserError(
             f"the model's chat template cannot render {where}: {error}; mend that record or leave it out"
@@ -111,14 +119,15 @@ def render(
 def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat | None:
     """What a record holds; None where it is of a known kind, and null."""
     if isinstance(record, str):
-        return Document(_clean(record))
+        return Document(record)
     if not isinstance(record, Mapping):
         raise UserError(f"a record must be a string or an object with fields, but {where} is a {type(record).__name__}")
     if column is not None and column not in record:
         raise UserError(f"--data-column must be a field of the records, which are {_fields(record)}, got {column!r}")
     if column is not None:
         value = record[column]
-        return _Chat(_messages(value, column, where)) if isinstance(value, list) else _plain(value, column, where)
+        is_chat = isinstance(value, list)
+        return _Chat(_messages(value, column, where)) if is_chat else Document(_text(value, column, where))
     for name in _CHATS:
         if record.get(name) is not None:
             return _Chat(_messages(record[name], name, where))
@@ -129,14 +138,15 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
         known = True
         prompt, answer = (record[name] for name in fields)
         if isinstance(prompt, list) and isinstance(answer, list) and fields[0] == "prompt":
-            before, after = _messages(prompt, "prompt", where), _messages(answer, "completion", where)
-            return _Chat(before + after, len(before))
+            asked, answered = _messages(prompt, "prompt", where), _messages(answer, "completion", where)
+            return _Chat(asked + answered, len(asked))
         if prompt is not None or answer is not None:
             names = fields if fields[0] == "prompt" else (*fields, "input")
             texts = {name: _text(record.get(name), name, where) for name in names}
-            return _answered(texts["prompt"] if "prompt" in texts else alpaca_prompt(texts), texts[fields[1]])
+            before, said = texts["prompt"] if "prompt" in texts else alpaca_prompt(texts), texts[fields[1]]
+            return Document(before + said, ((len(before), len(before + said)),) if said else ())
     if record.get("text") is not None:
-        return _plain(record["text"], "text", where)
+        return Document(_text(record["text"], "text", where))
     if known:
         return None
     raise UserError(
@@ -149,30 +159,13 @@ def _fields(record: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, list(record)[:12])) or "no fields"
 
 
-def _plain(value: Any, name: str, where: str) -> Document:
-    return Document(_text(value, name, where))
-
-
-def _answered(prompt: str, completion: str) -> Document:
-    return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),) if completion else ())
-
-
 def _text(value: Any, name: str, where: str) -> str:
     """A field as text; null is empty. Raises UserError for anything else."""
     if value is None:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{name!r} of a record must be a text, but in {where} it is a {type(value).__name__}")
-    return _clean(value)
-
-
-def _clean(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return value
 
 
 def _messages(turns: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -191,7 +184,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"a turn must be from one of {', '.join(_ROLES)}, but one in {where} is from {turn['from']!r}"
             )
         turn = {"role": role, "content": turn["value"] or ""}
-    message = {name: _cleaned(value) for name, value in turn.items() if value is not None or name == "content"}
+    message = {name: value for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
         raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
     if "content" in message:
@@ -208,14 +201,6 @@ def _content(value: Any, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise UserError(f"'content' of a message must be a text, but in {where} it is a {type(value).__name__}")
     return value
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _cleaned(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]
-    return _clean(value) if isinstance(value, str) else value
 
 
 class TemplateError(Exception):
@@ -283,7 +268,9 @@ def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, a
 
 def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, whole: str) -> list[Span] | None:
     """What the template's own generation blocks cover; None where it has none."""
-    if "generation" not in _template_text(tokenizer):
+    templates = tokenizer.chat_template
+    text = " ".join(map(str, templates.values() if isinstance(templates, dict) else [templates]))
+    if "{% generation" not in text and "{%- generation" not in text:
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -300,11 +287,3 @@ def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any
     if texts[0] != whole or not spans or not spans[0]:
         return None
     return [(int(start), int(end)) for start, end in spans[0]]
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        return " ".join(map(str, template.values()))
-    text = str(template)
-    return text if "{% generation" in text or "{%- generation" in text else ""

@@ -126,7 +126,11 @@ def parse_source(name: str, option: str = "--data") -> Source:
         repository, config = NAMED[short]
         source = Source(text, "hub", repository=repository, config=config, split=split or None)
     else:
-        named = _files(text, option) or _hub(text)
+        named, match = _files(text, option), _HUB.fullmatch(text)
+        if named is None and match:
+            repository, config, split = match.group("repository", "config", "split")
+            named = Source(text, "hub", repository=repository, config=config, split=split)
+        named = named or _local_set(text)
         if named is None:
             raise UserError(
                 f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory "
@@ -155,7 +159,8 @@ def _files(text: str, option: str) -> Source | None:
     hub = _HUB.fullmatch(text)
     endings = ", ".join(SUFFIXES)
     if path.is_dir() and text:
-        if (path / "README.md").is_file() and _has_front_matter(path / "README.md"):
+        readme = path / "README.md"
+        if readme.is_file() and readme.read_bytes().partition(b"\n")[0].strip() == b"---":
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
         files = sorted(file for file in path.rglob("*") if _is_data(file, path))
         if not files:
@@ -179,13 +184,6 @@ def _files(text: str, option: str) -> Source | None:
     return None
 
 
-def _hub(text: str) -> Source | None:
-    match = _HUB.fullmatch(text)
-    if match:
-        return Source(text, "hub", repository=match["repository"], config=match["config"], split=match["split"])
-    return _local_set(text)
-
-
 def _local_set(text: str) -> Source | None:
     """`DIRECTORY[:config][@split]` of a local copy of a data set, in the hub's layout."""
     rest, _, split = text.partition("@")
@@ -199,8 +197,3 @@ def _local_set(text: str) -> Source | None:
 def _is_data(file: Path, root: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
     return file.is_file() and not hidden and suffix_of(file) in SUFFIXES and file.name not in _METADATA
-
-
-def _has_front_matter(readme: Path) -> bool:
-    with open(readme, "rb") as file:
-        return file.readline().strip() == b"---"

@@ -14,16 +14,7 @@ from pathlib import Path
 
 from edkm_cli.data import hub
 from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
-from edkm_cli.data.sources import (
-    ALPACA,
-    BUILTIN,
-    PROSE,
-    WIKITEXT2,
-    DataOptions,
-    Source,
-    is_compressed,
-    suffix_of,
-)
+from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, DataOptions, Source, is_compressed, suffix_of
 from edkm_cli.errors import UserError
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
@@ -59,16 +50,14 @@ def read_split(source: Source, split: str, options: DataOptions = DataOptions())
         parts, is_apart = _hub_parts(source, split, options)
         return parts if is_apart or split == ALL else _divided(parts, split, source)
     if source.kind == "builtin":
-        return _divided(
-            iter([Part(source.name, records=builtin_texts(source.name), joint="\n\n", begins=True)]), split, source
-        )
-    if is_whole(source) or split == ALL:
-        parts = read_files(source, options.column)
-        return _divided(parts, split, source) if is_whole(source) else parts
-    first = source.files[0]
-    if suffix_of(first) == ".jsonl" and not is_compressed(first):
+        text = Part(source.name, records=builtin_texts(source.name), joint="\n\n", begins=True)
+        return _divided(iter([text]), split, source)
+    parts = read_files(source, options.column)
+    if not is_whole(source) and split == ALL:
+        return parts
+    if not is_whole(source) and suffix_of(source.files[0]) == ".jsonl" and not is_compressed(source.files[0]):
         return _lines_split(source, split, options)
-    return _divided(read_files(source, options.column), split, source)
+    return _divided(parts, split, source)
 
 
 def _hub_parts(source: Source, split: str, options: DataOptions) -> tuple[Iterator[Part], bool]:

@@ -64,7 +64,7 @@ def measured_split(source: Source) -> str:
     return ALL if whole else TEST
 
 
-def require_apart(trained: Sequence[Source], measured: Source) -> None:
+def require_held_out(trained: Sequence[Source], measured: Source) -> None:
     """Raises UserError where a text to be measured is one that is trained on: the same file, a copy of it under another
     name, or the same split."""
     for source in trained:

@@ -159,14 +159,14 @@ def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tok
         held_out = name != text
         source = data.parse_source(text, "--data" if held_out else "--eval-data")
         if not held_out:
-            data.require_apart(list(texts), source)
+            data.require_held_out(list(texts), source)
         documents[name] = data.load_documents(
             source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
         )
     return documents
 
 
-class OwnText:
+class WrittenText:
     """The text that a model writes itself for a run, kept in `DIR.partial`: on another machine, without the cache, the
     model would write another one, and training could not go on."""
 

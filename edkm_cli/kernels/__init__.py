@@ -52,24 +52,6 @@ def _triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _passes_on_gpu(weight: Tensor, tile: Tile, k: int, importance: Tensor | None) -> Passes | None:
-    """Triton's passes for this weight, or None. Imported late: importing Triton takes longer than most commands."""
-    if not _triton():
-        return None
-    from edkm_cli.kernels import attention_triton
-
-    return (
-        cast("Passes", attention_triton.TritonPasses(weight, tile, importance))
-        if attention_triton.supports(weight, tile, k)
-        else None
-    )
-
-
-def is_table(weight: Tensor, tile: Tile) -> bool:
-    """Whether distinct values are few enough for a table: 16 bits per weight and one LUT."""
-    return weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape)
-
-
 def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None) -> Passes:
     """The fastest passes there are for this weight and k centroids.
 
@@ -77,10 +59,13 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
     """
     if weight.is_meta:
         return cast("Passes", shapes_meta.ShapePasses(weight, tile, importance))
-    if is_table(weight, tile):
+    if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
-    if weight.is_cuda and (on_gpu := _passes_on_gpu(weight, tile, k, importance)) is not None:
-        return on_gpu
+    if weight.is_cuda and _triton():
+        from edkm_cli.kernels import attention_triton  # late: importing Triton takes longer than most commands
+
+        if attention_triton.supports(weight, tile, k):
+            return cast("Passes", attention_triton.TritonPasses(weight, tile, importance))
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 

@@ -15,9 +15,9 @@ def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
         indices: (rows, in) uint8 below k.
         hessian: (in, in) symmetric, in float32 or float64, which decides the precision of the products.
     """
-    found = []
+    sums = []
     for codes in indices.split(max(1, ONE_HOT_NUMBERS // (len(hessian) * k))):
         chosen = torch.nn.functional.one_hot(codes.t().long(), k).to(hessian.dtype)  # (in, rows, k)
         weighted = (hessian @ chosen.flatten(1)).view_as(chosen).permute(1, 0, 2)  # (rows, in, k)
-        found.append((chosen.permute(1, 2, 0) @ weighted).double())
-    return torch.cat(found)
+        sums.append((chosen.permute(1, 2, 0) @ weighted).double())
+    return torch.cat(sums)
