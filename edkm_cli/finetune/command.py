@@ -17,7 +17,7 @@ from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.run import OwnText, identity_of, machine_facts
+from edkm_cli.export.run import WrittenText, identity_of, machine_facts
 from edkm_cli.finetune.adapters import (
     adapted_layers,
     adapter_card,
@@ -113,11 +113,11 @@ class _Run:
         if (report := output.finished(REPORT, identity, asdict(config))) is not None:
             self.watch.say(f"{config.output} is finished already")
             return report
-        unfinished, own_text = output.unfinished(identity), OwnText(output.partial, self.world)
+        unfinished, written_text = output.unfinished(identity), WrittenText(output.partial, self.world)
         dense, text = None, None
         with session.clock.phase("load"):
             if reference is not None:
-                dense, text = reference.open(own_text, unfinished, tokens=token_limit)
+                dense, text = reference.open(written_text, unfinished, tokens=token_limit)
             model = self.trained_model()
             output.rehearse(self._needed_bytes(model))
             blocks = session.texts.data.blocks(config.sequence_length, seed=config.seed)
@@ -133,7 +133,7 @@ class _Run:
             session.measure("compressed", model)
         staging = output.begin(keep=unfinished is not None)
         figures = {"perplexity": measured.perplexity, "measured": measured.state()}
-        output.mark(identity, **figures, **own_text.keep(text))
+        output.mark(identity, **figures, **written_text.keep(text))
         teacher = reference.teacher(dense, blocks) if reference is not None and dense is not None else None
         del dense
         with session.clock.phase("train"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.errors import UserError
-from edkm_cli.export.run import OwnText, model_digest
+from edkm_cli.export.run import WrittenText, model_digest
 from edkm_cli.finetune.config import FinetuneConfig
 from edkm_cli.finetune.session import Session
 from edkm_cli.hf import load_source
@@ -60,14 +60,14 @@ class Reference:
         return load_source(self._source, dequantize=False, trust_remote_code=self._trust, **options)
 
     def open(
-        self, own_text: OwnText, unfinished: dict[str, Any] | None, *, tokens: int
+        self, written_text: WrittenText, unfinished: dict[str, Any] | None, *, tokens: int
     ) -> tuple[Layers, Tensor | None]:
         """(the model, layer by layer where its files can be read so, and the text that it writes where `--data self` asks
         for it, which is among the session's texts then)."""
         session, text, model = self._session, None, None
         if session.writes_text:
             options: dict[str, Any] = {"tokens": tokens, "seed": self._config.seed, "watch": session.watch}
-            text, model = own_text.of(unfinished, self._load, session.tokenizer, **options)
+            text, model = written_text.of(unfinished, self._load, session.tokenizer, **options)
             session.texts.write(text)
         dtype, device = getattr(torch, session.dtype), session.world.device
         layers = open_layers(self._source, dtype=dtype, device=device, trust_remote_code=self._trust)
