@@ -254,7 +254,7 @@ class Run:
                     watch: dict[str, Any] = {"world": world, "track": self.watch.track}
                     model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch, kept=kept)
                 else:
-                    model, _ = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
+                    model = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)
                 kept.write(model, self.plan.spec.module_bits)
         if not config.steps:

@@ -122,7 +122,7 @@ def build(directory: Path, world: World) -> tuple[Any, QuantizationSpec]:
     dense = None
     if not world.sharded:
         dense = models.load_dense(plan.source, dtype="float32", device="cpu", progress=False)
-    model, _ = initialize(dense, Recipe.of(plan), build=rebuild if world.sharded else None, world=world)
+    model = initialize(dense, Recipe.of(plan), build=rebuild if world.sharded else None, world=world)
     return model, plan.spec
 
 

@@ -143,7 +143,7 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
         others = [swap for swap in plan.swaps if not swap.clustered]
         recipe = replace(recipe, swaps=others, holds=False)
     teacher = KeptStates(model, config) if plan.distills else None
-    model, _ = initialize(model, recipe, start=quick_start)
+    model = initialize(model, recipe, start=quick_start)
     return model, Objective(teacher, config.label_weight or 0.0)
 
 

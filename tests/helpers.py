@@ -21,7 +21,7 @@ from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.memory import MarshalSavedTensors
-from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
 from edkm_cli.train import losses
@@ -94,6 +94,13 @@ def cluster(
     spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, skipped, **(mixed or {}))
     initialize(model, Recipe(swaps, spec, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05))
     return model.eval(), spec
+
+
+def clustered_linear_of(linear, clustering, *, importance=None, temperature=1.0, name="weight"):
+    """A layer whose centroids start at the importance-weighted k-means of a linear's weight."""
+    about = {"granularity": clustering.granularity, "importance": importance, "name": name}
+    centroids = clustering.grid.start(linear.weight.detach(), **about)
+    return ClusteredLinear(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
 
 
 def export(model, spec, directory: Path, **options) -> Path:

@@ -102,7 +102,7 @@ def test_from_files_and_in_memory_it_is_the_start_of_a_whole_model(tied, changes
     source = saved(tiny_llama(tied=tied), tmp_path / "model")
     recipe = recipe_of(tiny_llama(tied=tied), **changes)
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
-    expected, _ = initialize(tiny_llama(tied=tied), recipe, **texts_of)
+    expected = initialize(tiny_llama(tied=tied), recipe, **texts_of)
     streamed = initialize_by_layer(opened(source), recipe, **texts_of)
     assert_same(initialize_by_layer(Layers(tiny_llama(tied=tied)), recipe, **texts_of), expected)
     assert_same(streamed, expected)

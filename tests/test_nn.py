@@ -9,10 +9,10 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.importance import collect_importance
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
+from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead
-from helpers import cluster, tiny_llama, tiny_qwen
+from helpers import cluster, clustered_linear_of, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]
 MODES_AND_ITERATIONS = [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)]
@@ -22,7 +22,7 @@ def layer_of(mode, method, granularity="row:1", dtype=torch.float32, iterations=
     torch.manual_seed(0)
     linear = torch.nn.Linear(24, 16).to(dtype)
     clustering = Clustering(3, granularity, "float16", method=method, mode=mode, iterations=iterations)
-    return ClusteredLinear.from_linear(linear, clustering, temperature=0.05, name="layer").train()
+    return clustered_linear_of(linear, clustering, temperature=0.05, name="layer").train()
 
 
 @pytest.mark.parametrize(("mode", "iterations"), MODES_AND_ITERATIONS)
@@ -80,7 +80,7 @@ def test_a_nan_in_a_weight_names_the_layer():
     linear = torch.nn.Linear(8, 4)
     linear.weight.data[1, 2] = float("nan")
     with pytest.raises(UserError, match=r"model\.layers\.3\.up_proj"):
-        ClusteredLinear.from_linear(linear, Clustering(3, "row:1", "float16"), name="model.layers.3.up_proj")
+        clustered_linear_of(linear, Clustering(3, "row:1", "float16"), name="model.layers.3.up_proj")
 
 
 def test_the_plan_names_every_linear_and_why_some_stay():
@@ -172,8 +172,8 @@ def test_sensitivity_moves_the_start_towards_what_matters():
     importance = torch.ones(64)
     importance[:4] = 1000.0
     clustering = Clustering(2, "row:1", "float32")
-    plain = ClusteredLinear.from_linear(linear, clustering)
-    weighted = ClusteredLinear.from_linear(linear, clustering, importance=importance)
+    plain = clustered_linear_of(linear, clustering)
+    weighted = clustered_linear_of(linear, clustering, importance=importance)
 
     def error(layer):
         return ((layer.hard_weight() - linear.weight)[:, :4]).square().sum()

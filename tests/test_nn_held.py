@@ -8,7 +8,7 @@ import torch
 from edkm_cli.clustering import lookup
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.held import HeldLinear, hold
-from helpers import cluster, tiny_llama
+from helpers import cluster, clustered_linear_of, tiny_llama
 
 LAYOUTS = [
     (3, "row:1", "float16"),
@@ -23,7 +23,7 @@ def pair(bits, granularity, lut_dtype, *, dtype=torch.float32, bias=True):
     torch.manual_seed(0)
     linear = torch.nn.Linear(24, 16, bias=bias).to(dtype)
     clustering = Clustering(bits, granularity, lut_dtype)
-    layer = ClusteredLinear.from_linear(linear, clustering, temperature=0.05, name="layer").train()
+    layer = clustered_linear_of(linear, clustering, temperature=0.05, name="layer").train()
     return layer, HeldLinear.from_clustered(layer)
 
 

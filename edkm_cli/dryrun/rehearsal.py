@@ -176,7 +176,7 @@ class Rehearsal:
         batches = calibration_text(calibration, plan)[: 1 if self.launch.gpu else 2]
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
-            model, _ = initialize(
+            model = initialize(
                 dense,
                 replace(Recipe.of(plan), average_bits=None),
                 calibration=batches,

@@ -7,7 +7,6 @@ compensate one another's rounding errors, or are reconstructed decoder layer by 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +93,6 @@ def initialize(
     *,
     calibration: Sequence[Tensor] = (),
     fitting: Sequence[Tensor] | None = None,
-    keep_dense: bool = False,
     build: Build | None = None,
     world: World = ALONE,
     track: Track = no_progress,
@@ -103,20 +101,18 @@ def initialize(
     compensating: Callable[..., None] = compensate,
     reconstructing: Callable[..., None] = reconstruct,
     rounding_of: Callable[..., dict[str, Rounded]] = compensating_rounding,
-    duplicate: Callable[[Any], Any] = copy.deepcopy,
-) -> tuple[Any, Any | None]:
-    """(the clustered model, the dense one or None). All processes of `world` call this alike.
+) -> Any:
+    """The clustered model. All processes of `world` call this alike.
 
     Args:
         dense: a dense causal LM. It is changed in place, unless `build` makes another one.
         calibration: token ids, (batch, sequence) int64, that the importance is measured on.
         fitting: token ids that weights are compensated or reconstructed on, all of one shape; None leaves them as they
             are.
-        keep_dense: return the dense model, too: a frozen copy, or where `build` made another one, `dense` itself.
         build: makes the model anew part by part, for one that is sharded and never whole.
-        collect, start, compensating, reconstructing, rounding_of, duplicate: the costly steps, for a rehearsal or a
-            measurement that needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`,
-            `reconstruct`, `compensating_rounding` and `deepcopy` are.
+        collect, start, compensating, reconstructing, rounding_of: the costly steps, for a rehearsal or a measurement that
+            needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`, `reconstruct`
+            and `compensating_rounding` are.
 
     Raises UserError where calibration inputs or weights are not finite.
     """
@@ -130,7 +126,6 @@ def initialize(
     if average is not None:
         bits = world.on_main(lambda: allocate(dense, recipe.clustered, importance, recipe.spec, average, track=track))
         recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
-    kept = (dense if build else duplicate(dense)).requires_grad_(False) if keep_dense else None
 
     def prepare(path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
@@ -150,7 +145,7 @@ def initialize(
         reconstructing(model, list(fitting), passes=recipe.passes, seed=recipe.seed, world=world, track=track)
     if recipe.holds:
         hold(model)
-    return model, kept
+    return model
 
 
 def initialize_by_layer(
@@ -269,7 +264,7 @@ def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
     def empty(weight: Tensor, grid: Grid, *, granularity: Any, **_: Any) -> Tensor:
         return torch.zeros(granularity.groups(*weight.shape), grid.numbers, device=weight.device)
 
-    model, _ = initialize(
+    model = initialize(
         dense,
         recipe,
         start=empty,

@@ -160,26 +160,6 @@ class ClusteredLinear(LutLayer):
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
         self._memo: tuple[tuple[object, ...], Tensor] | None = None
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        clustering: Clustering,
-        *,
-        importance: Tensor | None = None,
-        temperature: float = 1.0,
-        name: str = "weight",
-    ) -> ClusteredLinear:
-        """Take over a linear's parameters; centroids start at the importance-weighted k-means of its weight.
-
-        `importance` is (in,) or (out, in), or None; iterations do not use it. Raises UserError for NaN or Inf, or tiles
-        that do not fit.
-        """
-        centroids = clustering.grid.start(
-            linear.weight.detach(), granularity=clustering.granularity, importance=importance, name=name
-        )
-        return cls(linear.weight, linear.bias, centroids, clustering, temperature=temperature, name=name)
-
     def forward(self, x: Tensor) -> Tensor:
         options = self.clustering
         if self.dense:
