@@ -77,6 +77,18 @@ def _gguf(palette: str) -> Target:
     )
 
 
+def _w_a16(bits: int) -> Target:
+    settings = {"bits": bits, "palette": "integers", "granularity": "block:1x64", "lut_dtype": "bfloat16"}
+    return Target(
+        {**settings, "embedding_bits": 16},
+        bits=(bits,),
+        lut_dtypes=("bfloat16", "float16"),
+        palettes=("integers",),
+        granularities=_tiles(32, 64, 128),
+        fallback="bfloat16",
+    )
+
+
 _ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
 
 TARGETS: dict[str, Target] = {
@@ -97,6 +109,7 @@ TARGETS: dict[str, Target] = {
     **{f"mlx:{bits}": _mlx(bits) for bits in (2, 3, 4, 5, 6, 8)},
     "gguf:q4_0": _gguf("integers"),
     "gguf:iq4_nl": _gguf("iq4_nl"),
+    **{f"w{bits}a16": _w_a16(bits) for bits in (2, 3, 4)},
 }
 
 

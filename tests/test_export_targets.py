@@ -134,6 +134,27 @@ def test_mlx_reads_what_was_trained(bits, tmp_path):
             assert torch.equal(found, source.dense(tensor.name)), tensor.name
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_compressed_tensors_reads_what_was_trained(bits, ids, tmp_path):
+    more = {"palette": "integers"}
+    model, spec = cluster(
+        tiny_llama(hidden=64, inner=128), bits=bits, granularity="block:1x32", lut_dtype="bfloat16", embedding_bits=16,
+        mixed=more, **more,
+    )  # fmt: skip
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    source = Compressed(export(model, spec, tmp_path / "source"))
+    export_model(source.directory, f"w{bits}a16", tmp_path / "out", options=Options())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for tensor in source.linears:
+        path = tensor.module
+        stream = np.unpackbits(tensors[f"{path}.weight_packed"].numpy().view(np.uint8), axis=1, bitorder="little")
+        codes = (stream.reshape(len(stream), -1, bits) * (1 << np.arange(bits))).sum(2)
+        scales = tensors[f"{path}.weight_scale"].float().repeat_interleave(32, 1)
+        found = scales * torch.from_numpy((codes - 2 ** (bits - 1)).astype(np.float32))
+        assert torch.equal(found, source.dense(tensor.name)), tensor.name
+        assert tensors[f"{path}.weight_shape"].tolist() == list(tensor.shape)
+
+
 def test_mlx_itself_reads_what_was_trained(tmp_path):
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
     directory, _ = paletted(tmp_path / "source", "affine")
@@ -201,7 +222,8 @@ def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp
 
 def test_each_target_fills_its_settings():
     for name, target in TARGETS.items():
-        assert set(target.settings) <= {"bits", "granularity", "lut_dtype", "lut_scale", "palette", "embedding_group"}
+        settings = {"bits", "granularity", "lut_dtype", "lut_scale", "palette", "embedding_group", "embedding_bits"}
+        assert set(target.settings) <= settings
         assert target.settings.get("palette", "free") in PALETTES, name
 
 

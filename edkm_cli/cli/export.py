@@ -14,7 +14,8 @@ from edkm_cli.export.ownership import input_paths
 def export_command(
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
     to: Annotated[
-        str, typer.Option("--to", help="Format: dense, squeezellm, any-precision, lut-b, coreml, mlx or gguf.")
+        str,
+        typer.Option("--to", help="dense, squeezellm, any-precision, lut-b, coreml, mlx, gguf or compressed-tensors."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the export.")],
     dtype: Annotated[

@@ -26,6 +26,7 @@ from edkm_cli.export.source import Compressed
 from edkm_cli.format import write_json
 from edkm_cli.hf import load
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.targets import TARGETS
 
 RECORD = "export.json"
 _SPARE_BYTES = 50_000_000
@@ -59,7 +60,7 @@ def export_model(
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
-    if ":" in to:
+    if to in TARGETS:
         require_fit(to, source)
     form.check(source, options)
     tokens = _tokens(source, data) if verify == "perplexity" else None

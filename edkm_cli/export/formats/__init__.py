@@ -32,6 +32,8 @@ FORMATS: dict[str, str] = {
     "coreml": "coreml",
     "mlx": "mlx",
     "gguf": "gguf",
+    "compressed-tensors": "compressed_tensors",
+    **dict.fromkeys(("w2a16", "w3a16", "w4a16"), "compressed_tensors"),
 }
 
 

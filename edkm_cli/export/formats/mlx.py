@@ -24,7 +24,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, entry_bytes, write_config, write_entries
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import require_fit
+from edkm_cli.export.formats.rows import codes_of_words, require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
@@ -118,11 +118,7 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
 
 
 def _dequantized(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group: int) -> Tensor:
-    unsigned = words.view(torch.int32).long() & 0xFFFFFFFF
-    place = torch.arange(words.shape[1] * 32 // bits) * bits
-    low, shift = place // 32, place % 32
-    high = (low + 1).clamp_max(words.shape[1] - 1)  # where a code crosses the border of two words
-    codes = ((unsigned[:, low] >> shift) | (unsigned[:, high] << (32 - shift))) & (2**bits - 1)
+    codes = codes_of_words(words.view(torch.int32), bits, words.shape[1] * 32 // bits)
     codes = codes.float().unflatten(1, (-1, group))
     return (scales[:, :, None] * codes + biases[:, :, None]).flatten(1)
 

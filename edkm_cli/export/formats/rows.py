@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
@@ -28,3 +29,13 @@ def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
     """The table of each row of a linear, (out, 2**bits) float32; rows that share one repeat it."""
     table = source.table(tensor.module)
     return table.repeat_interleave(tensor.shape[0] // table.shape[0], 0)
+
+
+def codes_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
+    """(rows, columns) int64 of rows of 32-bit words, int32: one little-endian stream of codes, some of which cross the
+    border of two words."""
+    unsigned = words.long() & 0xFFFFFFFF
+    place = torch.arange(columns) * bits
+    low, shift = place // 32, place % 32
+    high = (low + 1).clamp_max(words.shape[1] - 1)
+    return ((unsigned[:, low] >> shift) | (unsigned[:, high] << (32 - shift))) & (2**bits - 1)
