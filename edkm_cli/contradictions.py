@@ -71,7 +71,12 @@ def _about_bits(config: Any) -> list[str]:
             "allocation sensitivity compares matrices by squared gradients, but importance is "
             f"{config.importance}; use importance gradient"
         )
-    if average and config.target is not None and not TARGETS[config.target].mixes:
+    if average and config.target is not None and TARGETS[config.target].mixes:
+        if not 3 <= config.bits <= 4:  # others reach for 1 or 7 bits
+            found.append(
+                f"target {config.target} mixes 2 to 6 bits, 3 to 4 on average, got {config.bits:g}; use bits 3.5"
+            )
+    elif average and config.target is not None:
         found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
     return found
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from edkm_cli import hf
 from edkm_cli.clustering import Grid
+from edkm_cli.config import build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
 from edkm_cli.export.formats.options import Options
@@ -225,6 +226,14 @@ def test_each_target_fills_its_settings():
         settings = {"bits", "granularity", "lut_dtype", "lut_scale", "palette", "embedding_group", "embedding_bits"}
         assert set(target.settings) <= settings
         assert target.settings.get("palette", "free") in PALETTES, name
+
+
+def test_bits_that_mlx_lacks_are_refused_before_any_work():
+    assert build_config(None, {"model": "m", "target": "mlx:4", "bits": 3.5}).palette == "affine"
+    with pytest.raises(UserError, match="mixes 2 to 6 bits"):
+        build_config(None, {"model": "m", "target": "mlx:2", "bits": 2.5})
+    with pytest.raises(UserError, match="for mode straight-through"):
+        build_config(None, {"model": "m", "palette": "affine", "granularity": "block:1x32", "mode": "soft"})
 
 
 def test_a_palette_that_the_format_lacks_is_refused(tmp_path):
