@@ -14,10 +14,11 @@ NOT_KERNELS = (
     "__init__",
     "build",
     "closed_form",
+    "levels",
     "lut_linear",
     "packed",
     "tiles",
-)  # dispatch, compiler, the mathematics above, geometry
+)  # dispatch, compiler and its levels, the mathematics above, geometry
 
 
 def test_no_module_shadows_the_standard_library():

@@ -1,40 +1,29 @@
-"""Compile the C files of a wing (kernels, runtime) at first use, once a machine and version, into the user's cache.
+"""The compiled C files of a wing (kernels, runtime): those that a wheel brings, or compiled at first use.
 
-One call of the system compiler, a few seconds; the library's name is a hash of sources, compiler, flags and processor,
-so a stale one is never loaded. A missing or failing compiler is no error: plain PyTorch does the same, more slowly.
-`EDKM_CPU_KERNELS=0` asks for that.
+A wheel, and an editable checkout, hold libraries for levels of processors (levels.py); the best one that the processor can
+run is loaded. Where none fits, the system's compiler makes it, a few seconds once a machine and version, in the user's
+cache. Where that fails, too, plain PyTorch does the same, more slowly. `EDKM_CPU_KERNELS=0` asks for that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import logging
 import os
-import platform
-import shutil
 import stat
 import subprocess
-import sys
-import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from edkm_cli.config import cache_directory
+from edkm_cli.kernels import levels
 
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
-_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_COMPILE_SECONDS = 300
-
-
-class _Unavailable(Exception):
-    """Why the kernels can't be used here."""
 
 
 def _cache_directory() -> Path:
@@ -43,50 +32,26 @@ def _cache_directory() -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise _Unavailable(f"{directory} must belong to this user and be writable by no one else")
+        raise levels.Unavailable(f"{directory} must belong to this user and be writable by no one else")
     return directory
 
 
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
-    if done.returncode != 0:
-        raise _Unavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
-
-
-def _compile(name: str, sources: Sequence[Path], *more: str) -> Path:
-    """The shared library `name` made of `sources`, with `more` flags."""
-    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise _Unavailable("no C compiler (cc, gcc or clang) on PATH")
-    headers = sorted(file for folder in {_HERE, sources[0].parent} for file in folder.glob("*.h"))
-    digest = hashlib.sha256()
-    for part in (_run([compiler, "--version"]), *_FLAGS, *more, _processor()):
-        digest.update(part.encode())
-    for file in (*headers, *sources):
-        digest.update(file.read_bytes())
+def _file(wing: Path, candidates: Sequence[levels.Level]) -> Path:
+    """The first library that lies beside a wing's sources, or one in the cache, compiled if it is not there."""
+    names = [levels.file_name(wing, level.name) for level in candidates]
+    for name in names:
+        if (built := wing / levels.BUILT / name).exists():
+            return built
     directory = _cache_directory()
-    library = directory / f"{name}-{digest.hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        built = Path(scratch) / f"{name}.so"
-        files = [f"-I{_HERE}", *map(str, sources)]
+    for name, level in zip(names, candidates, strict=True):
+        if (cached := directory / name).exists():
+            return cached
         try:
-            _run([compiler, "-march=native", *_FLAGS, *more, *files, "-o", str(built), "-lm"])
-        except _Unavailable:  # a compiler that doesn't know this processor
-            _run([compiler, *_FLAGS, *more, *files, "-o", str(built), "-lm"])
-        os.replace(built, library)  # atomic: another process sees the whole library or none
-    return library
+            return levels.compile_level(wing, level, directory)
+        except levels.Unavailable:  # a compiler that doesn't know this level
+            if level is candidates[-1]:
+                raise
+    raise AssertionError("the last level asks for nothing")
 
 
 @functools.cache
@@ -96,8 +61,8 @@ def library(wing: Path = _HERE) -> ctypes.CDLL | None:
         _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); what they do runs in plain PyTorch")
         return None
     try:
-        return ctypes.CDLL(str(_compile(wing.name, sorted(set(wing.glob("*.c")) - {wing / "calls.c"}))))
-    except (_Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return ctypes.CDLL(str(_file(wing, levels.fitting())))
+    except (levels.Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _LOG.warning("CPU kernels are not available, what they do runs in plain PyTorch (slower): %s", error)
         return None
 
@@ -105,17 +70,15 @@ def library(wing: Path = _HERE) -> ctypes.CDLL | None:
 @functools.cache
 def calls(wing: Path) -> ModuleType | None:
     """calls.c as a Python module, or None where Python's headers or a compiler are missing: ctypes serves as well."""
-    include = Path(sysconfig.get_paths()["include"])
-    if library(wing) is None or not (include / "Python.h").is_file():
+    if library(wing) is None:
         return None
     try:
-        built = _compile("calls", [wing / "calls.c"], f"-I{include}", f"-DFOR_PYTHON_{sys.hexversion:x}")
-        loader = importlib.machinery.ExtensionFileLoader("edkm_calls", str(built))
+        loader = importlib.machinery.ExtensionFileLoader("edkm_calls", str(_file(wing, [levels.calls()])))
         spec = importlib.util.spec_from_loader("edkm_calls", loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except (_Unavailable, OSError, ImportError, RuntimeError, subprocess.SubprocessError) as error:
+    except (levels.Unavailable, OSError, ImportError, RuntimeError, subprocess.SubprocessError) as error:
         _LOG.info("calls of CPU kernels go by ctypes, which takes microseconds more: %s", error)
         return None
     return module

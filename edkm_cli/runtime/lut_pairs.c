@@ -25,7 +25,7 @@
 
 /* Blocks of packed weights as vectors of bfloat16, by lookups in tables of at most 16 entries.
  *
- * 128 columns at a time: byte shuffle, so that word j holds the codes of columns 4j to 4j + 3; four shifts, each of which
+ * 128 columns at a time: byte shuffle, so that word j holds the codes of columns 4j to 4j + 3; four products, each of which
  * brings one of the four codes of every word to its low bits; four lookups. What is above a code's bits chooses a copy of
  * the table. What is left at the end of a row, if at most 64 columns, goes by words of two codes.
  */
@@ -38,8 +38,10 @@ enum { TILES, WHOLE, HALVES };
 /* How blocks are decoded: a shuffle and shifts for words of four codes, the same for words of two, and for bytes of one;
  * levels of up to seven bits as a table, repeated where they are fewer than 32. */
 typedef struct {
-    __m512i spread, shift[4], spread_two, shift_two[2], spread_one, shift_one, levels[4];
+    __m512i spread, factor[4], spread_two, factor_two[2], spread_one, shift_one, levels[4];
     __mmask64 bytes, bytes_two; /* of a block, and of half of it */
+    __mmask32 moved, moved_two; /* words whose first code is not in their low bits already */
+    const uint8_t *end;         /* of the matrix: the first byte that must not be read */
     int bits;
 } Words;
 
@@ -57,15 +59,17 @@ INLINE void prepare_levels(Words *words) {
     for (int v = 0; v < 4; v++) words->levels[v] = (__m512i)_mm512_cvtne2ps_pbh(values[2 * v + 1], values[2 * v]);
 }
 
-INLINE void prepare_words(Words *words, int bits, Meaning meaning) {
+INLINE void prepare_words(Words *words, int bits, Meaning meaning, const uint8_t *end) {
     uint8_t spread[2][64] __attribute__((aligned(64)));
-    uint16_t shift[6][32] __attribute__((aligned(64)));
+    uint16_t factor[6][32] __attribute__((aligned(64)));
+    words->moved = words->moved_two = 0;
     for (int j = 0; j < 32; j++)
         for (int two = 0; two < 2; two++) {
             int codes = two ? 2 : 4, bit = codes * bits * j;
             spread[two][2 * j] = (uint8_t)(bit / 8);
             spread[two][2 * j + 1] = (uint8_t)((bit / 8 + 1) & 63);
-            for (int k = 0; k < codes; k++) shift[4 * two + k][j] = (uint16_t)(bit % 8 + bits * k);
+            for (int k = 0; k < codes; k++) factor[4 * two + k][j] = (uint16_t)(0x10000 >> (bit % 8 + bits * k));
+            if (bit % 8) *(two ? &words->moved_two : &words->moved) |= 1u << j;
         }
     words->spread = _mm512_load_si512(spread[0]);
     words->spread_two = _mm512_load_si512(spread[1]);
@@ -76,12 +80,19 @@ INLINE void prepare_words(Words *words, int bits, Meaning meaning) {
     }
     words->spread_one = _mm512_load_si512(one[0]);
     words->shift_one = _mm512_load_si512(one[1]);
-    for (int k = 0; k < 4; k++) words->shift[k] = _mm512_load_si512(shift[k]);
-    for (int k = 0; k < 2; k++) words->shift_two[k] = _mm512_load_si512(shift[4 + k]);
-    words->bits = bits;
+    for (int k = 0; k < 4; k++) words->factor[k] = _mm512_load_si512(factor[k]);
+    for (int k = 0; k < 2; k++) words->factor_two[k] = _mm512_load_si512(factor[4 + k]);
+    words->bits = bits, words->end = end;
     if (meaning == LEVEL) prepare_levels(words);
     words->bytes = first_bytes(RUN * bits / 8);
     words->bytes_two = first_bytes(RUN / 2 * bits / 8);
+}
+
+/* Code k of every word in its low bits. A product's upper half is a shift: shifts of 512 bits wait for the one port that
+ * permutes, too, products have another one. */
+INLINE __m512i codes_of(const Words *u, int codes, int k, __m512i bytes) {
+    if (!k) return _mm512_mask_mulhi_epu16(bytes, codes == 4 ? u->moved : u->moved_two, bytes, codes == 4 ? u->factor[0] : u->factor_two[0]);
+    return _mm512_mulhi_epu16(bytes, codes == 4 ? u->factor[k] : u->factor_two[k]);
 }
 
 /* Two words in all places. */
@@ -115,14 +126,18 @@ INLINE __mmask32 lanes_of(int codes, int k, int64_t first, int64_t last) {
     return first_words((last - k + codes - 1) / codes) & ~first_words((first - k + codes - 1) / codes);
 }
 
+/* The bytes in `inside` and, where they may be read, those behind them: a mask costs a load an instruction more. */
+INLINE __m512i bytes_at(const Words *u, const uint8_t *p, __mmask64 inside) {
+    return __builtin_expect(p + 64 <= u->end, 1) ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(inside, p);
+}
+
 /* Weights of a block of 128 or, with `codes` 2, of 64 columns, of which `left` are there and lie in one tile. */
 INLINE void decode_run(const Words *u, int codes, const uint8_t *p, int64_t left, __m512i table, __m512i w[]) {
     int64_t whole = 32 * codes;
     __mmask64 inside = left < whole ? first_bytes((left * u->bits + 7) / 8) : codes == 4 ? u->bytes : u->bytes_two;
-    __m512i bytes = _mm512_maskz_loadu_epi8(inside, p);
-    bytes = _mm512_permutexvar_epi8(codes == 4 ? u->spread : u->spread_two, bytes);
+    __m512i bytes = _mm512_permutexvar_epi8(codes == 4 ? u->spread : u->spread_two, bytes_at(u, p, inside));
     for (int k = 0; k < codes; k++) {
-        __m512i at = _mm512_srlv_epi16(bytes, codes == 4 ? u->shift[k] : u->shift_two[k]);
+        __m512i at = codes_of(u, codes, k, bytes);
         if (left >= whole) w[k] = _mm512_permutexvar_epi16(at, table);
         else w[k] = _mm512_maskz_permutexvar_epi16(lanes_of(codes, k, 0, left), at, table);
     }
@@ -140,7 +155,7 @@ INLINE void decode_tiles(
         int64_t stop = smaller(end, (from / tile + 1) * tile);
         __m512i table = word_table(part->lut, part->lut_dtype, group_at(call, part, row, from), call->bits);
         for (int k = 0; k < codes; k++) {
-            __m512i at = _mm512_srlv_epi16(bytes, codes == 4 ? u->shift[k] : u->shift_two[k]);
+            __m512i at = codes_of(u, codes, k, bytes);
             __mmask32 lanes = lanes_of(codes, k, from - column, stop - column);
             w[k] = _mm512_mask_permutexvar_epi16(w[k], lanes, at, table);
         }
@@ -191,10 +206,10 @@ INLINE void tables_of_row(const Call *call, const Part *part, int64_t row, int64
 
 /* Weights of a whole block whose halves have a table each: bit 4 of a lane's number, the half, chooses it. */
 INLINE void decode_halves(const Words *u, const uint8_t *p, __m512i table, __m512i w[]) {
-    __m512i bytes = _mm512_permutexvar_epi8(u->spread, _mm512_maskz_loadu_epi8(u->bytes, p));
+    __m512i bytes = _mm512_permutexvar_epi8(u->spread, bytes_at(u, p, u->bytes));
     __m512i upper = _mm512_maskz_set1_epi16(0xffff0000u, 16), code = _mm512_set1_epi16(15);
     for (int k = 0; k < 4; k++) {
-        __m512i at = _mm512_ternarylogic_epi64(_mm512_srlv_epi16(bytes, u->shift[k]), code, upper, 0xea); /* a & b | c */
+        __m512i at = _mm512_ternarylogic_epi64(codes_of(u, 4, k, bytes), code, upper, 0xea); /* a & b | c */
         w[k] = _mm512_permutexvar_epi16(at, table);
     }
 }
@@ -989,7 +1004,7 @@ int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PA
 
 void edkm_pairs_units(const Call *call, const Part *part, int64_t first, int64_t last) {
     Words words;
-    prepare_words(&words, call->bits, call->meaning);
+    prepare_words(&words, call->bits, call->meaning, part->indices + part->rows * row_bytes(call));
     for (int64_t i = first; i < last; i++)
         (is_few(call) ? pairs_of_unit : panels_of_unit)(
             call, part, &words, i * UNIT, (int)smaller(UNIT, part->rows - i * UNIT)

@@ -1,7 +1,8 @@
 /* Sharing a job among the OpenMP threads that PyTorch already has, and memory that a thread keeps between calls.
  *
  * A second pool would fight with the first one for the cores: libgomp's threads spin for milliseconds after each region.
- * Its functions are found in the process when this library is loaded; without them one thread does everything.
+ * Its functions are found in the process when this library is loaded; without them one thread does everything. macOS has a
+ * pool for all libraries of a process; OpenMP, where it is found there, says how many threads are wanted.
  */
 #ifndef EDKM_THREADS
 #define EDKM_THREADS
@@ -22,6 +23,12 @@ extern int omp_get_max_threads(void) __attribute__((weak));
 #define HAS_THREADS 0
 #endif
 
+#ifdef __APPLE__
+#include <dispatch/dispatch.h>
+#include <dlfcn.h>
+#include <unistd.h>
+#endif
+
 static int forked; /* a child has none of its parent's threads, and libgomp waits for them forever */
 static void in_child(void) { forked = 1; }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
@@ -30,26 +37,38 @@ __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL
 typedef struct {
     void (*work)(const void *job, int64_t first, int64_t last);
     const void *job;
-    int64_t units;
+    int64_t units, pieces;
 } Shared;
 
-static void of_thread(void *argument) {
-#ifdef __linux__
-    const Shared *shared = argument;
-    int64_t t = omp_get_thread_num(), threads = omp_get_num_threads();
-    shared->work(shared->job, shared->units * t / threads, shared->units * (t + 1) / threads);
-#else
-    (void)argument;
-#endif
+static inline void do_piece(const Shared *shared, int64_t piece, int64_t pieces) {
+    shared->work(shared->job, shared->units * piece / pieces, shared->units * (piece + 1) / pieces);
 }
+
+#ifdef __linux__
+static void of_thread(void *shared) { do_piece(shared, omp_get_thread_num(), omp_get_num_threads()); }
+#elif defined(__APPLE__)
+static void of_piece(void *shared, size_t piece) { do_piece(shared, (int64_t)piece, ((const Shared *)shared)->pieces); }
+
+static int64_t threads_wanted(void) {
+    int (*most)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "omp_get_max_threads");
+    return most ? most() : sysconf(_SC_NPROCESSORS_ONLN);
+}
+#endif
 
 /* `many`: whether there is enough to do for all threads, as many as `torch.set_num_threads` says. */
 static void share(void (*work)(const void *, int64_t, int64_t), const void *job, int64_t units, int many) {
 #ifdef __linux__
     int threads = HAS_THREADS && many ? omp_get_max_threads() : 1;
     if (threads > 1 && units > 1 && !forked && !omp_in_parallel()) {
-        Shared shared = {work, job, units};
+        Shared shared = {work, job, units, threads};
         GOMP_parallel(of_thread, &shared, (unsigned)threads, 0);
+        return;
+    }
+#elif defined(__APPLE__)
+    int64_t pieces = many && units > 1 && !forked ? threads_wanted() : 1;
+    if (pieces > 1) {
+        Shared shared = {work, job, units, pieces};
+        dispatch_apply_f((size_t)pieces, DISPATCH_APPLY_AUTO, &shared, of_piece);
         return;
     }
 #endif
