@@ -33,5 +33,5 @@ tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix
 PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("tiny")
 PYTHON
 edkm-compress --model tiny --bits 3 --data builtin --steps 2 --sequence-length 64 --batch-size 1 --eval-windows 2 --context 64 --output out
-edkm generate out --prompt "Once" --max-new-tokens 8
+edkm generate out "Once" --max-new-tokens 8
 edkm bench runtime --shape 576x576 --tokens 1 --tokens 16 --bits 3
