@@ -79,16 +79,12 @@ def usable_importance(importance: Tensor, weight: Tensor, *, layer: str = "weigh
 def relative_importance(
     importance: Tensor, weight: Tensor, *, granularity: str | Granularity, layer: str = "weight"
 ) -> Tensor:
-    """The importance divided by its mean in each group, bfloat16: what `dense_dkm` and all that follow it take.
+    """The importance, (in,) for columns or (out, in), divided by its mean in each group, bfloat16: what `dense_dkm` and all
+    that follow it take.
 
     Only the ratios inside a group decide where its centroids go, and an average of 1 keeps them far above the mass of an
-    empty cluster. A group of zeros becomes one of ones. bfloat16 holds a ratio to 0.4%, and 1 exactly.
-
-    Args:
-        importance: (in,) for columns, or (out, in); not negative.
-        weight: (out, in), for shape and device.
-
-    Raises UserError if shapes do not fit, for NaN, Inf, and negative numbers.
+    empty cluster. A group of zeros becomes one of ones. bfloat16 holds a ratio to 0.4%, and 1 exactly. Raises UserError if
+    shapes do not fit, for NaN, Inf, and negative numbers.
 
     >>> relative_importance(torch.tensor([1.0, 3.0]), torch.zeros(2, 2), granularity="tensor").tolist()
     [0.5, 1.5]

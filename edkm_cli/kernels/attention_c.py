@@ -10,7 +10,7 @@ from edkm_cli.kernels.tiles import Tile
 
 
 class CPasses:
-    """The passes of `closed_form` over a float32 or 16-bit weight on the CPU."""
+    """`closed_form.Passes`."""
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._tiled, self._dtype = Tiled(weight, tile), weight.dtype
@@ -60,10 +60,8 @@ class CPasses:
     def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k, pull = self._tiled, centroids.shape[1], pull.float()
         grad_centroids, grad_tau, weight_grad = tiled.partial(k), tiled.partial(), self._gradient(zero=True)
-        of_weights, at = (
-            (matrix(tiled.weight), matrix(self._importance)),
-            (centroids.contiguous(), tau, moved.contiguous()),
-        )
+        of_weights = matrix(tiled.weight), matrix(self._importance)
+        at = centroids.contiguous(), tau, moved.contiguous()
         tiled.run("moments_backward", k, *of_weights, *at, pull, matrix(weight_grad), grad_centroids, grad_tau)
         return tiled.join(grad_centroids), tiled.join(grad_tau) / tau / tau
 

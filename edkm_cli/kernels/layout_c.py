@@ -1,7 +1,7 @@
 """How the C kernels are called: pointers in, threads over row ranges, partial sums joined in float64.
 
-ctypes releases the interpreter's lock during a call, so a pool of `torch.get_num_threads()` Python threads is all the
-threading there is. Work is cut into the same units whatever the number of threads: results don't depend on it.
+ctypes releases the interpreter's lock during a call, so a pool of `torch.get_num_threads()` Python threads serves. Work is
+cut into the same units whatever the number of threads: results don't depend on it.
 """
 
 from __future__ import annotations
@@ -92,12 +92,9 @@ class Tiled:
         """Call `edkm_<kernel>(layout, *arguments, first, last)`; tensors go as pointers and must outlive the call."""
         layout = _Layout(self.weight.shape[1], *self.tile, self.parts, k)
         function = getattr(library(), f"edkm_{kernel}")
-        passed = [pointer(a) if isinstance(a, Tensor) else a for a in arguments]
-
-        def work(first: int, last: int) -> None:
-            function(ctypes.byref(layout), *passed, ctypes.c_int64(first), ctypes.c_int64(last))
-
-        parallel(work, self.tile_rows * self.parts, self.weight.numel())
+        passed = ctypes.byref(layout), *(pointer(a) if isinstance(a, Tensor) else a for a in arguments)
+        units = self.tile_rows * self.parts
+        parallel(lambda *part: function(*passed, *map(ctypes.c_int64, part)), units, self.weight.numel())
 
     def partial(self, *shape: int) -> Tensor:
         """Room for what every piece of work sums up, to be joined by `join`."""

@@ -19,11 +19,7 @@ class CTableKernels:
     def _run(self, kernel: str, units: int, *arguments: Any) -> None:
         function = getattr(library(), f"edkm_{kernel}")
         passed = [pointer(a) if isinstance(a, Tensor) else a for a in arguments]
-
-        def work(first: int, last: int) -> None:
-            function(*passed, ctypes.c_int64(first), ctypes.c_int64(last))
-
-        parallel(work, units, units)
+        parallel(lambda *part: function(*passed, *map(ctypes.c_int64, part)), units, units)
 
     def _histogram(self, weight: Tensor, dtype: torch.dtype, kernel: str, *arguments: Any) -> Tensor:
         """One histogram a thread, added up."""

@@ -25,14 +25,9 @@ class Shard:
     between learners; therefore put `Shard` on a `MarshalSavedTensors` that encloses only what is computed from
     replicated weights, such as clustering. A learner that drops out makes the others wait for the group's timeout.
 
-    Args:
-        group: the process group; None is the default group. Works with gloo and nccl. Without torch.distributed
-            initialised there is one learner.
-        verify: compare checksums (order, length and content) before slicing. Costs one pass and one small collective
-            for each tensor.
-
-    Raises:
-        UserError: in forward, on every learner, if the learners' tensors differ.
+    `group` is the process group, of gloo or nccl; None is the default one. Without torch.distributed initialised there is
+    one learner. `verify` compares checksums (order, length and content) before slicing, which costs one pass and one small
+    collective for each tensor; UserError is raised in forward, on every learner, if the learners' tensors differ.
     """
 
     def __init__(self, group: Any = None, *, verify: bool = True) -> None:

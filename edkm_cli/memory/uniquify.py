@@ -31,16 +31,10 @@ class Uniquify:
     rows really depend on the key alone is verified bit by bit; a tensor for which it is not true (an activation that
     has the right length by chance) is left as it is.
 
-    Args:
-        keys: the 16-bit tensors (bfloat16, float16 or int16, any shape), usually the weights being clustered. They are
-            referenced, not copied, and read when something is packed: it must then hold the values the maps came from.
-
-    Attributes:
-        packed, refused: how many tensors were uniquified, and how many of fitting length were not exact.
-        index_bytes, table_bytes: bytes of index lists and of tables made so far.
-
-    Raises:
-        UserError: a key is not of a 16-bit dtype.
+    `keys` are 16-bit tensors (bfloat16, float16 or int16, any shape), usually the weights being clustered. They are
+    referenced, not copied, and read when something is packed: they must then hold the values the maps came from. `packed`
+    and `refused` count tensors that were uniquified, and those of fitting length that were not exact; `index_bytes` and
+    `table_bytes` what was made so far. Raises UserError for a key of another dtype.
     """
 
     def __init__(self, keys: Iterable[torch.Tensor]) -> None:
