@@ -43,7 +43,9 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
         stream = tokens * layer.out_features * (layer.out_features == hidden)
         # The Hessian and its factor, three weights; the inputs of both models and their difference, the stream's likewise.
         held = 2 * 4 * square + 3 * 4 * size + 4 * inputs.numel() + 2 * 4 * stream
-        # What is solved once for all matrices with these inputs: tokens by columns, or columns by columns.
-        solving = 3 * 4 * inputs.numel() if tokens < layer.in_features else 4 * 4 * square
+        # What is solved once for all matrices with these inputs. Among tokens: inputs of both models, the solution and two
+        # copies on the way, two matrices of tokens by tokens; else four of columns by columns.
+        among_tokens = 4 * 4 * inputs.numel() + 2 * 4 * tokens**2
+        solving = among_tokens if tokens < layer.in_features else 4 * 4 * square
         needed.append(held + max(2 * 4 * inputs.numel(), 3 * 4 * stream, solving))
     return max(needed)

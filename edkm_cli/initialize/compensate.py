@@ -183,8 +183,9 @@ class Compensation:
                 self._hessian = sum_of_products(x, x)
             del x
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            ordered = self._hessian[self._order][:, self._order]
-            self._factor = inverse_factor(ordered, damping=self._damping, dtype=torch.float32)
+            self._factor = inverse_factor(
+                self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32
+            )
         weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._times_inverse, self._damping)

@@ -125,18 +125,18 @@ class Corrections:
         if exact is None or inputs.dim() != 3 or sum(len(x) for x in exact) != len(inputs):
             return layer.weight
         weight, stream = layer.weight.float(), self._adds_to.get(layer)
-        error = None if stream is None else self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
         if inputs.shape[:-1].numel() < layer.in_features:
-            change = self._by_tokens(weight, inputs, exact, error, damping)
-        elif error is None:  # what is solved once serves all matrices with these inputs
+            change = self._by_tokens(weight, inputs, exact, stream, damping)
+        elif stream is None:  # what is solved once serves all matrices with these inputs
             change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * self._crossing(inputs, exact)))
         else:
-            crossed = sum_of_products(error, self.weighted(inputs)).mul_(_RESIDUAL)
-            change = times_inverse(crossed.addmm_(weight, self._crossing(inputs, exact), alpha=_INPUTS))
+            crossed = _INPUTS * (weight @ self._crossing(inputs, exact))
+            crossed += _RESIDUAL * sum_of_products(self._error(stream), self.weighted(inputs))
+            change = times_inverse(crossed)
         return (weight + change).to(layer.weight.dtype)
 
     def _by_tokens(
-        self, weight: Tensor, inputs: Tensor, exact: list[Tensor], error: Tensor | None, damping: float
+        self, weight: Tensor, inputs: Tensor, exact: list[Tensor], stream: nn.Module | None, damping: float
     ) -> Tensor:
         """The change of a weight where tokens are fewer than columns: X^T (X X^T + damping)^-1 = (X^T X + damping)^-1 X^T, a
         matrix of tokens by tokens (Woodbury)."""
@@ -149,9 +149,13 @@ class Corrections:
 
         missing, solution = self._once(inputs, solved)
         wanted = (weight @ missing.t()).mul_(_INPUTS)  # (out, tokens)
-        if error is not None:
-            wanted += _RESIDUAL * error.t()
+        if stream is not None:
+            wanted.add_(self._error(stream).t(), alpha=_RESIDUAL)
         return wanted @ solution
+
+    def _error(self, stream: nn.Module) -> Tensor:
+        """Of the residual stream that a module gets, weighted, (tokens, hidden)."""
+        return self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
 
     def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
         """(X' - X) X^T, (in, in)."""
