@@ -29,7 +29,7 @@ def moments_to_kill(names, seed):
 @pytest.mark.slow
 def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_weights(start, model_directory, text_file, tmp_path):
     def configured(name):
-        return settings(model_directory, text_file, tmp_path / name, steps=30, save_every=3)
+        return settings(model_directory, text_file, tmp_path / name, steps=12, save_every=3)
 
     assert not was_killed(start(kill_worker.run, configured("whole"), record=tmp_path / "names"))
     begin = time.monotonic()  # the server is there by now, and imports are done

@@ -31,7 +31,7 @@ CASES = {
 def test_two_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     runs, references = [], {}
     for name, changes in CASES.items():
-        common = {"steps": 10, "calibration_tokens": 512, **changes}
+        common = {"steps": 5, "calibration_tokens": 512, **changes}
         runs.append(settings(model_directory, text_file, tmp_path / name, **common))
         references[name] = settings(
             model_directory, text_file, tmp_path / f"one-{name}", gradient_accumulation=2, **common
