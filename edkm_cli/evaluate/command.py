@@ -77,7 +77,9 @@ def evaluate_model(
             check_checkpoint(source.path, trust_remote_code=trust_remote_code)
         _require_same_words(source, models.resolve(reference), trust_remote_code=trust_remote_code)
     # Most texts are read without it, and a damaged model is better told of by its weights.
-    late = models.LateTokenizer(source, trust_remote_code=trust_remote_code)
+    # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
+    words = source if reference is None else models.resolve(reference)
+    late = models.LateTokenizer(words, trust_remote_code=trust_remote_code)
     documents = {}
     for text in names:
         documents[text] = texts.load_documents(texts.parse_source(text), tokenizer=late)
