@@ -83,6 +83,8 @@ def test_the_matrix_of_noise_has_the_largest_error_and_layers_before_it_none(tmp
     assert max(errors.values()) == 0  # each gets the reference's inputs
     assert found["layers"][0]["error"] == 0
     assert found["layers"][1]["error"] > 0
+    of_another_shape = compare_layers(tiny_llama(hidden=32, inner=64), ids, tmp_path)
+    assert of_another_shape == {"layers": [], "matrices": []}
 
 
 def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():

@@ -56,15 +56,21 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
 @torch.no_grad()
 def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """`layers` and `matrices` of a model with the reference's names: `name` and `error`, in order, of what was recorded."""
+    """`layers` and `matrices` of a model: `name` and `error`, in order, of what was recorded; none of a model of another
+    shape than the reference's."""
     named = decoder_layers(model)
     rows: dict[str, list[dict[str, Any]]] = {"layers": [], "matrices": []}
     outputs: list[Tensor] = []
     with hooked(named.values(), lambda layer, args, output: outputs.append(_hidden(output)), after=True):
         model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+    if len(outputs) != len(list(directory.iterdir())):
+        return rows
     for index, (name, output) in enumerate(zip(named, outputs, strict=True)):
         kept = load_file(directory / f"{index}.safetensors")
-        rows["layers"].append({"name": name, "error": _error(output, kept.pop(_LAYER))})
+        wanted = kept.pop(_LAYER)
+        if wanted.shape != output.shape:
+            return {"layers": [], "matrices": []}
+        rows["layers"].append({"name": name, "error": _error(output, wanted)})
         for path in sorted(key.removesuffix(".in") for key in kept if key.endswith(".in")):
             x = kept[f"{path}.in"].to(model.device, model.dtype)
             rows["matrices"].append({"name": path, "error": _error(model.get_submodule(path)(x), kept[f"{path}.out"])})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from edkm_cli.errors import UserError
@@ -62,7 +63,7 @@ class Study:
             record_layers(model, self._sample, self.directory / "layers")
         except UserError as error:
             self._layers_unknown = str(error)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             recorder.failure = f"outputs of the reference's layers could not be kept on disk ({error}); set TMPDIR"
         if recorder.failure:
             raise UserError(recorder.failure)
@@ -82,16 +83,12 @@ class Study:
         rows: dict[str, Any] = {"layers": [], "matrices": []}
         if self._layers_unknown is None:
             rows |= compare_layers(model, self._sample, self.directory / "layers")
-        texts = writing.write(model, self.tokenizer, self._asked, track=self.track) if self._asked else []
-        compared = (
-            writing.compare_writing(self._asked, texts, self._texts, self.tokenizer, model) if self._asked else None
-        )
-        return measured, {
-            "noise_floor": self._floor,
-            **rows,
-            "positions": {"context": longest.context, "rows": by_position(longest.predictions)},
-            "writing": compared,
-        }
+        compared = None
+        if self._asked:
+            texts = writing.write(model, self.tokenizer, self._asked, track=self.track)
+            compared = writing.compare_writing(self._asked, texts, self._texts, self.tokenizer, model)
+        positions = {"context": longest.context, "rows": by_position(longest.predictions)}
+        return measured, {"noise_floor": self._floor, **rows, "positions": positions, "writing": compared}
 
     def see_tasks(self, model: Any) -> dict[str, Any]:
         """The keys that tasks add. What is packed of the model is decoded."""
