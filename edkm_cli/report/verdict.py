@@ -177,8 +177,11 @@ def _writing(writing: dict[str, Any] | None) -> Markup | None:
         "repeated are four tokens in a row that stood in the text before.",
         tag(
             "div",
-            table(kinds, header=["kind", "prompts", "identical", "part at token"], caption="Where texts part (median)"),
-            table(style, header=["", "repeated", "ended", "tokens"], caption="How they read"),
+            tag(
+                "div",
+                table(kinds, header=["kind", "prompts", "identical", "part at token"], caption="Where texts part"),
+            ),
+            tag("div", table(style, header=["", "repeated", "ended", "tokens"], caption="How they read")),
             class_="pair",
         ),
         unfold("texts", *examples),
