@@ -69,7 +69,7 @@ def format_table(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any]) -> Markup:
     """The perplexity on the first text of each method that has one, the lowest first, as a chart."""
     setting = result["setting"]
-    rows = [same[0] for same in _by_seed([row for row in result["rows"] if not row["error"]])]
+    rows = [same[0] for same in _by_seed([row for row in result["rows"] if row["perplexity"] is not None])]
     shown = []
     for row in sorted(rows, key=lambda row: row["perplexity"]):
         colour = "c1" if row["method"] == OURS else "c3" if row["training_tokens"] else "muted"
