@@ -263,7 +263,8 @@ def test_the_recorded_command_asks_for_the_same_comparison(finished):
 class TestFigure:
     def row(self, method, bpw, value, trained=0, **options):
         return {"method": method, "bits": 3, "granularity": options.get("granularity", "group:64"), "options": options,
-                "texts": [{"data": "d"}], "decoder_bits_per_weight": bpw, "perplexity": value, "training_tokens": trained}  # fmt: skip
+                "texts": [{"data": "d"}],
+                "decoder_bits_per_weight": bpw, "perplexity": value, "training_tokens": trained}  # fmt: skip
 
     def crowd(self):
         rows = [self.row("fp16", 16.0, 29.2)]
