@@ -31,7 +31,7 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     # The Hessian, its factor and that with a unit diagonal; the weight, its float32 copy, the rounded one, the tables.
     moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
     # The Hessian and its factor; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
-    fitting = 2 * 4 * square + (2 * 4 + 1) * size + 8 * (layer.out_features + 2 * groups) * k**2 + widened
+    fitting = 2 * 4 * square + (2 * 4 + 1) * size + 8 * (layer.out_features + groups) * k**2 + widened
     # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
     improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]
