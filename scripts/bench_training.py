@@ -42,6 +42,7 @@ import torch
 import transformers
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
+from edkm_cli.clustering.grids import Grid
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import open_world
@@ -107,9 +108,10 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
     return replace(config, memory=choose_memory(plan_run(config, Launch(device))))
 
 
-def quick_start(weight: torch.Tensor, k: int, *, granularity: Granularity, **others: Any) -> torch.Tensor:
+def quick_start(weight: torch.Tensor, grid: Grid, *, granularity: Granularity, **others: Any) -> torch.Tensor:
     """Centroids (groups, k) at evenly spaced quantiles of the normal distribution of each group: a start in no time."""
     values = to_groups(weight, granularity.tile(*weight.shape)).float()
+    k = 2**grid.bits
     spots = (torch.arange(k, device=weight.device) + 0.5) / k
     deviation, mean = torch.std_mean(values, 1, keepdim=True)
     return mean + deviation * torch.special.ndtri(spots)

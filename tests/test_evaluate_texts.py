@@ -5,9 +5,8 @@ import torch
 
 from edkm_cli.evaluate import reference
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.reference import logits_of
 from edkm_cli.evaluate.texts import MeasuredText, Measurements
-from helpers import tiny_llama
+from helpers import logits_of, tiny_llama
 
 FIRST, SECOND = (torch.randint(0, 257, (n,), generator=torch.Generator().manual_seed(n)) for n in (70, 20))
 

@@ -54,7 +54,8 @@ def test_three_bits_without_training_keep_the_model_usable_and_small(compressed)
 
 def test_the_reloaded_model_writes_the_same_text_packed_and_dequantized(compressed):
     _, directory = compressed
-    model = edkm_cli.load(directory)
+    # in 16 bits the two round differently, which decides between the words of a model with so short a start
+    model = edkm_cli.load(directory, dtype=torch.float32)
     tokenizer = models.load_tokenizer(models.resolve(str(directory)))
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     with torch.no_grad():

@@ -221,8 +221,9 @@ class MarshalSavedTensors:
         if record is None:
             region = Region.to_move(view, tensor.untyped_storage().nbytes())
             record = _Record(tensor, region, self._store(region.gather(tensor)))
-            self._table.setdefault(record.storage.cdata, weakref.WeakSet()).add(record)
+            # Before the set's own reference: the last that is made is told first, and the set must be empty by then.
             weakref.finalize(record, self._forget, record.storage.cdata).atexit = False
+            self._table.setdefault(record.storage.cdata, weakref.WeakSet()).add(record)
             self.statistics.moved_tensors += 1
         else:
             self.statistics.duplicate_bytes += tensor.numel() * tensor.itemsize

@@ -9,6 +9,7 @@ are whatever the family makes them. Where that does not give the model's logits 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Parts:
     @torch.no_grad()
     def _probe(self) -> int:
         """The width of a state; of states that are the logits where the parts do not give the model's."""
-        training, parameter = self._model.training, next(self._model.parameters())
+        training = self._model.training
+        parameter = next(chain(self._model.parameters(), self._model.buffers()))  # packed weights are buffers
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=parameter.device)
         if not parameter.is_meta:
             ids += (
