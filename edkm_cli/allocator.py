@@ -5,8 +5,10 @@ frees and takes all its tensors anew. glibc takes a block from the system and re
 large, and what counts as large grows to 32 MB with the blocks it sees; it also trims the end of its heap. The rest comes
 from one heap, which freed neighbours leave full of holes.
 
-`speed` takes everything from the heap and never trims it. `small` takes all blocks from 256 KB on from the system: the
-peak is then what the tensors need. What either costs is in docs/log.md.
+`speed` takes everything from the heap and never trims it, or, where weights stay packed, everything but blocks from 32 MB
+on, of which a step of training has few. `small` takes all blocks from 256 KB on from the system: the peak is then what the
+tensors need. What either costs is in docs/log.md. Between phases, and between the layers of a start, free blocks go back
+wherever they are (`return_free_blocks`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_LARGE_BYTES = 256 * 1024
+_LARGE_BYTES, _HUGE_BYTES = 256 * 1024, 32 * 2**20  # the second is the most that glibc takes
 _NEVER = 2**31 - 1
 # What a user may have set in the environment, which then stays: the variables' and the tunables' names.
 _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
 
 
-def keep_freed_blocks() -> None:
-    """Have freed blocks wait for reuse, from now on: no more page faults than the peak has pages. Only glibc can."""
-    _set({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER})
+def keep_freed_blocks(*, huge: bool = True) -> None:
+    """Have freed blocks wait for reuse, from now on: no more page faults than the peak has pages. Without `huge`, those of
+    32 MB and more go back to the system. Only glibc can."""
+    _set({_M_TRIM_THRESHOLD: _NEVER} | ({_M_MMAP_MAX: 0} if huge else {_M_MMAP_THRESHOLD: _HUGE_BYTES}))
 
 
 def return_large_blocks() -> None:
@@ -42,8 +45,8 @@ def _set(limits: dict[int, int]) -> None:
             mallopt(parameter, value)
 
 
-def return_small_blocks() -> None:
-    """Give freed small blocks back to the system, after work that made many (tokenizing: 300 bytes per token)."""
+def return_free_blocks() -> None:
+    """Give free blocks of the heap back to the system, small ones, too: after work of another kind than what follows."""
     trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)

@@ -175,13 +175,11 @@ class Run:
         config, plan = self.config, self.plan
         self.own_text, self.text = WrittenText(output.partial, self.world), None
         with self.clock.phase("load"):
-            writing = None
+            dense = self._open_dense() or Layers(self._load_dense())
             if plan.writes_text:
                 options: dict[str, Any] = {"tokens": needed_tokens(plan), "seed": config.seed, "watch": self.watch}
-                self.text, writing = self.own_text.of(unfinished, self._load_dense, self.tokenizer, **options)
+                self.text = self.own_text.of(unfinished, dense, self.tokenizer, **options)
                 self.texts.write(self.text)
-            dense = self._open_dense() or Layers(writing if writing is not None else self._load_dense())
-            del writing
             models.require_finite(plan.source, dense)
             self.data = self.texts.data
             self.blocks = self.data.blocks(config.sequence_length, seed=config.seed)

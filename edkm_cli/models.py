@@ -33,6 +33,7 @@ from edkm_cli.model_files import (
 from edkm_cli.progress import no_warnings, quiet_bars
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
+_AT_ONCE = 2**22  # weights
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -173,7 +174,8 @@ def stored_dtype(source: ModelSource, config: Any, dtype: str) -> str:
 def require_finite(source: ModelSource, model: Any) -> None:
     """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
     for name, parameter in model.named_parameters():
-        if not bool(local(parameter.detach()).isfinite().all()):
+        parts = local(parameter.detach()).flatten().split(_AT_ONCE)  # the question makes copies
+        if not all(bool(part.isfinite().all()) for part in parts):
             raise UserError(
                 f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again, or "
                 "use --dtype float32 where another format is too narrow for them"

@@ -5,7 +5,8 @@ itself finds likely: sampled at temperature 1, from the token that begins its do
 domain is preferred, and each next token is a sample of the model's own distribution, so that squared gradients of the
 next-token loss average to the Fisher matrix itself (SqueezeLLM, arXiv 2306.07629, takes them on foreign text).
 
-All sequences grow together, one token a step, with a cache of keys and values that is allocated once. What was written
+Sequences grow together, one token a step, with a cache of keys and values that is allocated once: as many as that has room
+for. What each draws does not depend on that number. What was written
 is kept in the user's cache directory under a digest of weights, configuration, seed and sizes: a second run reads it.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from edkm_cli.progress import Track, no_progress
 # No divisor of the length of blocks: most blocks then begin inside a sequence. The first token of a text gets activations a
 # thousand times as large as all others, whatever it is, and the model must not be fitted to those of two tokens alone.
 SEQUENCE_TOKENS = 480
-_TOGETHER = 64  # sequences in a batch, at most: 1.5 GB of keys and values at 135M parameters
+_TOGETHER = 64  # sequences in a batch, at most
+_CACHE_BYTES = 900_000_000  # of keys and values, or half of what the weights take, if that is more
 
 
 def first_tokens(tokenizer: Any, rows: int) -> list[int]:
@@ -68,18 +70,18 @@ def write_text(
         seed: of the sampling. The same model, seed and machine give the same text.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    draws = _draws(sequences, length, torch.Generator(device).manual_seed(seed))
     was_training = model.training
     model.eval()
     write = _continue if _takes_our_cache(model) else _generate
-    batches = [list(rows) for rows in np.array_split(range(sequences), -(-sequences // _TOGETHER))]
+    batches = _evenly(sequences, at_once(model, length))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
     try:
         with bfloat16_products(), bfloat16_linears(model), float32_attention(model):
             for batch in batches:
                 ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
-                written.append(write(model, ids, length, generator, steps).cpu())
+                written.append(write(model, ids, length, draws[batch], steps).cpu())
     finally:
         model.train(was_training)
     for _ in steps:
@@ -87,12 +89,41 @@ def write_text(
     return torch.cat(written)
 
 
+def _evenly(sequences: int, most: int) -> list[list[int]]:
+    """The numbers of sequences in batches of at most so many."""
+    return [rows.tolist() for rows in np.array_split(range(sequences), -(-sequences // most))]
+
+
+def _draws(sequences: int, length: int, generator: torch.Generator) -> Tensor:
+    """A uniform number for each token, (sequences, length)."""
+    draws = torch.zeros(sequences, length, device=generator.device)
+    for batch in _evenly(sequences, _TOGETHER):
+        for step in range(1, length):
+            draws[batch, step] = torch.rand(len(batch), generator=generator, device=generator.device)
+    return draws
+
+
+def at_once(model: Any, length: int) -> int:
+    """How many sequences of `length` tokens are written together: as many as keys and values have room for."""
+    config = model.config.get_text_config(decoder=True)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        numbers = 2 * length * config.num_hidden_layers * heads * width
+    except (AttributeError, TypeError):  # no attention as others have it
+        return _TOGETHER
+    room = max(_CACHE_BYTES // model.dtype.itemsize, weights // 2)
+    return max(1, min(_TOGETHER, room // max(1, numbers)))
+
+
 @torch.no_grad()
 def rehearse_text(model: Any, *, tokens: int) -> None:
     """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device."""
     length = sequence_tokens(model.config)
-    ids = torch.zeros(min(_TOGETHER, -(-tokens // length)), 1, dtype=torch.int64, device=model.device)
-    _continue(model, ids, length, None, iter(()), new_tokens=2)
+    rows = len(_evenly(-(-tokens // length), at_once(model, length))[0])
+    ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+    _continue(model, ids, length, torch.zeros(rows, length, device=model.device), iter(()), new_tokens=2)
 
 
 def _takes_our_cache(model: Any) -> bool:
@@ -111,7 +142,7 @@ def _continue(
     model: Any,
     ids: Tensor,
     length: int,
-    generator: torch.Generator | None,
+    draws: Tensor,
     steps: Iterator[Any],
     new_tokens: int | None = None,
 ) -> Tensor:
@@ -122,19 +153,20 @@ def _continue(
     current = ids
     while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
         logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
-        current = sample(logits, generator)
+        current = sample(logits, draws[:, ids.shape[1], None])
         ids = torch.cat((ids, current), 1)
         next(steps, None)
     return ids
 
 
-def _generate(model: Any, ids: Tensor, length: int, generator: torch.Generator, steps: Iterator[Any]) -> Tensor:
+def _generate(model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any]) -> Tensor:
     """As `_continue`, by transformers' own `generate`, which gives each family the cache that it needs."""
     from transformers import GenerationConfig
 
-    def draw(_: Tensor, scores: Tensor) -> Tensor:
+    def draw(written: Tensor, scores: Tensor) -> Tensor:
         next(steps, None)
-        return torch.full_like(scores, -torch.inf).scatter_(1, sample(scores.float(), generator), 0.0)
+        drawn = draws[:, written.shape[1], None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, sample(scores.float(), drawn), 0.0)
 
     # Nothing that the model's own settings add: penalties, tokens that end a text, an answer that is no tensor.
     settings, model.generation_config = model.generation_config, GenerationConfig()
@@ -146,14 +178,15 @@ def _generate(model: Any, ids: Tensor, length: int, generator: torch.Generator, 
         model.generation_config = settings
 
 
-def sample(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token (batch, 1) int64 from each row of logits (batch, vocabulary) float32, at temperature 1.
+def sample(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One token (batch, 1) int64 from each row of logits (batch, vocabulary) float32, at temperature 1, by a uniform number
+    (batch, 1) each.
 
     By the inverse of the cumulative distribution: one uniform number a row, where `torch.multinomial` draws one for each
     entry of the vocabulary (0.18 s a step for 128 sequences of a vocabulary of 49,152, against 0.015 s).
     """
     cumulative = logits.sub(logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
-    drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
+    drawn = uniform * cumulative[:, -1:]
     # The first entry above what was drawn: never one of probability 0, which adds nothing.
     return torch.searchsorted(cumulative, drawn, right=True).clamp_max_(logits.shape[-1] - 1)
 
@@ -193,11 +226,12 @@ def self_text(
     tokens: int,
     seed: int,
     weights_sha256: str,
+    gathered: AbstractContextManager[Any] | None = None,
     track: Track = no_progress,
 ) -> Tensor:
     """At least `tokens` token ids (sequences, `sequence_tokens`) that the model wrote, from the cache if it has written
-    them before. `weights_sha256` and the model's configuration identify it. A cache that cannot be written to is done
-    without."""
+    them before. `weights_sha256` and the model's configuration identify it; `gathered` has all weights of `model`, which
+    may be in its files. A cache that cannot be written to is done without."""
     length = sequence_tokens(model.config)
     sequences = -(-tokens // length)
     begins = first_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
@@ -207,7 +241,8 @@ def self_text(
     kept = kept_text(path)
     if kept is not None and kept.shape == (sequences, length):
         return kept
-    text = write_text(model, begins, sequences=sequences, length=length, seed=seed, track=track)
+    with gathered or nullcontext():
+        text = write_text(model, begins, sequences=sequences, length=length, seed=seed, track=track)
     with suppress(OSError):
         keep_text(path, text)
     return text

@@ -22,14 +22,14 @@ texts = [str(i) * 100 for i in range(200_000)]  # of a size that Python leaves t
 full = resident()
 keep = texts[::1000]
 del texts
-return_small_blocks()
+return_free_blocks()
 print(full - resident())
 """
 
 PRELUDE = """
 import os
 from pathlib import Path
-from edkm_cli.allocator import keep_freed_blocks, return_large_blocks, return_small_blocks
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks, return_free_blocks
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

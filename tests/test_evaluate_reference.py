@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_stops_no_measurement(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "save_tensors", full)
     model = tiny_llama()
     recorder = Recorder(model, tmp_path)
     found = perplexity(model, TOKENS, context=16, seen=recorder.see)

@@ -39,9 +39,20 @@ def test_the_cache_of_keys_and_values_changes_nothing():
     assert (text == ids).float().mean() > 0.9  # a rounding may turn one draw, and all that follow it in a row
 
 
+def test_what_a_sequence_draws_does_not_depend_on_those_beside_it(monkeypatch):
+    model = tiny_llama()
+    together = write_text(model, [1, 2], sequences=5, length=20, seed=5)
+    monkeypatch.setattr(self_text_module, "_CACHE_BYTES", 0)
+    assert self_text_module.at_once(model, 4000) == 1
+    monkeypatch.setattr(self_text_module, "at_once", lambda *_: 2)
+    assert (together == write_text(model, [1, 2], sequences=5, length=20, seed=5)).float().mean() > 0.9
+
+
 def test_what_has_no_probability_is_never_drawn():
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0, -torch.inf]]).repeat(4000, 1)
-    counts = torch.bincount(sample(logits, torch.Generator().manual_seed(0))[:, 0], minlength=5)
+    counts = torch.bincount(
+        sample(logits, torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(0)))[:, 0], minlength=5
+    )
     assert counts[[1, 2, 4]].sum() == 0
     assert abs(int(counts[0]) - 2000) < 200
 

@@ -72,7 +72,7 @@ def compress_command(
     from edkm_cli.summaries import summary
 
     def use_memory(plan: RunPlan) -> None:
-        return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks()
+        return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks(huge=not plan.by_layer)
 
     result = compress(settings, overwrite=overwrite, resume=resume, observer=Progress(), planned=use_memory)
     if first_process():

@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from edkm_cli.allocator import return_small_blocks
+from edkm_cli.allocator import return_free_blocks
 from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
@@ -127,7 +127,7 @@ def memory_store(parts: Iterable[Part], encoder: Encoder, *, token_limit: int | 
         encoded.append(encoder.encode(part))
         if token_limit is not None and sum(one.counts.tokens for one in encoded) >= token_limit:
             break
-    return_small_blocks()
+    return_free_blocks()
     return in_memory(encoded, encoder.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.allocator import return_small_blocks
+from edkm_cli.allocator import return_free_blocks
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.reading import refusing
 from edkm_cli.data.records import render
@@ -99,5 +99,5 @@ def tokenize(documents: list[str], tokenizer: Any) -> Tensor:
     pieces = [text] if len(text) <= WHOLE_BYTES else split_long(text)
     rows = [tokenizer(piece, verbose=False, add_special_tokens=piece is pieces[0])["input_ids"] for piece in pieces]
     ids = torch.cat([torch.tensor(row, dtype=torch.int64) for row in rows])
-    return_small_blocks()
+    return_free_blocks()
     return ids

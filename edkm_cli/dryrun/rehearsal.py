@@ -107,11 +107,12 @@ class Rehearsal:
         model = self._dense_model(self.plan.dense_dtype, whole=whole)
         size = size_bytes(model.parameters())
         if self.launch.gpu:
-            at_once = size if whole and not self.launch.sharded else self._layer_bytes(model)
-            files = self._stored_bytes if whole and not self.launch.sharded else 0
+            by_layer = self._streams or self.launch.sharded
+            at_once = self._layer_bytes(model) if by_layer else size
+            files = 0 if by_layer else self._stored_bytes
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
-        elif whole and not self.launch.sharded:
+        elif not self._streams and not self.launch.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
             mapped = abs(self._stored_bytes - size) < 0.01 * size
             with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
@@ -144,8 +145,11 @@ class Rehearsal:
         """Two tokens of the text that the model writes itself, in a cache that has room for all."""
         self._ledger.begin("text")
         rounded = not self.launch.gpu and multiplies_bfloat16("cpu") and self.plan.dense_dtype == "float32"
-        linears = [module.weight for module in model.modules() if type(module) is nn.Linear]
-        copies = 2 * sum(weight.numel() for weight in linears) * rounded  # see `bfloat16_linears`
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        copies = 2 * sum(module.weight.numel() for module in linears) * rounded  # see `bfloat16_linears`
+        if self._streams and rounded:  # of layers nothing else
+            head = model.get_output_embeddings()
+            copies -= 4 * sum(module.weight.numel() for module in linears if module is not head)
         with self._ledger.more(copies, WEIGHTS):
             rehearse_text(model, tokens=needed_tokens(self.plan))
 
@@ -159,7 +163,8 @@ class Rehearsal:
     def _teacher(self, dense: Any) -> Taught:
         """A pass of one sequence, and the copy of the head that is kept."""
         self._ledger.begin("teacher")
-        with self._ledger.under(TEACHER), META:
+        held = nullcontext() if self.launch.gpu else self._ledger.uncounted()  # in a file, until training looks at it
+        with held, self._ledger.under(TEACHER), META:
             parts = Parts(dense, frozen=True)
         with torch.no_grad(), self._gathered(dense):
             ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device=META)
@@ -319,6 +324,8 @@ class Rehearsal:
         """The step that needs the most of a training: the second one, or the only one."""
         self._ledger.begin("training")
         config = self.config
+        if isinstance(objective.teacher, Taught):
+            self._ledger.move(objective.teacher.head_parameters(), TEACHER)
         prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:

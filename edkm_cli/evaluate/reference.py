@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from edkm_cli.distributed import full
+from edkm_cli.format import save_tensors
 from edkm_cli.nn.parts import Parts
 
 CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the loss before it
@@ -65,8 +65,8 @@ class Recorder:
     def _save(self, tensors: dict[str, Tensor], name: str) -> None:
         if self.failure is None:
             try:
-                save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, self._directory / name)
-            except (OSError, SafetensorError) as error:
+                save_tensors(self._directory / name, tensors)
+            except OSError as error:
                 self.failure = f"the uncompressed model's predictions could not be kept on disk ({error}); set TMPDIR"
 
 

@@ -7,7 +7,7 @@ the texts, compare the identity with what is there, train in `DIR.partial`, read
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
 from edkm_cli.format import digest
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import keep_text, kept_text, self_text, store_of
@@ -190,22 +191,21 @@ class WrittenText:
     def of(
         self,
         recorded: Mapping[str, Any] | None,
-        load: Callable[[], Any],
+        layers: Layers,
         tokenizer: Any,
         *,
         tokens: int,
         seed: int,
         watch: Observer,
-    ) -> tuple[Tensor, Any]:
-        """(what an unfinished run kept, or else what the model that `load` gives writes now, the model or None)."""
+    ) -> Tensor:
+        """What an unfinished run kept, or else what the model of `layers` writes now."""
         text = self.read(recorded)
         if text is not None:
-            return text, None
-        model = load()
+            return text
         watch.say("the model writes its own text, once")
-        sha256 = digest((name, parameter.detach()) for name, parameter in model.named_parameters())
+        sha256 = digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
         options: dict[str, Any] = {"tokens": tokens, "seed": seed, "weights_sha256": sha256, "track": watch.track}
-        return self._world.broadcast(self_text(model, tokenizer, **options)), model
+        return self._world.broadcast(self_text(layers.model, tokenizer, gathered=layers.gathered(), **options))
 
     def keep(self, text: Tensor | None) -> dict[str, Any]:
         """Write it down; returns what the run's mark says of it."""

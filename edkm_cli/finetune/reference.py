@@ -64,14 +64,14 @@ class Reference:
     ) -> tuple[Layers, Tensor | None]:
         """(the model, layer by layer where its files can be read so, and the text that it writes where `--data self` asks
         for it, which is among the session's texts then)."""
-        session, text, model = self._session, None, None
-        if session.writes_text:
-            options: dict[str, Any] = {"tokens": tokens, "seed": self._config.seed, "watch": session.watch}
-            text, model = written_text.of(unfinished, self._load, session.tokenizer, **options)
-            session.texts.write(text)
+        session, text = self._session, None
         dtype, device = getattr(torch, session.dtype), session.world.device
         layers = open_layers(self._source, dtype=dtype, device=device, trust_remote_code=self._trust)
-        layers = layers or Layers(model if model is not None else self._load())
+        layers = layers or Layers(self._load())
+        if session.writes_text:
+            options: dict[str, Any] = {"tokens": tokens, "seed": self._config.seed, "watch": session.watch}
+            text = written_text.of(unfinished, layers, session.tokenizer, **options)
+            session.texts.write(text)
         models.require_finite(self._source, layers)
         return layers, text
 

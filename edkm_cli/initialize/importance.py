@@ -23,6 +23,7 @@ from edkm_cli.precision import bfloat16_products, sum_of_products
 from edkm_cli.progress import Track, no_progress
 
 IMPORTANCES = ("gradient", "activation", "none")
+_LOGITS = 2**25  # at a time: 130 MB, as much again for their gradient
 
 
 class _Collector:
@@ -35,13 +36,16 @@ class _Collector:
     def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World, moments: Sequence[str] = ()):
         self.sums: dict[str, Tensor] = {}
         self.counts = True
+        self._waiting: dict[str, list[Tensor]] | None = None
         self._kind, self._world, self._moments = kind, world, moments
         self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
 
     def _hook(self, name: str) -> Any:
         def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in); the square is taken when needed
-            if name in self._moments:
+            if name in self._moments and self._waiting is not None:
+                self._waiting.setdefault(name, []).append(inputs[0].detach())
+            elif name in self._moments:
                 self._add(name, sum_of_products(x, x))
             elif self._kind == "activation":
                 self._add(name, x.float().square().sum(0))
@@ -53,6 +57,16 @@ class _Collector:
                 )
 
         return forward_hook
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, moments wait for all parts of a text, (batch, tokens, in) each."""
+        self._waiting = {}
+        yield
+        for name, parts in self._waiting.items():
+            x = torch.cat(parts, 1).flatten(0, 1)
+            self._add(name, sum_of_products(x, x))
+        self._waiting = None
 
     def _add_rows(self, name: str, value: Tensor) -> None:
         if self._world.sharded:
@@ -160,11 +174,7 @@ def collect_by_layer(
             next(progress, None)
         with collector("") as sums:
             for index, (batch, sums.counts) in enumerate(turns):
-                with torch.set_grad_enabled(gradient):
-                    end = hidden[index].detach().requires_grad_(gradient)
-                    loss = _loss(layers.logits(batch, end), batch)
-                if gradient:
-                    hidden[index] = torch.autograd.grad(loss, end)[0]
+                hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=sums)
             found = means(sums)
         for path, call in reversed(calls) if gradient else ():
             entered = [inputs.pop(world.device) for _ in turns][::-1]
@@ -177,6 +187,25 @@ def collect_by_layer(
                 take(path, layer, means(sums))
             next(progress, None)
     return found
+
+
+def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bool, sums: _Collector) -> Tensor:
+    """The gradient of the loss in what the last layer gave, (batch, sequence, hidden), if it is asked for. Logits exist
+    some tokens at a time; `sums` sees the inputs of the head once, all together."""
+    ends = hidden.detach()
+    gradients = torch.empty_like(ends) if gradient else ends
+    some = max(1, _LOGITS // (len(batch) * layers.model.config.get_text_config(decoder=True).vocab_size))
+    with sums.together():
+        for first in range(0, ends.shape[1], some):
+            at = slice(first, first + some)
+            labels = batch[:, first + 1 : at.stop + 1]
+            with torch.set_grad_enabled(gradient):
+                end = ends[:, at].clone().requires_grad_(gradient)
+                logits = layers.logits(batch[:, at], end)[:, : labels.shape[1]]
+            if gradient:
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+                gradients[:, at] = torch.autograd.grad(loss, end)[0]
+    return gradients
 
 
 @contextmanager

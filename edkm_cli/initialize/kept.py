@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign, full
 from edkm_cli.errors import UserError
-from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.format import SafetensorsWriter, save_tensors, sha256_of, sync, write_json
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.decoder import decoder_layers
 
@@ -69,7 +68,7 @@ class KeptStart:
     def _save(self, files: dict[str, dict[str, Tensor]]) -> None:
         for name, tensors in files.items():
             path = self.directory / f"{name}.safetensors"
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+            save_tensors(path, tensors)
             sync(path)
             self._progress["files"][path.name] = sha256_of(path)
         write_json(self.directory / _PROGRESS, self._progress)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
+from edkm_cli.precision import bfloat16_linears
 
 _MEMORY_BYTES = 2**26  # of hidden states that wait for the way back; more of them do so on disk
 
@@ -83,6 +84,14 @@ class Layers:
                 layer = self.model.get_submodule(path)
                 hooks.callback(layer.register_forward_pre_hook(enter(path)).remove)
                 hooks.callback(layer.register_forward_hook(lambda *_: held.close()).remove)
+            yield self.model
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The model with all its layers in memory, for many passes that round: see `bfloat16_linears`."""
+        with ExitStack() as held:
+            for path in self.paths if self.streamed else ():
+                held.enter_context(bfloat16_linears(held.enter_context(self.whole(path)), alone=True))
             yield self.model
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -111,6 +111,7 @@ def reconstruct(
                     world.broadcast(parameter.data)  # processors may differ in the last bit
                 compressed = block.outputs(entering)
             end(path, layer, {"exact": torch.cat(exact), "compressed": torch.cat(compressed)})
+            del block, corrections, entering  # before the next layer is read
     model.train(was_training)
 
 

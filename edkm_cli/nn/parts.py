@@ -9,6 +9,9 @@ are whatever the family makes them. Where that does not give the model's logits 
 
 from __future__ import annotations
 
+import os
+import tempfile
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -39,11 +42,14 @@ class Parts:
             self._decoder, self._given = self._model.get_submodule(holds[0]), _Given()
             plain = {name: value for name, value in vars(self._decoder).items() if isinstance(value, (int, float))}
             self._given.__dict__.update(plain)  # some families' heads look for a scale there
-            others = {name: _frozen(m) if frozen else m for name, m in self._model.named_children() if name != holds[0]}
+            others = {name: m for name, m in self._model.named_children() if name != holds[0]}
             self._shell = _twin(self._model)
             self._shell.__dict__["_modules"] = {**others, holds[0]: self._given}
         self.dtype: torch.dtype = self._model.dtype
         self.width = self._probe()
+        if frozen and self._shell is not None:
+            for name in others:
+                self._shell._modules[name] = _frozen(others[name])
 
     @torch.no_grad()
     def _probe(self) -> int:
@@ -57,9 +63,9 @@ class Parts:
             )
         self._model.eval()
         try:
-            wanted = self._model(input_ids=ids, use_cache=False).logits
-            if self._shell is not None:
-                states = self.states(input_ids=ids, use_cache=False)
+            seen, wanted = self._pass(input_ids=ids, use_cache=False)
+            if seen:
+                states = seen[0]
                 found = self.logits(states).float()
                 near = 1e-2 * wanted.float().abs().max()
                 if parameter.is_meta or bool((found - wanted.float()).abs().max() <= near):
@@ -75,14 +81,18 @@ class Parts:
         """The states (batch, sequence, n) of a forward pass; differentiable."""
         if self._shell is None:
             return self._model(**inputs).logits
+        return self._pass(**inputs, logits_to_keep=1)[0][0]
+
+    def _pass(self, **inputs: Any) -> tuple[list[Tensor], Tensor]:
+        """What the decoder gave in a pass of the model, and its logits."""
         seen: list[Tensor] = []
 
         def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             seen.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-        with hooked([self._decoder], take, after=True):
-            self._model(**inputs, logits_to_keep=1)
-        return seen[0]
+        with hooked([self._decoder] if self._shell is not None else [], take, after=True):
+            logits = self._model(**inputs).logits
+        return seen, logits
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits (batch, tokens, vocabulary) of states (batch, tokens, n), any of them; differentiable."""
@@ -94,9 +104,11 @@ class Parts:
 
     def head_parameters(self) -> list[nn.Parameter]:
         """What trains in the second part: an adapter of the output embedding, perhaps."""
-        if self._shell is None:
-            return []
-        return [parameter for parameter in self._shell.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.copied() if parameter.requires_grad]
+
+    def copied(self) -> list[nn.Parameter]:
+        """All parameters of the second part."""
+        return [] if self._shell is None else list(self._shell.parameters())
 
     def release(self) -> None:
         """Let go of the model; `logits` is left."""
@@ -128,8 +140,18 @@ def _twin(module: nn.Module) -> Any:
 def _frozen(module: nn.Module) -> nn.Module:
     """A copy with whole weights of its own, however the module's are sharded."""
     made = _twin(module)
-    whole = {name: full(parameter.detach()).clone() for name, parameter in module.named_parameters(recurse=False)}
+    whole = {name: _copy(full(parameter.detach())) for name, parameter in module.named_parameters(recurse=False)}
     kept = {name: nn.Parameter(value, requires_grad=False) for name, value in whole.items()}
     made.__dict__["_parameters"] = {**module._parameters, **kept}
     made.__dict__["_modules"] = {name: _frozen(child) for name, child in module.named_children()}
     return made.eval()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy: in host memory that of a file without a name, which takes memory only from when it is computed with."""
+    if tensor.device.type == "cpu" and os.name != "nt":
+        with suppress(OSError), tempfile.NamedTemporaryFile(prefix="edkm-head-") as file:
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            return torch.from_file(file.name, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    return tensor.clone()
