@@ -255,10 +255,12 @@ class Rehearsal:
     def _settle(self, model: Any) -> None:
         """What the clustered model is made of belongs to the weights."""
         self._stage.label(model)
-        self._ledger.move(model.parameters(), WEIGHTS, share=self.launch.share)
+        shared = self._share_layers(model) if self._streams and clustered_layers(model) else []  # but all tables
+        rest = {id(parameter): parameter for parameter in model.parameters()}
+        for weight in shared:
+            del rest[id(weight)]
+        self._ledger.move(rest.values(), WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
-        if self._streams and clustered_layers(model):
-            self._share_layers(model)  # of the tables all are there
 
     def _kmeans(
         self,
