@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TOKENS_A_SUM = 2048
+TOKENS_A_SUM = 2048
 _ATTENTION = "edkm_float32_sdpa"
 
 
@@ -53,7 +53,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     if not _rounds_faster(left):
         return left.t().to(right.dtype) @ right
     total = left.new_zeros(left.shape[1], right.shape[1])
-    for ours, theirs in zip(left.split(_TOKENS_A_SUM), right.split(_TOKENS_A_SUM), strict=True):
+    for ours, theirs in zip(left.split(TOKENS_A_SUM), right.split(TOKENS_A_SUM), strict=True):
         rounded = ours.bfloat16()
         total += rounded.t() @ (rounded if left is right else theirs.bfloat16())
     return total

@@ -39,7 +39,7 @@ TIMED: dict[str, list[tuple[Any, str]]] = {
     "importance": [(build, "collect_by_layer")],
     "k-means": [(build, "shared_kmeans_start")],
     "forwards": [(reconstruct._Block, "_run")],
-    "products of inputs": [(compensate, "sum_of_products"), (corrections, "sum_of_products")],
+    "products of inputs": [(corrections, "sum_of_products")],
     "factors": [(compensate, "inverse_factor")],
     "corrections": [(corrections.Corrections, "target")],
     "rounding": [(compensate, "compensated")],

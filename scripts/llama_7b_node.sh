@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# LLaMA-7B to 3 bits on one node with eight GPUs, everything sharded over them: plan, compress, evaluate, show.
+# LLaMA-7B to 3 bits on one node with eight GPUs, a packed replica on each: plan, compress, evaluate, show.
 # Not measured on a GPU yet; tested on CPUs with tiny models.
 #
 #     scripts/llama_7b_node.sh
-#     CONFIG=configs/paper_llama7b_3bit.yaml scripts/llama_7b_node.sh       the paper's recipe
+#     CONFIG=configs/paper_llama7b_3bit.yaml scripts/llama_7b_node.sh       the paper's recipe, sharded
 #
 # Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
 # `accelerate launch --num-processes 8 -m edkm_cli compress ...` does the same as torchrun does here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-CONFIG=${CONFIG:-configs/llama_7b_full_8gpu.yaml}
+CONFIG=${CONFIG:-configs/llama_7b_8gpu.yaml}
 MODEL=${MODEL:-llama-7b}
 OUTPUT=${OUTPUT:-out/$(basename "$CONFIG" .yaml)}
 PROCESSES=${PROCESSES:-8}

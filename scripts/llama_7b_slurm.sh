@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LLaMA-7B to 3 bits on two nodes under SLURM, everything sharded over their GPUs.
+# LLaMA-7B to 3 bits on two nodes under SLURM, a packed replica on each of their GPUs.
 # Not measured on a GPU yet; tested on CPUs with tiny models.
 #
 #     sbatch scripts/llama_7b_slurm.sh            from the checkout, on a file system that all nodes see
@@ -20,11 +20,11 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 PYTHON=${PYTHON:-python3}
-CONFIG=${CONFIG:-configs/llama_7b_full_8gpu.yaml}
+CONFIG=${CONFIG:-configs/llama_7b_8gpu.yaml}
 MODEL=${MODEL:-llama-7b}
 OUTPUT=${OUTPUT:-out/$(basename "$CONFIG" .yaml)-slurm}
 PROCESSES=${PROCESSES:-8} # on each node
-BATCH_SIZE=${BATCH_SIZE:-2} # sequences a process: on two nodes half of what one node has
+BATCH_SIZE=${BATCH_SIZE:-1} # sequences a process: on two nodes a step has twice the tokens that one node has
 DEVICE=${DEVICE:-cuda}
 EVAL_DATA=${EVAL_DATA:-wikitext2}
 CONTEXT=${CONTEXT:-2048}

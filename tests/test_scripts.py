@@ -157,8 +157,8 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(python, mode
     steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
     assert requeued.read_text() == "requeue 4711\n"
-    report = json.loads((output / "report.json").read_text())  # of configs/llama_7b_full_8gpu.yaml
-    assert (report["processes"], report["sharded"], report["config"]["mode"]) == (2, True, "straight-through")
+    report = json.loads((output / "report.json").read_text())  # of configs/llama_7b_8gpu.yaml
+    assert (report["processes"], report["sharded"], report["resolved"]["assignments"]) == (2, False, "held")
     assert json.loads(Path(f"{output}-eval.json").read_text())["perplexity"] > 1
 
 

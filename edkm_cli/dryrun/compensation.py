@@ -9,6 +9,7 @@ from torch import Tensor
 
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.tables import PART_BYTES, fits_tables
+from edkm_cli.precision import TOKENS_A_SUM
 
 
 def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
@@ -24,10 +25,11 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     square, size = layer.in_features**2, layer.out_features * layer.in_features
     groups, k, grid = len(layer.centroids), 2**bits, layer.clustering.grid
     tokens = inputs.numel() // layer.in_features
+    some = min(tokens, TOKENS_A_SUM)
     narrow = layer.weight.dtype != torch.float32
     widened = 4 * size * narrow
     # All matrices in float32. The Hessian, its sorted copy, and two of its factorization.
-    factoring = 4 * 4 * square + 4 * inputs.numel() * (inputs.dtype != torch.float32)
+    factoring = 4 * 4 * square + 6 * some * layer.in_features
     # The Hessian, its factor and that with a unit diagonal; the weight, its float32 copy, the rounded one, the tables.
     moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
     # The Hessian and its factor; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
@@ -40,12 +42,11 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     elif fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
         needed.append(fitting)
     if corrected:
-        stream = tokens * layer.out_features * (layer.out_features == hidden)
-        # The Hessian and its factor, three weights; the inputs of both models and their difference, the stream's likewise.
-        held = 2 * 4 * square + 3 * 4 * size + 4 * inputs.numel() + 2 * 4 * stream
+        # The inputs of both models and their difference, the stream's likewise, some tokens of them.
+        columns = layer.in_features + layer.out_features * (layer.out_features == hidden)
         # What is solved once for all matrices with these inputs. Among tokens: inputs of both models, the solution and two
         # copies on the way, two matrices of tokens by tokens; else four of columns by columns.
         among_tokens = 4 * 4 * inputs.numel() + 2 * 4 * tokens**2
         solving = among_tokens if tokens < layer.in_features else 4 * 4 * square
-        needed.append(held + max(2 * 4 * inputs.numel(), 3 * 4 * stream, solving))
+        needed.append(2 * 4 * square + 3 * 4 * size + max(solving, 3 * 4 * some * columns))
     return max(needed)

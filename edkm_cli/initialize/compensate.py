@@ -31,7 +31,6 @@ from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import hooked
-from edkm_cli.precision import sum_of_products
 
 _LAZY_COLUMNS = 128
 _DAMPING = 0.01
@@ -178,10 +177,9 @@ class Compensation:
             if self._corrections is None:
                 x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
                 self._hessian = x.t() @ x
+                del x
             else:
-                x = self._corrections.weighted(inputs[0])
-                self._hessian = sum_of_products(x, x)
-            del x
+                self._hessian = self._corrections.hessian(inputs[0])
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(
                 self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.hooks import hooked
-from edkm_cli.precision import sum_of_products
+from edkm_cli.precision import TOKENS_A_SUM, sum_of_products
 
 # Shares of the two errors that are made up for: measured on SmolLM2-135M with 24,576 tokens, docs/log.md.
 _INPUTS, _RESIDUAL = 0.9, 0.6
@@ -89,10 +89,19 @@ class Corrections:
         norms = torch.cat(outputs).float().norm(dim=-1, keepdim=True)
         self._weights = (norms.median() / norms.clamp_min(1e-30)).clamp_max_(1.0)
 
-    def weighted(self, inputs: Tensor) -> Tensor:
-        """Inputs of a layer as (tokens, in) float32, times the square roots of the tokens' weights: what H is made of."""
-        if self._weights is not None and inputs.shape[:-1] == self._weights.shape[:-1]:
-            inputs = inputs.float() * self._weights
+    def hessian(self, inputs: Tensor) -> Tensor:
+        """X X^T, (in, in), of inputs (..., in) as `_weighted` gives them."""
+
+        def both(some: slice) -> tuple[Tensor, Tensor]:
+            x = self._weighted(inputs[some], some)
+            return x, x
+
+        return _sum(inputs, both)
+
+    def _weighted(self, inputs: Tensor, some: slice = slice(None)) -> Tensor:
+        """Inputs of a layer, of `some` texts, as (tokens, in) float32, times the square roots of the tokens' weights."""
+        if self._weights is not None and inputs.shape[:-1] == self._weights[some].shape[:-1]:
+            inputs = inputs.float() * self._weights[some]
         return inputs.reshape(-1, inputs.shape[-1]).float()
 
     @contextmanager
@@ -131,9 +140,20 @@ class Corrections:
             change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * self._crossing(inputs, exact)))
         else:
             crossed = _INPUTS * (weight @ self._crossing(inputs, exact))
-            crossed += _RESIDUAL * sum_of_products(self._error(stream), self.weighted(inputs))
+            crossed += _RESIDUAL * _sum(
+                inputs, lambda some: (self._error(stream, some), self._weighted(inputs[some], some))
+            )
             change = times_inverse(crossed)
+        self._forget(layer)
         return (weight + change).to(layer.weight.dtype)
+
+    def _forget(self, layer: ClusteredLinear) -> None:
+        """Let go of what only a layer that is corrected has asked for."""
+        stream = self._adds_to.pop(layer, None)
+        for module in (layer, stream):
+            if module is not None and module not in self._adds_to.values():
+                self._exact.pop(module, None)
+                self._now.pop(module, None)
 
     def _by_tokens(
         self, weight: Tensor, inputs: Tensor, exact: list[Tensor], stream: nn.Module | None, damping: float
@@ -142,10 +162,10 @@ class Corrections:
         matrix of tokens by tokens (Woodbury)."""
 
         def solved() -> tuple[Tensor, Tensor]:
-            x = self.weighted(inputs)  # (tokens, in)
+            x = self._weighted(inputs)  # (tokens, in)
             products = x @ x.t()
             products.diagonal().add_(damping * products.diagonal().sum() / x.shape[1])
-            return self.weighted(torch.cat(exact)) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
+            return self._weighted(torch.cat(exact)) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
 
         missing, solution = self._once(inputs, solved)
         wanted = (weight @ missing.t()).mul_(_INPUTS)  # (out, tokens)
@@ -153,20 +173,33 @@ class Corrections:
             wanted.add_(self._error(stream).t(), alpha=_RESIDUAL)
         return wanted @ solution
 
-    def _error(self, stream: nn.Module) -> Tensor:
-        """Of the residual stream that a module gets, weighted, (tokens, hidden)."""
-        return self.weighted(torch.cat(self._exact[stream]) - self._now[stream])
+    def _error(self, stream: nn.Module, some: slice = slice(None)) -> Tensor:
+        """Of the residual stream that a module gets, of `some` texts, weighted, (tokens, hidden)."""
+        return self._weighted(torch.cat(self._exact[stream][some]) - self._now[stream][some], some)
 
     def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
         """(X' - X) X^T, (in, in)."""
-        x = self.weighted(inputs)
-        return sum_of_products(self.weighted(torch.cat(exact)) - x, x)
+
+        def missing(some: slice) -> tuple[Tensor, Tensor]:
+            x = self._weighted(inputs[some], some)
+            return self._weighted(torch.cat(exact[some]), some) - x, x
+
+        return _sum(inputs, missing)
 
     def _once(self, inputs: Tensor, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, for all matrices that get the same X: they got the same X', too."""
         if self._shared[0] is not inputs:
             self._shared = (inputs, compute())
         return self._shared[1]
+
+
+def _sum(inputs: Tensor, factors: Callable[[slice], tuple[Tensor, Tensor]]) -> Tensor:
+    """`sum_of_products` over the texts of inputs (texts, ..., in), whose factors exist some thousand tokens at a time."""
+    at_once = max(1, TOKENS_A_SUM // max(1, inputs.shape[1:-1].numel()))
+    total = sum_of_products(*factors(slice(at_once)))
+    for first in range(at_once, len(inputs), at_once):
+        total += sum_of_products(*factors(slice(first, first + at_once)))
+    return total
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

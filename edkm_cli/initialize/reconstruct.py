@@ -17,7 +17,7 @@ its matrices got. No second model is needed: until a layer is compensated, its w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -86,9 +86,10 @@ def reconstruct(
     model.eval()
     with torch.no_grad(), bfloat16_products():
         calls = layers.calls(texts[0])
-        exact = compressed = [layers.calls(text)[0].hidden for text in texts]
+        exact = [layers.calls(text)[0].hidden for text in texts]
+        compressed = torch.cat(exact)  # (texts, sequence, hidden)
     if states is not None:
-        exact, compressed = ([*states[name].to(world.device).split(1)] for name in ("exact", "compressed"))
+        exact, compressed = [*states["exact"].to(world.device).split(1)], states["compressed"].to(world.device)
     order = torch.Generator().manual_seed(seed)
     for _ in range(done):
         list(_picks(texts, passes, order))
@@ -106,11 +107,12 @@ def reconstruct(
             )
             picks = [*_picks(texts, passes, order)][:at_most_steps]
             if picks:
-                block.fit(entering, exact, picks)
+                block.fit(entering.split(1), exact, picks)
                 for parameter in block.module.parameters():
                     world.broadcast(parameter.data)  # processors may differ in the last bit
-                compressed = block.outputs(entering)
-            end(path, layer, {"exact": torch.cat(exact), "compressed": torch.cat(compressed)})
+                del compressed
+                compressed = block.outputs(entering.split(1))
+            end(path, layer, {"exact": torch.cat(exact), "compressed": compressed})
             del block, corrections, entering  # before the next layer is read
     model.train(was_training)
 
@@ -142,20 +144,18 @@ class _Block:
                 layer.dense = False
 
     @torch.no_grad()
-    def outputs(self, hidden: list[Tensor]) -> list[Tensor]:
-        """Of the compressed layer."""
+    def outputs(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Of the compressed layer, for all texts."""
         self.module.eval()
-        return [self._run(x) for x in hidden]
+        return torch.cat([self._run(x) for x in hidden])
 
     @torch.no_grad()
-    def compensate(
-        self, hidden: list[Tensor], corrections: Corrections, compensation: Callable[..., None]
-    ) -> list[Tensor]:
+    def compensate(self, hidden: Tensor, corrections: Corrections, compensation: Callable[..., None]) -> Tensor:
         """`edkm_cli.initialize.compensate` on the inputs that the layer gets now; returns what it gives then."""
         with corrections.following(), hooked(self.layers, compensation):
-            return list(self._run(torch.cat(hidden)).split(1))
+            return self._run(hidden)
 
-    def fit(self, hidden: list[Tensor], wanted: list[Tensor], picks: list[list[int]]) -> None:
+    def fit(self, hidden: Sequence[Tensor], wanted: list[Tensor], picks: list[list[int]]) -> None:
         """Train weights, tables, norms and biases, on some of the texts a step."""
         if not self.layers:
             return
