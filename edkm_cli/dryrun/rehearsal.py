@@ -40,6 +40,7 @@ from edkm_cli.dryrun.meta import (
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
 from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
@@ -78,6 +79,7 @@ class Rehearsal:
         self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
         self._streams = plan.by_layer and not plan.config.dequantize
+        self._rounds = not plan.launch.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
@@ -144,10 +146,9 @@ class Rehearsal:
     def _write(self, model: Any) -> None:
         """Two tokens of the text that the model writes itself, in a cache that has room for all."""
         self._ledger.begin("text")
-        rounded = not self.launch.gpu and multiplies_bfloat16("cpu") and self.plan.dense_dtype == "float32"
         linears = [module for module in model.modules() if type(module) is nn.Linear]
-        copies = 2 * sum(module.weight.numel() for module in linears) * rounded  # see `bfloat16_linears`
-        if self._streams and rounded:  # of layers nothing else
+        copies = 2 * sum(module.weight.numel() for module in linears) * self._rounds  # see `bfloat16_linears`
+        if self._streams and self._rounds:  # of layers nothing else
             head = model.get_output_embeddings()
             copies -= 4 * sum(module.weight.numel() for module in linears if module is not head)
         with self._ledger.more(copies, WEIGHTS):
@@ -291,13 +292,18 @@ class Rehearsal:
                 grid.start(weight, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
 
-    def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrected: bool = False) -> None:
+    def _compensation(
+        self, layer: Any, inputs: tuple[Tensor, ...], *, corrections: Corrections | None = None
+    ) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""
         average = self.plan.average_bits
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
         hidden = getattr(self._skeleton.config, "hidden_size", 0)
-        with self._ledger.more(compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrected), CLUSTERING):
+        size = compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrections is not None)
+        with self._ledger.more(size, CLUSTERING):
             pass
+        if corrections is not None:
+            corrections.forget(layer)
 
     @torch.no_grad()
     def _compensate(self, model: Any, batches: list[Tensor], **options: Any) -> None:
@@ -311,13 +317,13 @@ class Rehearsal:
     def _reconstruct(self, model: Any, batches: list[Tensor], *, passes: int, **options: Any) -> None:
         """`reconstruct`, of two decoder layers for two steps each: from then on all hold the same."""
         self._settle(model)
-        with self._ledger.under(ACTIVATIONS):
+        with self._ledger.under(ACTIVATIONS), self._stage.autocast(model, self._rounds):
             reconstruct(
                 model,
                 batches,
                 passes=passes,
                 world=World(device="meta"),
-                compensation=partial(self._compensation, corrected=True),
+                compensating=lambda world, corrections: partial(self._compensation, corrections=corrections),
                 at_most_layers=2,
                 at_most_steps=2,
             )

@@ -154,7 +154,7 @@ class Compensation:
     """
 
     def __init__(
-        self, world: World = ALONE, progress: Iterator[Any] | None = None, corrections: Corrections | None = None
+        self, world: World = ALONE, corrections: Corrections | None = None, progress: Iterator[Any] | None = None
     ):
         self._kept: dict[tuple[Any, str], Tensor] = {}  # what this process keeps of a sharded layer's parameters
         self._world, self._progress, self._corrections = world, progress or iter(()), corrections
@@ -274,7 +274,7 @@ def compensate(
     """
     layers = clustered_layers(model)
     progress = iter(track(range(len(layers)), "compensation", len(layers)))
-    compensation = Compensation(world, progress)
+    compensation = Compensation(world, progress=progress)
     was_training = model.training
     model.eval()
     with hooked(layers.values(), compensation):

@@ -144,11 +144,11 @@ class Corrections:
                 inputs, lambda some: (self._error(stream, some), self._weighted(inputs[some], some))
             )
             change = times_inverse(crossed)
-        self._forget(layer)
+        self.forget(layer)
         return (weight + change).to(layer.weight.dtype)
 
-    def _forget(self, layer: ClusteredLinear) -> None:
-        """Let go of what only a layer that is corrected has asked for."""
+    def forget(self, layer: ClusteredLinear) -> None:
+        """Let go of what only this layer, which is corrected, has asked for."""
         stream = self._adds_to.pop(layer, None)
         for module in (layer, stream):
             if module is not None and module not in self._adds_to.values():

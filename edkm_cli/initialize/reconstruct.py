@@ -55,7 +55,7 @@ def reconstruct(
     seed: int = 0,
     world: World = ALONE,
     track: Track = no_progress,
-    compensation: Callable[..., None] | None = None,
+    compensating: Callable[[World, Corrections], Callable[..., None]] = Compensation,
     at_most_layers: int | None = None,
     at_most_steps: int | None = None,
 ) -> None:
@@ -75,7 +75,7 @@ def reconstruct(
         done, states: how many decoder layers are done already, and what `end` got of the last of these.
         passes: how often each layer's training goes over the text; 0 corrects and compensates only.
         seed: of the order of the text.
-        compensation: a hook before each clustered layer in place of `Compensation`, for a rehearsal.
+        compensating: makes the hook before each clustered layer; a rehearsal has another one.
         at_most_layers, at_most_steps: stop early, for a rehearsal: a number of decoder layers, of steps in each.
 
     Raises UserError if the loss is not finite, or the model does not name its decoder layers.
@@ -102,9 +102,7 @@ def reconstruct(
             exact = block.exact_outputs(exact, corrections)
             corrections.weigh(exact)
             entering = compressed
-            compressed = block.compensate(
-                entering, corrections, compensation or Compensation(world, corrections=corrections)
-            )
+            compressed = block.compensate(entering, corrections, compensating(world, corrections))
             picks = [*_picks(texts, passes, order)][:at_most_steps]
             if picks:
                 block.fit(entering.split(1), exact, picks)
