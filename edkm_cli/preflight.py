@@ -254,7 +254,8 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
 
     Raises UserError for an unknown model, a geometry that does not fit, or what sharding cannot do.
     """
-    asked, texts = config, like.texts if like else tuple(data.parse_sources(config.data))
+    asked = config
+    texts = like.texts if like and like.asked.data == config.data else tuple(data.parse_sources(config.data))
     config = resolve(asked, launch, texts)
     if like is not None:
         source, architecture, skeleton = like.source, like.architecture, like.skeleton

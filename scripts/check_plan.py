@@ -45,7 +45,7 @@ def edkm(arguments: list[str], result: Path) -> dict[str, Any]:
 
 def compare(case: str, common: list[str], folder: Path) -> dict[str, Any]:
     """One case: both peaks, their ratio, and what the estimate consists of."""
-    flags = [*common, *shlex.split(SHORT), *shlex.split(case)]
+    flags = [*common, *shlex.split(case)]
     planned = edkm(["compress", *flags, "--dry-run"], folder / "plan.json")
     run = edkm(["compress", *flags, "--output", str(folder / "out"), "--overwrite"], folder / "run.json")
     estimated = dict(planned["peak_memory_bytes"])
@@ -69,10 +69,12 @@ def main() -> None:
     parser.add_argument("--data", help="default: builtin")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--case", action="append", help="flags of a case (repeatable); default: seven cases")
+    parser.add_argument("--short", default=SHORT, help="flags of all cases; default: two steps and little text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     common = ["--model", arguments.model, "--device", arguments.device]
     common += ["--data", arguments.data] if arguments.data else []
+    common += shlex.split(arguments.short)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for case in arguments.case or CASES:
@@ -82,7 +84,7 @@ def main() -> None:
             print(f"{row['ratio']:6.3f}  {sizes}  {case or '(defaults)'}", flush=True)
             result = {
                 "command": "python scripts/check_plan.py " + shlex.join(sys.argv[1:]),
-                "flags_of_all": SHORT,
+                "flags_of_all": arguments.short,
                 "rows": rows,
                 "versions": versions(),
                 "hardware": hardware("cpu" if arguments.device == "auto" else arguments.device),

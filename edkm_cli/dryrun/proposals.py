@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from edkm_cli import data
 from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.machine import Machine
 from edkm_cli.dryrun.need import estimate, least, with_heap
@@ -83,6 +84,11 @@ def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
             "--dtype bfloat16",
             {"dtype": "bfloat16"},
         ),
+        "data": (
+            any(source.needs_model for source in data.parse_sources(config.data)),
+            "--data FILE --label-weight 0" if trains else "--data FILE",
+            {"data": (data.BUILTIN,), **({"label_weight": 0.0} if trains else {})},
+        ),
         "importance": (config.importance == "gradient", "--importance activation", {"importance": "activation"}),
     }
     return {name: (flags, values) for name, (possible, flags, values) in candidates.items() if possible}
@@ -90,6 +96,7 @@ def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
 
 _COMBINATIONS = (
     ("memory",),
+    ("data",),
     ("checkpoint",),
     ("batch",),
     ("checkpoint", "batch"),

@@ -292,9 +292,7 @@ class Rehearsal:
                 grid.start(weight, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
 
-    def _compensation(
-        self, layer: Any, inputs: tuple[Tensor, ...], *, corrections: Corrections | None = None
-    ) -> None:
+    def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrections: Corrections | None = None) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""
         average = self.plan.average_bits
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most

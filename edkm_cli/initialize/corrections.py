@@ -48,9 +48,8 @@ class Corrections:
 
     def find_residuals(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Find the matrices that add to a residual stream. `run` is the uncompressed layer, `hidden` (1, sequence,
-        hidden) what enters it. On the meta device there is nothing to compare, and none is found."""
-        if hidden.is_meta:
-            return
+        hidden) what enters it. On the meta device, where there is nothing to compare, the first that could adds to what
+        enters, all others to the last stream."""
         streams: list[tuple[nn.Module, Tensor]] = [(self._block, hidden)]
         outputs: dict[ClusteredLinear, Tensor] = {}
 
@@ -65,6 +64,9 @@ class Corrections:
         others = [m for m in self._block.modules() if m is not self._block and m not in self._layers]
         with hooked(others, enters), hooked(self._layers, leaves, after=True):
             end = run(hidden)
+        if hidden.is_meta:
+            self._adds_to = {layer: streams[-1 if at else 0][0] for at, layer in enumerate(outputs)}
+            return
         ends = [stream for _, stream in streams] + [end]
         for layer, output in outputs.items():
             for module, stream in streams:
