@@ -48,5 +48,7 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
         # copies on the way, two matrices of tokens by tokens; else four of columns by columns.
         among_tokens = 4 * 4 * inputs.numel() + 2 * 4 * tokens**2
         solving = among_tokens if tokens < layer.in_features else 4 * 4 * square
+        shared = 8 * tokens * layer.in_features if tokens < layer.in_features else 4 * square  # by the next matrix, too
+        needed = [most + shared for most in needed]
         needed.append(2 * 4 * square + 3 * 4 * size + max(solving, 3 * 4 * some * columns))
     return max(needed)

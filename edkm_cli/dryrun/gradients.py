@@ -86,10 +86,6 @@ class Taught:
     def states(self, batch: Batch) -> Tensor:
         return torch.empty(*batch.ids.shape, self._parts.width, dtype=torch.float16, device=META)
 
-    def head_parameters(self) -> list[nn.Parameter]:
-        """Of the copy of the head."""
-        return self._parts.copied()
-
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
         return self._parts.logits(states.to(self._parts.dtype))

@@ -164,8 +164,7 @@ class Rehearsal:
     def _teacher(self, dense: Any) -> Taught:
         """A pass of one sequence, and the copy of the head that is kept."""
         self._ledger.begin("teacher")
-        held = nullcontext() if self.launch.gpu else self._ledger.uncounted()  # in a file, until training looks at it
-        with held, self._ledger.under(TEACHER), META:
+        with self._ledger.under(TEACHER), META:
             parts = Parts(dense, frozen=True)
         with torch.no_grad(), self._gathered(dense):
             ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device=META)
@@ -330,8 +329,6 @@ class Rehearsal:
         """The step that needs the most of a training: the second one, or the only one."""
         self._ledger.begin("training")
         config = self.config
-        if isinstance(objective.teacher, Taught):
-            self._ledger.move(objective.teacher.head_parameters(), TEACHER)
         prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:
