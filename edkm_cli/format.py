@@ -302,15 +302,6 @@ class SafetensorsWriter:
             self._partial.unlink(missing_ok=True)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file of tensors, without the copy of all of them that `safetensors.torch.save_file` makes."""
-    with SafetensorsWriter(
-        path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    ) as file:
-        for name, tensor in tensors.items():
-            file.write(name, tensor)
-
-
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QUANT_METHOD, SAFETENSORS_DTYPES, is_plain_name, read_json, sha256_of
+from edkm_cli.format import QUANT_METHOD, SAFETENSORS_DTYPES, SafetensorsWriter, is_plain_name, read_json, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,6 +216,15 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{file} is not a whole safetensors file ({reason}); {remedy}") from error
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file of tensors, without the copy of all of them that `safetensors.torch.save_file` makes."""
+    with SafetensorsWriter(
+        path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    ) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
 
 
 @contextmanager

@@ -24,6 +24,18 @@ def size_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def layer_bytes(model: Any) -> int:
+    """The parameters of the largest decoder layer."""
+    return max(size_bytes(block.parameters()) for block in decoder_layers(model).values())
+
+
+def rounded_bytes(model: Any, *, alone: bool) -> int:
+    """What linears in bfloat16 take more (`bfloat16_linears`), of layers `alone` instead of their float32 weights."""
+    head = model.get_output_embeddings()
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    return sum((-2 if alone and linear is not head else 2) * linear.weight.numel() for linear in linears)
+
+
 class Gradients:
     """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
 

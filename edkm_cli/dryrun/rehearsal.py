@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.compensation import compensation_bytes
-from edkm_cli.dryrun.gradients import Gradients, Taught, size_bytes
+from edkm_cli.dryrun.gradients import Gradients, Taught, layer_bytes, rounded_bytes, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.meta import (
     ACTIVATIONS,
@@ -110,7 +110,7 @@ class Rehearsal:
         size = size_bytes(model.parameters())
         if self.launch.gpu:
             by_layer = self._streams or self.launch.sharded
-            at_once = self._layer_bytes(model) if by_layer else size
+            at_once = layer_bytes(model) if by_layer else size
             files = 0 if by_layer else self._stored_bytes
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
@@ -146,12 +146,8 @@ class Rehearsal:
     def _write(self, model: Any) -> None:
         """Two tokens of the text that the model writes itself, in a cache that has room for all."""
         self._ledger.begin("text")
-        linears = [module for module in model.modules() if type(module) is nn.Linear]
-        copies = 2 * sum(module.weight.numel() for module in linears) * self._rounds  # see `bfloat16_linears`
-        if self._streams and self._rounds:  # of layers nothing else
-            head = model.get_output_embeddings()
-            copies -= 4 * sum(module.weight.numel() for module in linears if module is not head)
-        with self._ledger.more(copies, WEIGHTS):
+        more = rounded_bytes(model, alone=self._streams) if self._rounds else 0
+        with self._ledger.more(more, WEIGHTS):
             rehearse_text(model, tokens=needed_tokens(self.plan))
 
     def _evaluate(self, model: Any) -> None:
@@ -397,14 +393,10 @@ class Rehearsal:
                 with self._ledger.under(CLUSTERING), self._gathered(model):
                     pack(layer.snapped()[0], layer.clustering.bits)
 
-    def _layer_bytes(self, model: Any) -> int:
-        """The parameters of the largest decoder layer."""
-        return max(size_bytes(block.parameters()) for block in decoder_layers(model).values())
-
     @contextmanager
     def _gathered(self, *models_: Any) -> Iterator[None]:
         """Where parameters are sharded, the decoder layers that are whole for the moment."""
-        sizes = [self._layer_bytes(model) for model in models_ if isinstance(model, nn.Module)]
+        sizes = [layer_bytes(model) for model in models_ if isinstance(model, nn.Module)]
         gathered = _GATHERED_LAYERS * max(sizes) if self.launch.sharded and sizes else 0
         with self._ledger.more(gathered, SHARDING) if gathered else nullcontext():
             yield

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from edkm_cli.distributed import full
-from edkm_cli.format import save_tensors
+from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.parts import Parts
 
 CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the loss before it

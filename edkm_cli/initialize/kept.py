@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign, full
 from edkm_cli.errors import UserError
-from edkm_cli.format import SafetensorsWriter, save_tensors, sha256_of, sync, write_json
+from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.decoder import decoder_layers
 
