@@ -146,8 +146,7 @@ class Rehearsal:
     def _write(self, model: Any) -> None:
         """Two tokens of the text that the model writes itself, in a cache that has room for all."""
         self._ledger.begin("text")
-        more = rounded_bytes(model, alone=self._streams) if self._rounds else 0
-        with self._ledger.more(more, WEIGHTS):
+        with self._ledger.more(rounded_bytes(model, alone=self._streams) if self._rounds else 0, WEIGHTS):
             rehearse_text(model, tokens=needed_tokens(self.plan))
 
     def _evaluate(self, model: Any) -> None:
@@ -251,11 +250,10 @@ class Rehearsal:
     def _settle(self, model: Any) -> None:
         """What the clustered model is made of belongs to the weights."""
         self._stage.label(model)
-        shared = self._share_layers(model) if self._streams and clustered_layers(model) else []  # but all tables
-        rest = {id(parameter): parameter for parameter in model.parameters()}
-        for weight in shared:
-            del rest[id(weight)]
-        self._ledger.move(rest.values(), WEIGHTS, share=self.launch.share)
+        layered = self._share_layers(model) if self._streams and clustered_layers(model) else []  # but all tables
+        shared = {id(weight) for weight in layered}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
+        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
 
     def _kmeans(
