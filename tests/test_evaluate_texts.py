@@ -69,7 +69,7 @@ def test_without_room_for_predictions_perplexities_are_measured_and_the_reason_i
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reference, "save_file", full)
+    monkeypatch.setattr(reference, "save_tensors", full)
     found = measurements()
     assert "No space left" in found.measure_original(tiny_llama())
     found.measure("start", tiny_llama(seed=1))
