@@ -32,8 +32,8 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     factoring = 4 * 4 * square + 6 * some * layer.in_features
     # The Hessian, its factor and that with a unit diagonal; the weight, its float32 copy, the rounded one, the tables.
     moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
-    # The Hessian and its factor; the weight twice and its codes; sums of the Hessian by pairs of entries, in float64.
-    fitting = 2 * 4 * square + (2 * 4 + 1) * size + 8 * (layer.out_features + groups) * k**2 + widened
+    # The Hessian, damped, too, and its factor; the weight, rounded and times H, its codes; sums of H by pairs of entries.
+    fitting = 3 * 4 * square + (3 * 4 + 1) * size + 8 * (layer.out_features + groups) * k**2 + widened
     # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
     improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]
@@ -42,7 +42,8 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
     elif fits_tables(layer.clustering.granularity, (layer.out_features, layer.in_features)):
         needed.append(fitting)
     if corrected:
-        # The inputs of both models and their difference, the stream's likewise, some tokens of them.
+        # The inputs of both models and their difference, the stream's likewise, some tokens of them; the sum of their
+        # products, and what is added to it.
         columns = layer.in_features + layer.out_features * (layer.out_features == hidden)
         # What is solved once for all matrices with these inputs. Among tokens: inputs of both models, the solution and two
         # copies on the way, two matrices of tokens by tokens; else four of columns by columns.
@@ -50,5 +51,5 @@ def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, co
         solving = among_tokens if tokens < layer.in_features else 4 * 4 * square
         shared = 8 * tokens * layer.in_features if tokens < layer.in_features else 4 * square  # by the next matrix, too
         needed = [most + shared for most in needed]
-        needed.append(2 * 4 * square + 3 * 4 * size + max(solving, 3 * 4 * some * columns))
+        needed.append(2 * 4 * square + 3 * 4 * size + max(solving, 3 * 4 * some * columns + 2 * 4 * square))
     return max(needed)

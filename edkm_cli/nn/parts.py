@@ -42,14 +42,11 @@ class Parts:
             self._decoder, self._given = self._model.get_submodule(holds[0]), _Given()
             plain = {name: value for name, value in vars(self._decoder).items() if isinstance(value, (int, float))}
             self._given.__dict__.update(plain)  # some families' heads look for a scale there
-            others = {name: m for name, m in self._model.named_children() if name != holds[0]}
+            others = {name: _frozen(m) if frozen else m for name, m in self._model.named_children() if name != holds[0]}
             self._shell = _twin(self._model)
             self._shell.__dict__["_modules"] = {**others, holds[0]: self._given}
         self.dtype: torch.dtype = self._model.dtype
         self.width = self._probe()
-        if frozen and self._shell is not None:
-            for name in others:
-                self._shell._modules[name] = _frozen(others[name])
 
     @torch.no_grad()
     def _probe(self) -> int:
