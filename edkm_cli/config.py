@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from edkm_cli.settings import (
     read_yaml,
     refuse,
     setting,
+    setting_of,
 )
 from edkm_cli.targets import TARGETS
 
@@ -373,6 +374,16 @@ class CompressConfig(TrainingSettings, TextSettings):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         refuse([*faults(self), *contradictions(self)])
+
+
+_IN_COMPRESS = {of.name: of for of in fields(CompressConfig)}
+
+
+def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
+    """A dataclass field that declares the option `name` of `edkm compress`, with what is different here."""
+    of = _IN_COMPRESS[name]
+    about = replace(setting_of(of), **changes)
+    return field(default=of.default if default is MISSING else default, metadata={"setting": about})
 
 
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:

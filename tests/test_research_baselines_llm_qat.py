@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.data import Blocks
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import llm_qat
-from edkm_cli.research.baselines.fake_quant import FakeQuantize
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import tiny_llama
@@ -32,7 +32,7 @@ def test_rounding_is_to_the_nearest_of_the_symmetric_levels(bits, group_size):
 def test_the_gradient_is_straight_through():
     values = torch.randn(4, 6, requires_grad=True)
     upstream = torch.randn(4, 6)
-    quantized = FakeQuantize.apply(values, Uniform(3, 0, "absmax"))
+    quantized = StraightThrough.apply(values, Uniform(3, 0, "absmax").round)
     assert not torch.equal(quantized, values)
     quantized.backward(upstream)
     assert torch.equal(values.grad, upstream)

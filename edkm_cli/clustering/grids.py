@@ -8,8 +8,9 @@ number format in which they are stored; gradients pass the rounding straight thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from edkm_cli.granularity import AFFINE, FREE, Granularity, table_numbers
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUPS = 1 << 14  # worked on at a time
-_SHARES = tuple(
-    0.55 + 0.05 * step for step in range(12)
-)  # tried, of the scale at which entries reach the largest weight
+# Scales that are tried, as shares of the one at which entries reach the largest weight.
+_SHARES = tuple(0.55 + 0.05 * step for step in range(12))
 _SHARES_E2M1 = tuple(0.7 + 0.06 * step for step in range(16))  # whose outer entries are far apart
 _REFITS = 2  # of a scale to the entries that weights chose
 
@@ -60,7 +60,7 @@ class Grid:
     def basis(self) -> Tensor:
         """(numbers, 2**bits): what spread and center are multiplied with before anything is rounded."""
         about = self.template() - self._middle()
-        rows = [about / about.square().mean().sqrt()]
+        rows = [about / self._unit()]
         return torch.stack([*rows, torch.ones_like(about)] if self.palette == AFFINE else rows)
 
     def _unit(self) -> float:
@@ -80,7 +80,7 @@ class Grid:
         return self._rounded(scale), None if offset is None else self._rounded(offset)
 
     def _rounded(self, numbers: Tensor) -> Tensor:
-        return _StraightThrough.apply(numbers, self.lut_dtype, self.lut_scale)
+        return StraightThrough.apply(numbers, partial(round_lut, lut_dtype=self.lut_dtype, scale=self.lut_scale))
 
     def tables(self, parameters: Tensor) -> Tensor:
         """The tables (groups, 2**bits) float32 that parameters (groups, numbers) stand for; differentiable."""
@@ -188,11 +188,13 @@ def _fitted(values: Tensor, masses: Tensor, chosen: Tensor, before: Tensor) -> T
     return torch.stack([(d * one - b * two) / determinant, (a * two - c * one) / determinant], 1)
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, lut_dtype: str, scale: float | None) -> Tensor:
-        return round_lut(numbers, lut_dtype, scale)
+class StraightThrough(torch.autograd.Function):
+    """What `rounding` makes of numbers, with the gradient of the identity (straight-through estimator)."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def forward(ctx: Any, numbers: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -163,7 +163,8 @@ class _Run:
             self.dense_format = self.session.dense_format(model)
             hold_packed(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype, palette=spec.palette))
             return model
-        rank = config.lora_rank or _RANK
+        rank = config.lora_rank
+        assert rank is not None
         return add_adapter(model, rank=rank, alpha=config.lora_alpha or 2.0 * rank, targets=config.target_modules)
 
     def _tokens(self) -> int:

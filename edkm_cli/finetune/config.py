@@ -6,25 +6,17 @@ Nothing here imports torch, so `--help` and the checks of a configuration are in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import CompressConfig, TextSettings, TrainingSettings
+from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress
 from edkm_cli.contradictions import unmeasured_best
 from edkm_cli.errors import UserError
-from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting, setting_of
+from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting
 
 TABLES = "tables"
 _MEASURED = "Text on which perplexity is measured; default: a tenth held out of the first --data."
-_IN_COMPRESS = {of.name: of for of in fields(CompressConfig)}
-
-
-def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
-    """A dataclass field that declares the option `name` of `edkm compress`, with what is different here."""
-    of = _IN_COMPRESS[name]
-    about = replace(setting_of(of), **changes)
-    return field(default=of.default if default is MISSING else default, metadata={"setting": about})
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,9 @@ class Parts:
 
     def head_parameters(self) -> list[nn.Parameter]:
         """What trains in the second part: an adapter of the output embedding, perhaps."""
-        return [parameter for parameter in self.copied() if parameter.requires_grad]
-
-    def copied(self) -> list[nn.Parameter]:
-        """All parameters of the second part."""
-        return [] if self._shell is None else list(self._shell.parameters())
+        if self._shell is None:
+            return []
+        return [parameter for parameter in self._shell.parameters() if parameter.requires_grad]
 
     def release(self) -> None:
         """Let go of the model; `logits` is left."""

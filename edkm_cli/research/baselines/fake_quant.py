@@ -8,29 +8,16 @@ computed as they appear and never stored.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.research.baselines.grid import Uniform
-
-
-class FakeQuantize(torch.autograd.Function):
-    """`Uniform.round` whose gradient is that of the identity (straight-through estimator)."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, form: Uniform) -> Tensor:
-        return form.round(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
 
 
 def per_token(values: Tensor, bits: int) -> Tensor:
     """Activations (..., features), rounded with a scale for each token."""
-    return FakeQuantize.apply(values, Uniform(bits, 0, "absmax", "float32"))
+    return StraightThrough.apply(values, Uniform(bits, 0, "absmax", "float32").round)
 
 
 def quantize_inputs(layers: Iterable[nn.Module], bits: int) -> None:

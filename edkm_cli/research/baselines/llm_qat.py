@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.data import Blocks
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import FakeQuantize, quantize_inputs, quantize_outputs
+from edkm_cli.research.baselines.fake_quant import quantize_inputs, quantize_outputs
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_at_least, check_bits, check_positive
 from edkm_cli.research.baselines.train import train
@@ -137,7 +138,7 @@ class _Quantized(nn.Module):
         self._form = form
 
     def forward(self, weight: Tensor) -> Tensor:
-        return FakeQuantize.apply(weight, self._form)
+        return StraightThrough.apply(weight, self._form.round)
 
 
 def distil(

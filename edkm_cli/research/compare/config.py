@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import ready_file
+from edkm_cli.config import as_in_compress, ready_file
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import METHODS as BASELINES
 from edkm_cli.settings import (
@@ -60,14 +60,9 @@ class CompareConfig:
     data: tuple[str, ...] = setting(
         ("builtin",), "Text to calibrate and train on: wikitext2, alpaca, builtin or a file.", DATA
     )
-    eval_data: tuple[str, ...] = setting(
-        (),
-        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
-        "of the first --data.",
-        DATA,
-    )
-    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
-    eval_windows: int = setting(8, "Number of windows on which perplexity is measured.", DATA, minimum=1)
+    eval_data: tuple[str, ...] = as_in_compress("eval_data")
+    context: int = as_in_compress("context")
+    eval_windows: int = as_in_compress("eval_windows", 8)
     calibration_samples: int = setting(128, "Sequences that the baselines calibrate on.", DATA, minimum=1)
     sequence_length: int = setting(512, "Tokens in a sequence for calibration and training.", TRAINING, minimum=2)
     steps: int = setting(100, "Optimizer steps of the methods that train.", TRAINING, minimum=0)
