@@ -169,7 +169,7 @@ class QuantizationSpec:
         """Name -> (dtype, shape) of what a palettized linear stores."""
         groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
         tensors: dict[str, tuple[torch.dtype, tuple]] = {
-            "indices": (torch.uint8, (out_features, packed_width(in_features, bits))),
+            "indices": (torch.uint8, (out_features, packed_width(in_features, bits)))
         }
         shape = (groups, 2**bits) if self.palette == FREE else (out_features, groups // out_features)
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
@@ -259,11 +259,7 @@ class SafetensorsWriter:
         for name in sorted(tensors, key=lambda name: (_LAYOUT_RANK[tensors[name][0]], name)):
             dtype, shape = tensors[name]
             start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-            header[name] = {
-                "dtype": SAFETENSORS_DTYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
+            header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
             self._offsets[name] = start
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)

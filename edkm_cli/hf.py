@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.quantizers import (
-    HfQuantizer,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models

@@ -27,14 +27,9 @@ import yaml
 
 from edkm_cli.errors import UserError
 
-PANELS = MODEL, COMPRESSION, TRAINING, DATA, SCALE, OUTPUT = (
-    "Model",
-    "Compression",
-    "Training",
-    "Data",
-    "Scale",
-    "Output",
-)
+PANELS = MODEL, COMPRESSION, TRAINING, DATA, VERDICT, TASKS, SCALE, OUTPUT = (
+    "Model", "Compression", "Training", "Data", "Verdict", "Tasks", "Scale", "Output",
+)  # fmt: skip
 
 _PREFIX = "configuration: "
 _MAX_YAML_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**18, 10_000, 100

@@ -14,6 +14,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
@@ -57,11 +58,13 @@ def test_a_run_leaves_a_model_that_loads_and_measures_as_reported(model_director
         assert (tmp_path / "out" / name).is_file()
     again = evaluate_model(
         str(tmp_path / "out"),
-        data=str(text_file),
-        context=64,
-        max_windows=2,
-        dtype="float32" if config.dtype == "auto" else config.dtype,
-        device="cpu",
+        EvalConfig(
+            data=(str(text_file),),
+            context=64,
+            max_windows=2,
+            dtype="float32" if config.dtype == "auto" else config.dtype,
+            device="cpu",
+        ),
     )
     assert again["weights_bytes"] == report["weights_bytes"]
     assert again["decoder_bits_per_weight"] == pytest.approx(report["decoder_bits_per_weight"])
@@ -205,6 +208,7 @@ def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, tex
     assert measured["exported"] == pytest.approx(measured["trained" if steps else "start"], rel=1e-5)
     assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16
     assert verify_checkpoint(tmp_path / "out")["report"]
-    measure = {"context": 32, "max_windows": 1, "dtype": "float32", "device": "cpu"}
-    sizes = evaluate_model(str(tmp_path / "out"), data=text, **measure)
+    sizes = evaluate_model(
+        str(tmp_path / "out"), EvalConfig(data=(str(text),), context=32, max_windows=1, device="cpu")
+    )
     assert sizes["model_bits_per_weight"] == pytest.approx(result["model_bits_per_weight"])

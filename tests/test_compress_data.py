@@ -8,6 +8,7 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.progress import Observer
 from edkm_cli.report.build import build_report
 from edkm_cli.summaries import summary
@@ -157,12 +158,7 @@ def test_several_texts_are_measured_and_a_document_that_is_trained_on_is_told_lo
     # The exported model beside the uncompressed one, by the command itself.
     again = evaluate_model(
         str(tmp_path / "out"),
-        data=list(names),
-        context=32,
-        max_windows=2,
-        dtype="float32",
-        device="cpu",
-        reference=str(model_directory),
+        EvalConfig(data=tuple(names), context=32, max_windows=2, device="cpu", reference=str(model_directory)),
     )
     for row, text in zip(report["texts"], again["texts"], strict=True):
         assert row["exported"] == pytest.approx(text["perplexity"], rel=1e-4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.tasks import load_tasks, run_tasks
 from edkm_cli.hf import load
 from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
@@ -182,20 +183,24 @@ def test_beside_a_reference_there_are_recovery_and_the_answers_that_changed(
 
 def test_limit_batches_and_examples_in_the_prompt(folder):
     model, tokenizer = tiny_llama(), byte_tokenizer()
-    loaded = load_tasks(["little_choices"], task_path=folder)
+    loaded = load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder)))
     whole = run_tasks(model, tokenizer, loaded)
     assert run_tasks(model, tokenizer, loaded, batch_size=5) == whole
     first = run_tasks(model, tokenizer, loaded, limit=5)[0]["little_choices"]
     assert first["samples"] == 5
-    shots = run_tasks(model, tokenizer, load_tasks(["little_choices"], task_path=folder, num_fewshot=2), limit=5)
+    shots = run_tasks(
+        model, tokenizer, load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), num_fewshot=2)), limit=5
+    )
     assert shots[0]["little_choices"]["num_fewshot"] == 2
-    again = run_tasks(model, tokenizer, load_tasks(["little_choices"], task_path=folder, num_fewshot=2), limit=5)
+    again = run_tasks(
+        model, tokenizer, load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), num_fewshot=2)), limit=5
+    )
     assert again == shots  # the same examples are drawn
 
 
 def test_a_local_file_comes_before_the_harness_s_own_task(folder):
     (folder / "choice.yaml").write_text(_CHOICE.format(name="piqa"))
-    tasks = load_tasks(["piqa"], task_path=folder)["piqa"]["tasks"]
+    tasks = load_tasks(EvalConfig(tasks="piqa", task_path=str(folder)))["piqa"]["tasks"]
     assert len(tasks["piqa"].eval_docs) == len(QUESTIONS)
 
 
@@ -261,7 +266,7 @@ class TestErrors:
         (folder / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         text = _CHOICE.format(name="little_choices").replace("doc_to_target: label", 'doc_to_target: "{{label}}"')
         (folder / "choice.yaml").write_text(text)
-        loaded = load_tasks(["little_choices"], task_path=folder)
+        loaded = load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder)))
         with pytest.raises(UserError, match="document 3"):
             run_tasks(tiny_llama(), byte_tokenizer(), loaded)
         assert run_tasks(tiny_llama(), byte_tokenizer(), loaded, limit=3)[0]["little_choices"]["samples"] == 3
@@ -269,7 +274,9 @@ class TestErrors:
     def test_a_task_that_does_not_fit_the_model(self, folder):
         (folder / "write.yaml").write_text(_WRITE.replace("max_gen_toks: 3", "max_gen_toks: 300"))
         with pytest.raises(UserError, match=r"little_answers does not fit .*maximum sequence length"):
-            run_tasks(tiny_llama(), byte_tokenizer(), load_tasks(["little_answers"], task_path=folder))
+            run_tasks(
+                tiny_llama(), byte_tokenizer(), load_tasks(EvalConfig(tasks="little_answers", task_path=str(folder)))
+            )
 
     def test_task_path_that_is_none(self, model_directory, tmp_path):
         assert "must be a directory" in refused("eval", model_directory, "--tasks", "a", "--task-path", tmp_path / "no")
@@ -287,8 +294,8 @@ class TestErrors:
         text = _CHOICE.format(name="little_choices").replace("metric: acc_norm", f"metric: {tmp_path / 'spy'}")
         (folder / "choice.yaml").write_text(text)
         with pytest.raises(UserError, match="--trust-remote-code"):
-            load_tasks(["little_choices"], task_path=folder)
+            load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder)))
         assert not trace.exists()
         with pytest.raises(UserError):  # allowed, but the script is no metric
-            load_tasks(["little_choices"], task_path=folder, trust_remote_code=True)
+            load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), trust_remote_code=True))
         assert trace.exists()

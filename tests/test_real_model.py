@@ -11,6 +11,7 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
+from edkm_cli.evaluate.config import EvalConfig
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -74,7 +75,7 @@ def test_the_evaluator_reproduces_the_reference_perplexities(context, expected):
     text = os.environ.get("EDKM_WIKITEXT2_TEST")
     if not text:
         pytest.skip("EDKM_WIKITEXT2_TEST does not name the WikiText-2 raw test split")
-    result = evaluate_model("smollm2-135m", data=text, context=context, max_windows=8, dtype="float32", device="cpu")
+    result = evaluate_model("smollm2-135m", EvalConfig(data=(text,), context=context, max_windows=8, device="cpu"))
     assert result["tokens"] == 304_986
     assert result["perplexity"] == pytest.approx(expected, abs=1e-3)
 

@@ -69,8 +69,7 @@ def bench_runtime_command(
     ] = None,
     device: Device = "auto",
     cold: Annotated[
-        bool,
-        typer.Option("--cold/--warm", help="Go through many matrices that no cache holds, or stay with one."),
+        bool, typer.Option("--cold/--warm", help="Go through many matrices that no cache holds, or stay with one.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

@@ -8,125 +8,46 @@ from typing import Annotated, Any
 
 import typer
 
-from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, finish, stamped
+from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, configured, finish, stamped
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate.limits import Limits
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.ownership import input_paths, replace_file
+from edkm_cli.settings import OUTPUT
+
+Model = Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")]
 
 
+@configured(EvalConfig)
 def eval_command(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            "--eval-data",
-            metavar="TEXT",
-            help="Text to measure on: wikitext2, builtin, builtin-prose or a file. Repeatable. Default: wikitext2, or none "
-            "with --tasks.",
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window on which perplexity is measured.")] = 2048,
-    max_windows: Annotated[
-        int | None, typer.Option(min=1, help="Number of windows, from the first; default: all.")
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="Uncompressed model: compare predictions, layers, texts and answers with it, and say pass or fail."
-        ),
-    ] = None,
-    max_kl: Annotated[
-        float, typer.Option(min=0, help="Most KL divergence per token from --reference; 0: no limit.")
-    ] = Limits.max_kl,
-    min_agreement: Annotated[
-        float, typer.Option(min=0, max=1, help="Least share of predictions with the likeliest token of --reference.")
-    ] = Limits.min_agreement,
-    max_matrix_error: Annotated[
-        float, typer.Option(min=0, help="Most relative error of a matrix's outputs, from --reference; 0: no limit.")
-    ] = Limits.max_matrix_error,
-    max_perplexity_ratio: Annotated[
-        float, typer.Option(min=0, help="Most perplexity, as a multiple of that of --reference; 0: no limit.")
-    ] = Limits.max_perplexity_ratio,
-    positions: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Window measured by position, with --reference; default: the full context, at most 8192."
-        ),
-    ] = None,
-    prompts: Annotated[
-        int, typer.Option(min=0, max=64, help="Prompts that both models write after, with --reference.")
-    ] = 64,
+    settings: EvalConfig,
+    model: Model,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the verdict as an HTML page, with --reference.")
-    ] = None,
-    dtype: Dtype = "float32",
-    device: Device = "auto",
-    speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second as well.")] = False,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas, such as piqa,hellaswag.")
-    ] = None,
-    task_path: Annotated[
         Path | None,
-        typer.Option(help="Directory with your own task files (*.yaml). They may run code, so trust them first."),
+        typer.Option(
+            metavar="FILE", help="Write the verdict as an HTML page, with --reference.", rich_help_panel=OUTPUT
+        ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of documents of each task, from the first; default: all.")
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Number of examples in the prompt of a task; default: the task's own.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a forward pass, for tasks.")] = 1,
-    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
-    inputs = [
-        *input_paths("MODEL", model),
-        *input_paths("--data", *(data or ())),
-        *input_paths("--task-path", task_path),
-    ]
-    inputs += input_paths("--reference", reference)
+    inputs = [*input_paths("MODEL", model), *input_paths("--data", *settings.data)]
+    inputs += [*input_paths("--task-path", settings.task_path), *input_paths("--reference", settings.reference)]
     check_json_target(json_file, inputs)
-    if page is not None and reference is None:
+    if page is not None and settings.reference is None:
         raise UserError("--page shows a comparison with --reference, which is not given")
     check_json_target(page, inputs, "--page")
     from edkm_cli.evaluate.command import evaluate_model
     from edkm_cli.evaluate.limits import require_passed
-    from edkm_cli.preflight import choose_device
     from edkm_cli.progress import Progress
     from edkm_cli.report.verdict import verdict_page
     from edkm_cli.summaries import evaluation_summary
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
-    if tasks is not None and not names:
-        raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got nothing")
-    progress, limits = Progress(), Limits(max_kl, min_agreement, max_matrix_error, max_perplexity_ratio)
-    result = evaluate_model(
-        model,
-        data=data or (["wikitext2"] if not names else ["builtin-prose"] if reference is not None else []),
-        context=context,
-        max_windows=max_windows,
-        dtype=dtype,
-        device=choose_device(device),
-        reference=reference,
-        speed=speed,
-        trust_remote_code=trust_remote_code,
-        benchmarks=names,
-        task_path=task_path,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        batch_size=batch_size,
-        limits=limits,
-        positions=positions,
-        prompts=prompts,
-        track=progress.track,
-        say=progress.say,
-    )
+    progress = Progress()
+    result = evaluate_model(model, settings, track=progress.track, say=progress.say)
     if page is not None:
         replace_file(page, verdict_page(stamped(result)))
     finish(evaluation_summary(result), stamped(result), json_file)
-    if reference is not None:
+    if settings.reference is not None:
         require_passed(result["verdict"])
 
 
@@ -184,7 +105,7 @@ def report_command(
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")],
+    model: Model,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; without it, a conversation in the terminal.")
     ] = None,

@@ -25,8 +25,7 @@ def export_command(
         ),
     ] = "auto",
     verify: Annotated[
-        str,
-        typer.Option(help="weights: compare all weights with the source; perplexity: measure both models as well."),
+        str, typer.Option(help="weights: compare all weights with the source; perplexity: measure both models as well.")
     ] = "weights",
     data: Annotated[
         str, typer.Option(help="Text for --verify perplexity: builtin, wikitext2, ... or a file.")

@@ -39,8 +39,7 @@ def _finetune(
     overwrite: Overwrite = False,
     resume: Resume = False,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", metavar="", help="Only print what would be trained.", rich_help_panel=SCALE),
+        bool, typer.Option("--dry-run", metavar="", help="Only print what would be trained.", rich_help_panel=SCALE)
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -65,10 +64,7 @@ distill_command = configured(FinetuneConfig, build_distill_config)(_finetune)
 
 @configured(MergeConfig, build_merge_config)
 def merge_command(
-    settings: MergeConfig,
-    directory: Directory,
-    overwrite: Overwrite = False,
-    json_file: JsonFile = None,
+    settings: MergeConfig, directory: Directory, overwrite: Overwrite = False, json_file: JsonFile = None
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
     check_json_target(json_file, run_paths(settings, "DIR", directory))

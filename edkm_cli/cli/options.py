@@ -14,7 +14,7 @@ import typer
 from edkm_cli import __version__
 from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, replace_file, require_apart, require_replaceable
-from edkm_cli.settings import MODEL, OUTPUT, PANELS, setting_of
+from edkm_cli.settings import MODEL, OUTPUT, PANELS, from_mapping, setting_of
 
 _Config = TypeVar("_Config")
 
@@ -34,19 +34,13 @@ Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the w
 Overwrite = Annotated[
     bool,
     typer.Option(
-        "--overwrite",
-        metavar="",
-        help="Replace what --output holds, once the result is whole.",
-        rich_help_panel=OUTPUT,
+        "--overwrite", metavar="", help="Replace what --output holds, once the result is whole.", rich_help_panel=OUTPUT
     ),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume",
-        metavar="",
-        help="Continue the unfinished run of --output, if there is one.",
-        rich_help_panel=OUTPUT,
+        "--resume", metavar="", help="Continue the unfinished run of --output, if there is one.", rich_help_panel=OUTPUT
     ),
 ]
 _CONFIG_FILE = Annotated[
@@ -62,25 +56,33 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def configured(
-    kind: type[_Config], build: Callable[[Path | None, Mapping[str, Any]], _Config]
+    kind: type[_Config], build: Callable[[Path | None, Mapping[str, Any]], _Config] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: a command whose first parameter is a configuration gets `--config` and an option for each field.
+    """Decorator: a command whose first parameter is a configuration gets an option for each field.
 
     Args:
         kind: the configuration, a dataclass of `edkm_cli.settings.setting` fields.
-        build: makes one from the file of `--config` and the flags that were given; the others are None.
+        build: makes one from the file of `--config` and the flags that were given; the others are None. Without it there
+            is no `--config`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def parsed(*, config: Path | None, **values: Any) -> None:
+        def parsed(**values: Any) -> None:
             flags = {of.name: _given(values, of) for of in fields(kind)}  # type: ignore[arg-type]
+            if build is None:
+                command(
+                    from_mapping(kind, {name: value for name, value in flags.items() if value is not None}), **values
+                )
+                return
+            config = values.pop("config")
             settings = build(config, flags)
             require_apart("--output", Path(settings.output), input_paths("--config", config))  # type: ignore[attr-defined]
             command(settings, **values)
 
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        parameters = [*_options(kind), _parameter("config", _CONFIG_FILE), *arguments]
-        parameters = sorted((one.replace(kind=one.KEYWORD_ONLY) for one in parameters), key=_panel)
+        file = [] if build is None else [_parameter("config", _CONFIG_FILE)]
+        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in (*_options(kind), *file, *arguments)]
+        parameters.sort(key=_panel)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         parsed.__annotations__ = {one.name: one.annotation for one in parameters}
         parsed.__doc__, parsed.__name__ = command.__doc__, command.__name__
@@ -102,8 +104,9 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """The place of a parameter's panel in `--help`."""
-    return PANELS.index(get_args(parameter.annotation)[1].rich_help_panel)
+    """The place of a parameter's panel in `--help`; of one without a panel the first."""
+    panel = get_args(parameter.annotation)[1].rich_help_panel
+    return PANELS.index(panel) if panel else 0
 
 
 def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,110 +17,69 @@ from edkm_cli.contradictions import too_long
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
-from edkm_cli.evaluate.limits import Limits, judge
+from edkm_cli.evaluate.config import EvalConfig
+from edkm_cli.evaluate.limits import judge
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.speed import measure_speed
 from edkm_cli.evaluate.verdict import Study, text_row
-from edkm_cli.evaluate.writing import MOST
 from edkm_cli.format import read_spec
 from edkm_cli.hf import load_any
 from edkm_cli.integrity import check_checkpoint, stored_skeleton
 from edkm_cli.nn.swap import dequantize_model, is_packed
+from edkm_cli.preflight import choose_device
 from edkm_cli.progress import Track, no_progress
 
 _SMALL_BYTES = 2**30  # a dense 16-bit model of up to this size is measured in float32, too, which takes twice as much
 
 
 def evaluate_model(
-    name: str,
-    *,
-    data: str | Sequence[str] | None,
-    context: int,
-    max_windows: int | None,
-    dtype: str,
-    device: str,
-    reference: str | None = None,
-    speed: bool = False,
-    trust_remote_code: bool = False,
-    benchmarks: Sequence[str] = (),
-    task_path: str | Path | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int = 1,
-    limits: Limits | None = None,
-    positions: int | None = None,
-    prompts: int = MOST,
-    track: Track = no_progress,
-    say: Callable[[str], None] = lambda text: None,
+    name: str, settings: EvalConfig, *, track: Track = no_progress, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
-    Of several texts each has a row in `texts`; the keys beside it are those of the first. Without `data` there is no
-    perplexity: it and what belongs to it are None. `benchmarks` are tasks of
-    lm-evaluation-harness; `task_path`, `limit`, `num_fewshot` and `batch_size` are theirs (see edkm_cli.evaluate.tasks).
-    `reference` is the uncompressed model that everything is compared with, measured first, with a verdict by `limits`;
-    `positions` and `prompts` say how much (edkm_cli.evaluate.verdict). `say` gets warnings.
+    Of several texts each has a row in `texts`; the keys beside it are those of the first. Without a text there is no
+    perplexity: it and what belongs to it are None. The reference is measured first, and there is a verdict. `say` gets
+    warnings.
 
     Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
+    dtype, device, reference = settings.dtype, choose_device(settings.device), settings.reference
     models.check_dtype(dtype)
-    source = models.resolve(name)
-    names = [data] if isinstance(data, str) else list(data or ())
+    trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    source, names = models.resolve(name), settings.texts
     if len(set(names)) < len(names):
         raise UserError(f"--data must name each text once, got {', '.join(names)}")
-    if not names and (speed or not benchmarks):
+    if settings.speed and not names:
         raise UserError("--data must name a text: only --tasks work without one; give --data")
-    if reference is not None and not names:
-        raise UserError("--reference must come with a text on which models are compared; give --data")
     if reference is not None:
         if source.path is not None and read_spec(source.path) is not None:
-            check_checkpoint(source.path, trust_remote_code=trust_remote_code)
-        _require_same_words(source, models.resolve(reference), trust_remote_code=trust_remote_code)
+            check_checkpoint(source.path, **trust)
+        _require_same_words(source, models.resolve(reference), **trust)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
-    words = source if reference is None else models.resolve(reference)
-    late = models.LateTokenizer(words, trust_remote_code=trust_remote_code)
-    documents = {}
-    for text in names:
-        documents[text] = texts.load_documents(texts.parse_source(text), tokenizer=late)
-    loaded: dict[str, Any] = {}
-    if benchmarks:
-        loaded = tasks.load_tasks(
-            benchmarks, task_path=task_path, num_fewshot=num_fewshot, trust_remote_code=trust_remote_code
-        )
-    load = partial(load_any, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    late = models.LateTokenizer(source if reference is None else models.resolve(reference), **trust)
+    documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
+    loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
+    load = partial(load_any, dtype=dtype, device=device, trust_remote_code=settings.trust_remote_code)
     model = load(name if reference is None else reference)
-    tokens = [texts.tokenize(document, late.tokenizer) for document in documents.values()]
+    tokens = [texts.tokenize(document, late.tokenizer) for document in documents]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="edkm-reference-") as directory:
-        study = Study(
-            names,
-            tokens,
-            late.tokenizer,
-            Path(directory),
-            context=context,
-            max_windows=max_windows,
-            positions=positions,
-            prompts=prompts,
-            benchmarks=loaded,
-            limit=limit,
-            batch_size=batch_size,
-            track=track,
-        )
+        study = Study(settings, tokens, late.tokenizer, Path(directory), loaded, track)
         if reference is not None:
             study.see_reference(model)
             del model  # one of the two at a time
             model = load(name)
-        for warning in too_long(model.config, {"--context": context, "--positions": positions or 0}):
+        for warning in too_long(model.config, {"--context": settings.context, "--positions": settings.positions or 0}):
             say(f"WARNING: {warning}")
         measured, beside = study.see_model(model)
     compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
-    size = footprint(stored_skeleton(source.location, trust_remote_code=trust_remote_code) if compressed else model)
+    size = footprint(stored_skeleton(source.location, **trust) if compressed else model)
     result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
     if names:
-        rows = [text_row(text, found) for text, found in zip(names, measured, strict=True)]
+        rows = [text_row(text, figures) for text, figures in zip(names, measured, strict=True)]
         result |= {} if reference is None else {"reference": reference}
         result |= rows[0] | {"texts": rows} | beside
     stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
@@ -131,7 +90,7 @@ def evaluate_model(
         "decoder_bits_per_weight": size.decoder_bits_per_weight * stored,
         "model_bits_per_weight": size.model_bits_per_weight * stored,
     }
-    if speed:
+    if settings.speed:
         result |= measure_speed(model, tokens[0])
         if is_packed(model):  # the same weights dense, in the same run; nothing below needs them packed
             dequantize_model(model, getattr(torch, dtype))
@@ -143,7 +102,7 @@ def evaluate_model(
         result |= study.see_tasks(model)
         result["lm_eval_version"] = tasks.harness_version()
     if reference is not None:
-        result["verdict"] = judge(result, limits or Limits())
+        result["verdict"] = judge(result, settings)
     result["seconds"] = time.perf_counter() - start
     result["peak_memory_bytes"] = peak_memory_bytes(device)
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.config import EvalConfig
 
 # How far the exported model's perplexity may be from that of the model it was made of: both multiply the same weights,
 # but kernels for packed weights may add in another order.
@@ -40,42 +40,26 @@ def require_ratio(text: Mapping[str, Any], limit: float, staging: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What `edkm eval --reference` asks of a model, on each text; 0 asks nothing.
-
-    Those of KL and agreement lie a little beyond what 3 bits cost SmolLM2-135M. A matrix whose outputs are wrong by more
-    than themselves does more harm than none.
-    """
-
-    max_kl: float = 0.2
-    min_agreement: float = 0.75
-    max_matrix_error: float = 1.0
-    max_perplexity_ratio: float = 0.0
-
-
-def judge(result: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:
     """The verdict on a result of `edkm eval`: `passed`, `limits` (each with its `limit`, what it is `of`, `value`, `bound`
     and `passed`), and `worst`: the matrices with the largest errors, the first three."""
     worst = sorted(result["matrices"], key=lambda row: -row["error"])[:3]
-    rows: list[tuple[str, str, float, float, bool]] = []
+    values: list[tuple[str, str, float]] = []
     for text in result["texts"]:
-        kl, agreement, ratio = (
-            text["kl_per_token"],
-            text["top1_agreement"],
-            text["perplexity"] / text["reference_perplexity"],
-        )
-        rows.append(("--max-kl", text["data"], kl, limits.max_kl, kl <= limits.max_kl))
-        rows.append(
-            ("--min-agreement", text["data"], agreement, limits.min_agreement, agreement >= limits.min_agreement)
-        )
-        bound = limits.max_perplexity_ratio
-        rows.append(("--max-perplexity-ratio", text["data"], ratio, bound, ratio <= bound))
-    if worst:
-        error, bound = worst[0]["error"], limits.max_matrix_error
-        rows.append(("--max-matrix-error", worst[0]["name"], error, bound, error <= bound))
-    names = ("limit", "of", "value", "bound", "passed")
-    judged = [dict(zip(names, row, strict=True)) for row in rows if row[3]]
+        ratio = text["perplexity"] / text["reference_perplexity"]
+        figures = {
+            "max_kl": text["kl_per_token"],
+            "min_agreement": text["top1_agreement"],
+            "max_perplexity_ratio": ratio,
+        }
+        values += [(limit, text["data"], value) for limit, value in figures.items()]
+    values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1]]
+    judged = []
+    for limit, of, value in values:
+        if bound := getattr(limits, limit):
+            passed = value >= bound if limit == "min_agreement" else value <= bound
+            row = {"limit": "--" + limit.replace("_", "-"), "of": of, "value": value, "bound": bound, "passed": passed}
+            judged.append(row)
     return {"passed": all(row["passed"] for row in judged), "limits": judged, "worst": worst}
 
 
@@ -88,9 +72,5 @@ def require_passed(verdict: Mapping[str, Any]) -> None:
         for row in verdict["limits"]
         if not row["passed"]
     ]
-    worst = (
-        f"; the largest error of a matrix is {verdict['worst'][0]['error']:.3g}, of {verdict['worst'][0]['name']}"
-        if verdict["worst"]
-        else ""
-    )
-    raise UserError(f"the verdict is fail: {'; '.join(failed)}{worst}")
+    failed += [f"the largest error of a matrix is {row['error']:.3g}, of {row['name']}" for row in verdict["worst"][:1]]
+    raise UserError(f"the verdict is fail: {'; '.join(failed)}")

@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.summaries import metrics_of
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
@@ -36,34 +37,23 @@ Scores = dict[str, dict[str, dict[int, Any]]]
 _NOT_METRICS = ("name", "alias", "sample_len", "sample_count")
 
 
-def load_tasks(
-    names: Sequence[str],
-    *,
-    task_path: str | Path | None = None,
-    num_fewshot: int | None = None,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def load_tasks(settings: EvalConfig) -> dict[str, Any]:
     """Find tasks, groups or tags by name and fetch their data; `run_tasks` takes the result.
 
-    Args:
-        names: as in the harness's list, or in the files under `task_path`.
-        task_path: directory with task files (*.yaml); its tasks come before the harness's of the same name.
-        num_fewshot: examples in the prompt; None: as each task says (else none). As in the harness, a task that fixes
-            zero keeps zero.
-        trust_remote_code: let the harness fetch and run metrics that are code on the hub.
+    Names are as in the harness's list, or in the files under `task_path`, which come before the harness's. `num_fewshot`
+    None: as many examples as each task says, else none; as in the harness, a task that fixes zero keeps zero. With
+    `trust_remote_code` the harness may fetch and run metrics that are code on the hub.
 
     Raises UserError if the harness is not installed, for an unknown task, a task file that cannot be used, or data that
     cannot be had.
     """
-    if not names:
-        raise UserError("--tasks must name at least one task, for example piqa,hellaswag; got an empty list")
-    folder = _check_task_path(task_path)
+    names, folder = settings.benchmarks, _check_task_path(settings.task_path)
     manager = _manager(names, folder)
     loaded = {}
     for name in dict.fromkeys(names):
         if name not in manager.all_tasks:
             raise _unknown(name, manager.all_tasks, folder)
-        with chdir(folder) if folder else nullcontext(), _hub_metrics(trust_remote_code) as refused:
+        with chdir(folder) if folder else nullcontext(), _hub_metrics(settings.trust_remote_code) as refused:
             try:
                 loaded[name] = manager.load([name])
             except Exception as error:
@@ -77,7 +67,7 @@ def load_tasks(
         if not loaded[name]["tasks"]:
             raise UserError(f"--tasks {name} is a group with no tasks; choose another")
         for task in loaded[name]["tasks"].values():
-            _settle_fewshot(task, num_fewshot)
+            _settle_fewshot(task, settings.num_fewshot)
     return loaded
 
 

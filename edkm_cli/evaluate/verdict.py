@@ -17,6 +17,7 @@ from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks, writing
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.distances import by_position, distribution
 from edkm_cli.evaluate.layers import TOKENS, compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import Perplexity, perplexity
@@ -34,21 +35,14 @@ _FULL_CONTEXT = 8192  # a longer one is measured where it is asked for: attentio
 class Study:
     """The texts and how much of them is measured; after `see_reference` also what is left of the reference.
 
-    `names` and `tokens` are the texts, `positions` the length of the window that is measured by position (None: the model's
-    full context, at most 8,192), `prompts` how many are written after, `benchmarks` the loaded tasks.
+    `tokens` are those of each of the settings' texts, `benchmarks` the loaded tasks.
     """
 
-    names: list[str]
+    settings: EvalConfig
     tokens: list[Tensor]
     tokenizer: Any
     directory: Path
-    context: int
-    max_windows: int | None
-    positions: int | None = None
-    prompts: int = writing.MOST
-    benchmarks: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = None
-    batch_size: int = 1
+    benchmarks: dict[str, Any]
     track: Track = no_progress
     _predictions: RememberedPredictions | None = field(default=None, init=False)
 
@@ -68,7 +62,7 @@ class Study:
         if recorder.failure:
             raise UserError(recorder.failure)
         self._predictions = RememberedPredictions(self.directory)
-        self._asked = writing.prompts(self.prompts)
+        self._asked = writing.prompts(self.settings.prompts)
         self._texts = writing.write(model, self.tokenizer, self._asked, track=self.track) if self._asked else []
         self._answers = self._run_tasks(model)
         self._floor = self._noise_floor(model)
@@ -101,12 +95,13 @@ class Study:
             return None
         if is_packed(model):  # once, not in each of many thousand short passes
             dequantize_model(model, model.dtype)
-        return tasks.run_tasks(model, self.tokenizer, self.benchmarks, limit=self.limit, batch_size=self.batch_size)
+        limit, batch_size = self.settings.limit, self.settings.batch_size
+        return tasks.run_tasks(model, self.tokenizer, self.benchmarks, limit=limit, batch_size=batch_size)
 
     @property
     def _sample(self) -> Tensor:
         """The tokens that layers are compared on, (1, tokens)."""
-        return self.tokens[0][: min(TOKENS, self.context)][None]
+        return self.tokens[0][: min(TOKENS, self.settings.context)][None]
 
     def _measure(self, model: Any, passes: list[Pass]) -> list[Perplexity]:
         return [
@@ -116,14 +111,16 @@ class Study:
 
     @property
     def _texts_passes(self) -> list[Pass]:
-        options = {"context": self.context, "max_windows": self.max_windows, "track": self.track}
-        return [(f"perplexity of {name}", ids, options) for name, ids in zip(self.names, self.tokens, strict=True)]
+        options = {"context": self.settings.context, "max_windows": self.settings.max_windows, "track": self.track}
+        return [
+            (f"perplexity of {name}", ids, options) for name, ids in zip(self.settings.texts, self.tokens, strict=True)
+        ]
 
     def _longest_window(self, model: Any) -> list[Pass]:
         """A window of the model's full context, where that is longer than those of the texts."""
         known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        full = self.positions or min(known if isinstance(known, int) else self.context, _FULL_CONTEXT)
-        if min(full, len(self.tokens[0])) <= self.context:
+        full = self.settings.positions or min(known if isinstance(known, int) else self.settings.context, _FULL_CONTEXT)
+        if min(full, len(self.tokens[0])) <= self.settings.context:
             return []
         return [("positions", self.tokens[0], {"context": full, "max_windows": 1, "track": self.track})]
 
@@ -133,17 +130,17 @@ class Study:
             return None
         other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
         torch.nn.Module.to(model, other)
-        found = perplexity(
+        floor = perplexity(
             model,
             self.tokens[0],
-            context=self.context,
-            max_windows=min(self.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS),
+            context=self.settings.context,
+            max_windows=min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS),
             track=self.track,
             description="noise floor",
             reference=self._predictions,
         )
-        figures = {"kl_per_token": found.kl_per_token, "top1_agreement": found.top1_agreement}
-        return {"dtype": str(other).removeprefix("torch."), "windows": found.windows, **figures}
+        figures = {"kl_per_token": floor.kl_per_token, "top1_agreement": floor.top1_agreement}
+        return {"dtype": str(other).removeprefix("torch."), "windows": floor.windows, **figures}
 
 
 def text_row(name: str, measured: Perplexity) -> dict[str, Any]:

@@ -6,17 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edkm_cli.export.ownership import GENERATOR
-from edkm_cli.report.charts import (
-    MOST_LINES,
-    Series,
-    bars,
-    figure,
-    heat_map,
-    histogram,
-    legend,
-    line_chart,
-    scale_of,
-)
+from edkm_cli.report.charts import MOST_LINES, Series, bars, figure, heat_map, histogram, legend, line_chart, scale_of
 from edkm_cli.report.layers import Histogram, Weights, place
 from edkm_cli.report.markup import Markup, section, style, table, tag, unfold
 from edkm_cli.report.read import RunFiles, number

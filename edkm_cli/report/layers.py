@@ -51,12 +51,7 @@ class Weights:
 
 
 def measure_weights(
-    directory: Path,
-    original: str,
-    *,
-    original_bytes: int,
-    trust_remote_code: bool = False,
-    track: Track = no_progress,
+    directory: Path, original: str, *, original_bytes: int, trust_remote_code: bool = False, track: Track = no_progress
 ) -> Weights:
     """Measure a finished checkpoint against the model it was made from.
 
