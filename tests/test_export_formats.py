@@ -12,7 +12,7 @@ from edkm_cli import hf
 from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
-from edkm_cli.export.formats import find
+from edkm_cli.export.formats import any_precision, find, lut_b, squeezellm
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.parity import require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
@@ -137,18 +137,18 @@ def test_a_word_of_squeezellm_is_what_its_packing_loop_makes():
     index = [(7 * i + i * i) % 8 for i in range(32)]
     value = sum(one << (3 * place) for place, one in enumerate(index))
     words = torch.tensor([[value >> shift & 0xFFFFFFFF] for shift in (0, 32, 64)]).to(torch.int32)
-    assert find("squeezellm")._indices_of_words(words, 3)[0].tolist() == index
+    assert squeezellm._indices_of_words(words, 3)[0].tolist() == index
 
 
 @pytest.mark.parametrize("columns", [32, 96, 1024, 1056, 2080])
 def test_planes_of_any_precision_are_decoded_at_every_width(columns):
-    form = find("any-precision")
+    form = any_precision
     indices = torch.randint(0, 8, (4, columns), generator=torch.Generator().manual_seed(columns), dtype=torch.uint8)
     assert torch.equal(form._decoded(form._planes(indices, 3)), indices.long())
 
 
 def test_tiles_of_lut_b_keep_leading_dimensions_such_as_experts():
-    form = find("lut-b")
+    form = lut_b
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(0, 8, (3, 16, 128), generator=generator, dtype=torch.uint8)
     codebook = torch.randn(3, 2, 2, 8, generator=generator).to(torch.float8_e4m3fn)

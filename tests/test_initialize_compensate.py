@@ -15,7 +15,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import compensate, compensated, inverse_factor, row_entries
 from edkm_cli.initialize.tables import fitted_tables
-from edkm_cli.kernels import columns_torch, descent_torch
+from edkm_cli.kernels import columns_torch
 from edkm_cli.nn.clustered import clustered_layers
 from helpers import cluster, kl_divergence, tiny_llama
 
@@ -177,7 +177,7 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
         for _ in range(2):  # tables fitted, then choices improved
             start.centroids.copy_(fitted_tables(weight @ hessian, indices, hessian, start.centroids, granularity))
             errors = (lookup(indices, start.lut(), granularity=granularity) - weight) @ damped
-            descent_torch.descend(indices, errors, row_entries(start), damped, 4)
+            columns_torch.descend(indices, errors, row_entries(start), damped, 4)
     chosen = nearest_indices(last.weight, last.lut(), granularity=granularity)
     assert (chosen == indices).float().mean() > 0.99  # a choice that was close may differ in the last bit
     assert torch.allclose(last.centroids, start.centroids, atol=1e-3)

@@ -8,7 +8,8 @@ import torch
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import METHODS, load
 from edkm_cli.research.baselines.blocks import BlockStream
-from edkm_cli.research.baselines.outcome import Outcome, columns_in_group, count_uniform, decoder_linears
+from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.outcome import Outcome, decoder_linears
 from helpers import tiny_llama, tiny_qwen
 
 UNIFORM = ["rtn", "gptq", "awq"]
@@ -90,21 +91,25 @@ def test_methods_that_calibrate_refuse_to_do_without_text(method):
 
 
 def test_group_sizes_and_their_errors():
-    assert columns_in_group(0, 40, layer="x") == 40
-    assert columns_in_group(8, 40, layer="x") == 8
+    model = tiny_llama()
+    for fits in (0, 8):
+        assert len(Uniform(3, fits).linears(model)) == 14
     for wrong in (7, -8, 80):
-        with pytest.raises(UserError, match=f"columns of x, got {wrong}"):
-            columns_in_group(wrong, 40, layer="x")
+        with pytest.raises(UserError, match=rf"columns of model\.layers\.0\.self_attn\.q_proj, got {wrong}"):
+            Uniform(3, wrong).linears(model)
 
 
 def test_sizes_count_scales_zero_points_and_orders():
-    bits_per_weight, stored_bytes = count_uniform([(10, 128)], bits=3, group_size=64, zero_bits=3)
-    assert bits_per_weight == pytest.approx(3 + 19 / 64)
-    assert stored_bytes == 10 * 48 + (20 * 19 + 7) // 8
-    bits_per_weight, _ = count_uniform([(10, 128)], bits=4, group_size=0, zero_bits=0, order_bits=16)
-    assert bits_per_weight == pytest.approx(4 + 16 / 128 + 16 / 10)
+    def size(form, rows, columns, **options):
+        return form.outcome({"layer": torch.nn.Linear(columns, rows)}, **options)
+
+    grouped = size(Uniform(3, 64), 10, 128)
+    assert grouped.bits_per_weight == pytest.approx(3 + 19 / 64)
+    assert grouped.stored_bytes == 10 * 48 + (20 * 19 + 7) // 8
+    ordered = size(Uniform(4, 0, "symmetric"), 10, 128, order_bits=16)
+    assert ordered.bits_per_weight == pytest.approx(4 + 16 / 128 + 16 / 10)
     # Rows are padded to whole bytes where they are stored, which is no property of the method.
-    assert count_uniform([(2, 9)], bits=3, group_size=0, zero_bits=0)[1] == 2 * 4 + 4
+    assert size(Uniform(3, 0, "symmetric"), 2, 9).stored_bytes == 2 * 4 + 4
 
 
 @pytest.mark.parametrize(

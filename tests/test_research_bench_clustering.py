@@ -11,7 +11,7 @@ from edkm_cli.research.bench.clustering import bench_clustering, format_table
 
 def test_a_small_run_has_every_row_and_key():
     messages = []
-    result = bench_clustering(width=128, tokens=16, granularities=("tensor", "row:1"), log=messages.append)
+    result = bench_clustering(width=128, tokens=16, granularity=("tensor", "row:1"), log=messages.append)
     json.dumps(result)
     methods = [(row["method"], row.get("granularity")) for row in result["rows"]]
     assert ("dense", "tensor") in methods

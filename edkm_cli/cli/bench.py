@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +15,34 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import require_replaceable
 
 
+def _measures(module: str, function: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: a command whose options are the arguments of `function` of a module of `edkm_cli.research.bench`. Those not
+    given keep its defaults. What the module makes of the result is printed, and drawn for `--plot`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*, device: str, json_file: Path | None, plot_file: Path | None = None, **options: Any) -> None:
+            check_json_target(json_file)
+            if plot_file is not None:
+                require_replaceable("--plot", plot_file)
+                if plot_file.suffix != ".svg":
+                    raise UserError(f"--plot must name a .svg file, got {plot_file}")
+            from edkm_cli.preflight import choose_device
+            from edkm_cli.progress import Progress
+
+            bench = import_module(f"edkm_cli.research.bench.{module}")
+            given = {name: value for name, value in options.items() if value not in (None, [])}
+            result = getattr(bench, function)(**given, device=choose_device(device), log=Progress().say)
+            if plot_file is not None:
+                bench.plot(result, plot_file)
+            finish(bench.format_table(result), result, json_file)
+
+        return run
+
+    return decorate
+
+
+@_measures("clustering", "bench_clustering")
 def bench_clustering_command(
     width: Annotated[int, typer.Option(min=1, help="Rows and columns of the weight.")] = 4096,
     tokens: Annotated[
@@ -33,25 +64,9 @@ def bench_clustering_command(
     json_file: JsonFile = None,
 ) -> None:
     """Time and memory of clustering, against its reference, a plain linear layer and, where installed, coremltools."""
-    check_json_target(json_file)
-    from edkm_cli.preflight import choose_device
-    from edkm_cli.progress import Progress
-    from edkm_cli.research.bench.clustering import GRANULARITIES, bench_clustering, format_table
-
-    result = bench_clustering(
-        width=width,
-        tokens=tokens,
-        bits=bits,
-        iterations=iterations,
-        dtype=dtype,
-        device=choose_device(device),
-        granularities=tuple(granularity or GRANULARITIES),
-        dense=dense,
-        log=Progress().say,
-    )
-    finish(format_table(result), result, json_file)
 
 
+@_measures("runtime", "bench_runtime")
 def bench_runtime_command(
     shape: Annotated[
         list[str] | None, typer.Option(help="Rows and columns of a weight, such as 4096x4096. Repeatable.")
@@ -74,24 +89,9 @@ def bench_runtime_command(
     json_file: JsonFile = None,
 ) -> None:
     """Speed of linear layers on packed weights, against dense ones in bfloat16 and float32."""
-    check_json_target(json_file)
-    from edkm_cli.preflight import choose_device
-    from edkm_cli.progress import Progress
-    from edkm_cli.research.bench.runtime import SHAPES, TOKENS, bench_runtime, format_table
-
-    result = bench_runtime(
-        shapes=tuple(shape or SHAPES),
-        tokens=tuple(tokens or TOKENS),
-        bits=tuple(bits or (3, 4)),
-        granularities=tuple(granularity or ("row:1",)),
-        dtypes=tuple(dtype or ("bfloat16",)),
-        device=choose_device(device),
-        cold=cold,
-        log=Progress().say,
-    )
-    finish(format_table(result), result, json_file)
 
 
+@_measures("ablate", "run")
 def ablate_command(
     width: Annotated[int, typer.Option(help="Rows and columns of the weight; LLaMA-7B's have 4096.")] = 4096,
     learners: Annotated[int, typer.Option(help="Number of processes, the paper's learners.")] = 8,
@@ -103,24 +103,3 @@ def ablate_command(
     json_file: JsonFile = None,
 ) -> None:
     """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
-    check_json_target(json_file)
-    if plot_file is not None:
-        require_replaceable("--plot", plot_file)
-    if plot_file is not None and plot_file.suffix != ".svg":
-        raise UserError(f"--plot must name a .svg file, got {plot_file}")
-    from edkm_cli.preflight import choose_device
-    from edkm_cli.progress import Progress
-    from edkm_cli.research.bench.ablate import format_table, plot, run
-
-    result = run(
-        width=width,
-        learners=learners,
-        bits=bits,
-        iterations=iterations,
-        dtype=dtype,
-        device=choose_device(device),
-        log=Progress().say,
-    )
-    if plot_file is not None:
-        plot(result, plot_file)
-    finish(format_table(result), result, json_file)

@@ -6,7 +6,7 @@ and the starting centroids, and computes the intermediate centroids again. See `
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,46 +19,66 @@ from edkm_cli.kernels import Spread, Tile
 from edkm_cli.kernels.closed_form import Passes
 
 
-def open_passes(
-    weight: Tensor, tile: Tile, k: int, temperature: float, name: str, importance: Tensor | None = None
-) -> tuple[Passes, Spread]:
+class Settings(NamedTuple):
+    """Of a clustering: the tile, the relative temperature, the number of centroid updates, the layer in error messages."""
+
+    tile: Tile
+    temperature: float
+    iterations: int
+    name: str
+
+
+def open_passes(weight: Tensor, k: int, settings: Settings, importance: Tensor | None = None) -> tuple[Passes, Spread]:
     """The passes over a weight and its groups' temperatures. See `require_finite` for NaN and Inf."""
-    passes = kernels.passes(weight.detach(), tile, k, importance)
+    passes = kernels.passes(weight.detach(), settings.tile, k, importance)
     mean, variance = passes.spread()
-    require_finite(variance, layer=name)
-    return passes, kernels.relative_temperature(mean, variance, temperature)
+    require_finite(variance, layer=settings.name)
+    return passes, kernels.relative_temperature(mean, variance, settings.temperature)
+
+
+def iterated(
+    weight: Tensor, centroids: Tensor, importance: Tensor | None, settings: Settings
+) -> tuple[Tensor, Passes, Spread]:
+    """(the centroids after the updates in their own dtype of computation, what `open_passes` returns)."""
+    passes, spread = open_passes(weight, centroids.shape[1], settings, importance)
+    start = centroids.detach().to(kernels.centroid_dtype(weight))
+    final = passes.iterate(start, spread.tau, settings.iterations)
+    require_finite(final, layer=settings.name)
+    return final, passes, spread
+
+
+def gradients(
+    weight: Tensor,
+    centroids: Tensor,
+    importance: Tensor | None,
+    settings: Settings,
+    grad: Tensor | None,
+    grad_centroids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dL/dweight in any dtype, dL/dcentroids) from the gradients of the clustered weight and of the last centroids."""
+    passes, spread = open_passes(weight, centroids.shape[1], settings, importance)
+    start = centroids.detach().to(kernels.centroid_dtype(weight))
+    grad_weight, grad_start = passes.backward(start, spread, settings.iterations, grad, grad_centroids)
+    return grad_weight, grad_start.to(centroids.dtype)
 
 
 class _FusedDkm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        centroids: Tensor,
-        importance: Tensor | None,
-        tile: Tile,
-        temperature: float,
-        iterations: int,
-        name: str,
+        ctx: Any, weight: Tensor, centroids: Tensor, importance: Tensor | None, settings: Settings
     ) -> tuple[Tensor, Tensor]:
-        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, importance)
-        final = kernels.iterate(passes, centroids.to(kernels.centroid_dtype(weight)), spread.tau, iterations)
-        require_finite(final, layer=name)
+        final, passes, spread = iterated(weight, centroids, importance, settings)
         ctx.save_for_backward(weight, centroids, importance)
-        ctx.options = (tile, temperature, iterations, name)
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         # Without an iteration the final centroids would be an input returned as an output.
-        return passes.soft(final, spread.tau, weight.dtype), final.clone() if iterations == 0 else final
+        return passes.soft(final, spread.tau, weight.dtype), final.clone() if settings.iterations == 0 else final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_centroids: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, centroids, importance = ctx.saved_tensors
-        tile, temperature, iterations, name = ctx.options
-        passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, importance)
-        start = centroids.to(kernels.centroid_dtype(weight))
-        grad_weight, grad_start = kernels.backward(passes, start, spread, iterations, grad, grad_centroids)
-        return grad_weight, grad_start.to(centroids.dtype), None, None, None, None, None
+        return *gradients(weight, centroids, importance, ctx.settings, grad, grad_centroids), None, None
 
 
 def fused_dkm(
@@ -82,7 +102,7 @@ def fused_dkm(
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     mass = checked_importance(importance, weight, layer=name)
-    return _FusedDkm.apply(weight, centroids, mass, tile, temperature, iterations, name)
+    return _FusedDkm.apply(weight, centroids, mass, Settings(tile, temperature, iterations, name))
 
 
 @torch.no_grad()
@@ -103,8 +123,5 @@ def iterate_centroids(
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     mass = checked_importance(importance, weight, layer=name)
-    passes, spread = open_passes(weight, tile, centroids.shape[1], temperature, name, mass)
-    start = centroids.detach().to(kernels.centroid_dtype(weight))
-    final = kernels.iterate(passes, start, spread.tau, iterations)
-    require_finite(final, layer=name)
+    final = iterated(weight, centroids, mass, Settings(tile, temperature, iterations, name))[0]
     return final.clone() if iterations == 0 else final

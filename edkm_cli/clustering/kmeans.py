@@ -18,12 +18,7 @@ from edkm_cli.granularity import Granularity
 
 @torch.no_grad()
 def kmeans_start(
-    weight: Tensor,
-    k: int,
-    *,
-    granularity: str | Granularity,
-    importance: Tensor | None = None,
-    name: str = "weight",
+    weight: Tensor, k: int, *, granularity: str | Granularity, importance: Tensor | None = None, name: str = "weight"
 ) -> Tensor:
     """Centroids (groups, k) float32 that minimise the weighted squared error of snapping each weight (out, in) to its
     nearest, ascending in each group. With fewer distinct values than k the last one is repeated.

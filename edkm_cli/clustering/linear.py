@@ -15,11 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import checked_importance, checked_tile, non_finite, require_finite
-from edkm_cli.clustering.fused import open_passes
+from edkm_cli.clustering.fused import Settings, gradients, iterated, open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels import Tile
 
 MODES = ("soft", "hard", "straight-through")
 
@@ -30,47 +29,22 @@ def trains_luts(mode: str, iterations: int) -> bool:
 
 
 class _Options(NamedTuple):
-    tile: Tile
-    k: int
-    temperature: float
-    iterations: int
+    settings: Settings
     mode: str
     lut_dtype: torch.dtype | None
     lut_scale: float | None
-    name: str
 
 
 def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     """The weight that forward multiplies with, in `dtype`: computed in float32 and rounded once."""
     if options.mode == "soft":
-        passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name)
+        passes, spread = open_passes(weight, final.shape[1], options.settings)
         return passes.soft(final, spread.tau, dtype)
     lut = round_lut(final, options.lut_dtype, options.lut_scale).to(final.dtype)
-    snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
+    snapped, finite = kernels.snap(weight.detach(), lut, options.settings.tile, dtype)
     if finite is False:  # None where a GPU has not been asked
-        raise non_finite(options.name)
+        raise non_finite(options.settings.name)
     return snapped
-
-
-def _weight_gradients(
-    weight: Tensor,
-    centroids: Tensor,
-    importance: Tensor | None,
-    grad: Tensor,
-    options: _Options,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dL/dweight, dL/dcentroids) from the gradient of the forward weight; dL/dweight in any dtype."""
-    start = centroids.detach().to(kernels.centroid_dtype(weight))
-    if options.mode == "straight-through":
-        entries = None
-        if wanted[1]:
-            lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
-            entries = kernels.sum_by_entry(weight.detach(), lut, grad, options.tile).to(centroids.dtype)
-        return grad if wanted[0] else None, entries
-    passes, spread = open_passes(weight, options.tile, options.k, options.temperature, options.name, importance)
-    grad_weight, grad_start = kernels.backward(passes, start, spread, options.iterations, grad, None)
-    return grad_weight if wanted[0] else None, grad_start.to(centroids.dtype)
 
 
 class _ClusteredLinear(torch.autograd.Function):
@@ -85,14 +59,11 @@ class _ClusteredLinear(torch.autograd.Function):
         final: Tensor | None,
         options: _Options,
     ) -> Tensor:
-        if final is None:
+        if final is None and options.mode != "straight-through":
+            final = iterated(weight, centroids, importance, options.settings)[0]
+        elif final is None:
             final = centroids.detach().to(kernels.centroid_dtype(weight))
-            if options.mode != "straight-through":
-                passes, spread = open_passes(
-                    weight, options.tile, options.k, options.temperature, options.name, importance
-                )
-                final = kernels.iterate(passes, final, spread.tau, options.iterations)
-        require_finite(final, layer=options.name)
+        require_finite(final, layer=options.settings.name)
         forward_weight = _forward_weight(weight, final, options, x.dtype)
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
         saved = None if options.mode == "straight-through" else final
@@ -114,19 +85,23 @@ def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of `_ClusteredLinear.forward`'s arguments."""
-    x, weight, centroids, importance, final = ctx.saved_tensors
+    (x, weight, centroids, importance, final), options = ctx.saved_tensors, ctx.options
     needs_x, needs_weight, needs_centroids, needs_bias = ctx.needs_input_grad[:4]
     grad_x = grad_weight = grad_centroids = grad_bias = None
     flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
     if needs_x:
         if final is None:
             final = centroids.detach().to(kernels.centroid_dtype(weight))
-        grad_x = grad @ _forward_weight(weight, final, ctx.options, x.dtype)
+        grad_x = grad @ _forward_weight(weight, final, options, x.dtype)
     if needs_weight or needs_centroids:
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
-        grad_weight, grad_centroids = _weight_gradients(
-            weight, centroids, importance, grad_weight, ctx.options, (needs_weight, needs_centroids)
-        )
+        if options.mode != "straight-through":
+            grad_weight, grad_centroids = gradients(weight, centroids, importance, options.settings, grad_weight)
+        elif needs_centroids:
+            start = centroids.detach().to(kernels.centroid_dtype(weight))
+            lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
+            entries = kernels.sum_by_entry(weight.detach(), lut, grad_weight, options.settings.tile)
+            grad_centroids = entries.to(centroids.dtype)
     if needs_bias:
         grad_bias = flat.sum(0).to(ctx.bias_dtype)
     grad_weight = grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None
@@ -180,7 +155,7 @@ def clustered_linear(
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
     tile = checked_tile(weight, centroids, granularity, layer=name)
     dtype = parse_lut_dtype(lut_dtype)
-    options = _Options(tile, centroids.shape[1], temperature, iterations, mode, dtype, lut_scale, name)
+    options = _Options(Settings(tile, temperature, iterations, name), mode, dtype, lut_scale)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
+from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
 from edkm_cli.export.record import RECORD, record_tensors
-from edkm_cli.format import QuantizationSpec, SafetensorsWriter, write_checksums
+from edkm_cli.format import QuantizationSpec, write_checksums
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.integrity import skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import LutLayer
@@ -26,9 +24,7 @@ from edkm_cli.packing import pack, packed_width
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import PALETTIZED
 
-MAX_SHARD_SIZE = "5GB"
 _PACKED = ("indices", "lut", "lut_scale", "scales", "offsets")
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -145,33 +141,25 @@ def write_weights(
     track: Track = no_progress,
     world: World = ALONE,
 ) -> list[str]:
-    """Write the safetensors files (and their index, if there are several) and config.json; returns the files' names.
+    """Write the safetensors files (and their index, if there are several) and config.json; the first process returns the
+    files' names.
 
     Peak memory beyond the model (beyond this process's shards of it) is what one module needs. All processes of `world`
     call this, the first one writes. The files are those that `save_pretrained` of the loaded
     checkpoint writes with the same `max_shard_size`.
     """
     target, tensors = announced_tensors(model, spec, dense)
-    split = split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    source = _Source(model, world)
-    for file, names in split.filename_to_tensors.items():
-        announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
-        with SafetensorsWriter(directory / file, announced) if world.main else nullcontext() as writer:
-            for name in track(names, f"writing {file}", len(names)):
-                tensor = source.read(name)
-                if writer is not None and tensor is not None:
-                    writer.write(name, tensor.to(tensors[name].dtype))
-    code = []
-    if world.main:
-        if split.is_sharded:
-            metadata = {"total_parameters": target.num_parameters(), **split.metadata}
-            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-            (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        write_config(target, spec, directory)
-        code = copy_code(model, directory)
-    return [*split.filename_to_tensors, *([_INDEX] if split.is_sharded else []), "config.json", *code]
+    announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
+    source, names = _Source(model, world), track(tensors, "writing the checkpoint", len(tensors))
+    if not world.main:
+        for name in names:
+            source.read(name)  # what is sharded is gathered from all
+        return []
+    read = ((name, tensor.to(tensors[name].dtype)) for name in names if (tensor := source.read(name)) is not None)
+    parameters = target.num_parameters()
+    files = write_tensors(directory, announced, read, max_shard_size=max_shard_size, total_parameters=parameters)
+    write_config(target, spec, directory)
+    return [*files, "config.json", *copy_code(model, directory)]
 
 
 def copy_code(model: nn.Module, directory: Path) -> list[str]:

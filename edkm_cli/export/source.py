@@ -60,8 +60,10 @@ class Compressed:
                 self.tensors[name] = DenseTensor(name, tuple(like.shape))
             elif leaf == "indices":
                 module: Any = self._modules[path]
-                shape = (like.shape[0], module.in_features if _is_linear(module) else module.columns)
-                self.tensors[f"{path}.weight"] = DenseTensor(f"{path}.weight", shape, path, _is_linear(module))
+                linear = isinstance(module, PalettizedLinear)
+                self.tensors[f"{path}.weight"] = DenseTensor(
+                    f"{path}.weight", (module.rows, module.columns), path, linear
+                )
         self._files = TensorFiles(self.directory, remedy=AGAIN)
 
     @property
@@ -81,8 +83,11 @@ class Compressed:
     def indices(self, path: str) -> Tensor:
         """The indices of a packed module, (rows, columns) uint8."""
         module: Any = self._modules[path]
-        columns = module.in_features if _is_linear(module) else module.columns
-        return unpack(self.stored(f"{path}.indices"), module.bits, columns)
+        return unpack(self.stored(f"{path}.indices"), module.bits, module.columns)
+
+    def words(self, path: str) -> Tensor:
+        """The packed indices of a module as 32-bit words, (rows, columns * bits / 32) int32."""
+        return self.stored(f"{path}.indices").view(torch.int32)
 
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
@@ -121,7 +126,3 @@ class Compressed:
     def parameters(self) -> int:
         """Numbers in the dense model."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors.values())
-
-
-def _is_linear(module: Any) -> bool:
-    return isinstance(module, PalettizedLinear)

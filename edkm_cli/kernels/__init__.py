@@ -9,19 +9,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from edkm_cli.kernels import (
     build,
-    code_sums_torch,
     columns_c,
     columns_torch,
-    descent_c,
-    descent_torch,
-    distinct_torch,
     kmeans_c,
     kmeans_torch,
     layout_c,
@@ -31,16 +26,7 @@ from edkm_cli.kernels import (
 )
 from edkm_cli.kernels.attention_c import CPasses
 from edkm_cli.kernels.attention_torch import TorchPasses
-from edkm_cli.kernels.closed_form import (
-    EMPTY_MASS,
-    TAU_FLOOR,
-    Passes,
-    Spread,
-    backward,
-    centroid_dtype,
-    iterate,
-    relative_temperature,
-)
+from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, centroid_dtype, relative_temperature
 from edkm_cli.kernels.table_c import CTableKernels
 from edkm_cli.kernels.table_torch import PATTERNS, TableKernels, TablePasses, TorchTableKernels
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
@@ -58,23 +44,19 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
     `importance`, (in,) or (out, in), is how much each weight counts in the centroids' moments; None: all alike.
     """
     if weight.is_meta:
-        return cast("Passes", shapes_meta.ShapePasses(weight, tile, importance))
+        return shapes_meta.ShapePasses(weight, tile, importance)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
     if weight.is_cuda and _triton():
         from edkm_cli.kernels import attention_triton  # late: importing Triton takes longer than most commands
 
         if attention_triton.supports(weight, tile, k):
-            return cast("Passes", attention_triton.TritonPasses(weight, tile, importance))
+            return attention_triton.TritonPasses(weight, tile, importance)
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 
 def _table_kernels(weight: Tensor) -> TableKernels:
     """The fastest table kernels for this 16-bit weight."""
-    if weight.is_cuda and _triton():
-        from edkm_cli.kernels import table_triton
-
-        return table_triton.TritonTableKernels()
     return CTableKernels() if layout_c.supports(weight) else TorchTableKernels()
 
 
@@ -128,10 +110,10 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
 
 def _kmeans_of_group(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     """(1, k) of a large group (n,): by its distinct values where there are few."""
-    narrow = distinct_torch.narrowed(values)
+    narrow = kmeans_torch.narrowed(values)
     if narrow is None:
         return _kmeans(values[None], None if importance is None else importance[None], k)
-    return _kmeans(*distinct_torch.distinct(narrow, importance, _table_kernels(narrow)), k)
+    return _kmeans(*kmeans_torch.distinct(narrow, importance, _table_kernels(narrow)), k)
 
 
 def _kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
@@ -146,15 +128,15 @@ def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, st
 
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
-    """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `descent_torch.descend`."""
+    """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `columns_torch.descend`."""
     fast = errors.dtype == torch.float32 and layout_c.supports(errors)
-    (descent_c if fast else descent_torch).descend(indices, errors, luts, hessian, sweeps)
+    (columns_c if fast else columns_torch).descend(indices, errors, luts, hessian, sweeps)
 
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
-    """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `code_sums_torch.sum_by_code`."""
+    """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `columns_torch.sum_by_code`."""
     fast = hessian.dtype == torch.float32 and layout_c.supports(hessian)
-    return (descent_c if fast else code_sums_torch).sum_by_code(indices, hessian, k)
+    return (columns_c if fast else columns_torch).sum_by_code(indices, hessian, k)
 
 
 def finds_optimum() -> bool:

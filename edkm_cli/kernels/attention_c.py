@@ -5,21 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edkm_cli.kernels.closed_form import Passes
 from edkm_cli.kernels.layout_c import Tiled, matrix, readable, writable
 from edkm_cli.kernels.tiles import Tile
 
 
-class CPasses:
+class CPasses(Passes):
     """`closed_form.Passes`."""
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
-        self._tiled, self._dtype = Tiled(weight, tile), weight.dtype
+        self._tiled, self._dtype, self.group_size = Tiled(weight, tile), weight.dtype, tile[0] * tile[1]
         self._importance = None if importance is None else readable(importance)
         self._grad_weight: Tensor | None = None
-
-    @property
-    def group_size(self) -> int:
-        return self._tiled.tile[0] * self._tiled.tile[1]
 
     def spread(self) -> tuple[Tensor, Tensor]:
         tiled = self._tiled

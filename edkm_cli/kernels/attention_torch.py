@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.closed_form import centroid_dtype
+from edkm_cli.kernels.closed_form import Passes, centroid_dtype
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 _CHUNK_ENTRIES = {"cpu": 1 << 17, "cuda": 1 << 26}  # entries of an attention map worked on at a time
@@ -43,19 +43,15 @@ def soft(weights: Tensor, centroids: Tensor) -> Tensor:
     return torch.matmul(weights, centroids[:, :, None])[:, :, 0]
 
 
-class TorchPasses:
+class TorchPasses(Passes):
     """The passes over a weight (out, in) of any floating dtype on any device; `importance` is (in,) or (out, in)."""
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._weight, self._tile = weight, tile
-        self._values = to_groups(weight, tile)
+        self._values, self.group_size = to_groups(weight, tile), tile[0] * tile[1]
         self._importance = None if importance is None else to_groups(importance.expand(weight.shape), tile)
         self._compute = centroid_dtype(weight)
         self._piled: Tensor | None = None
-
-    @property
-    def group_size(self) -> int:
-        return self._values.shape[1]
 
     def _cut(self, k: int) -> Iterator[tuple[Chunk, Tensor]]:
         for chunk in chunks(self._values, k):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edkm_cli.kernels.closed_form import EMPTY_MASS, Spread
+from edkm_cli.kernels.closed_form import EMPTY_MASS, Passes, Spread
 from edkm_cli.kernels.tiles import Tile
 
 _MAX_K = 16
@@ -59,6 +59,17 @@ def _normaliser(w, c, inverse_tau, K: tl.constexpr):
 
 
 @triton.jit
+def _soft(w, c, least, share, inverse_tau, K: tl.constexpr):
+    """The attention-weighted sum of the centroids at each weight."""
+    mean = tl.zeros_like(w)
+    for j in tl.static_range(K):
+        entry = _entry(c, j, K)
+        d = w - entry
+        mean += tl.exp((least - d * d) * inverse_tau) * share * entry
+    return mean
+
+
+@triton.jit
 def _importance(importance, group, at, stride, period, inside, WEIGHTED: tl.constexpr):
     """How much each weight counts: a group's importance starts `stride` after the one before, and repeats itself."""
     if WEIGHTED:
@@ -84,22 +95,9 @@ def _moments(w, m, inside, c, inverse_tau, K: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    weight,
-    importance,
-    centroids,
-    tau,
-    moved,
-    out,
-    n,
-    stride,
-    period,
-    iterations,
-    empty_mass,
-    ITERATE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-):
+    weight, importance, centroids, tau, moved, out, n, stride, period, iterations, empty_mass,
+    ITERATE: tl.constexpr, WEIGHTED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Programs are groups. ITERATE: write centroids after `iterations` updates to `moved`; else soft weights to `out`."""
     group = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, N)
@@ -116,35 +114,15 @@ def _forward_kernel(
         tl.store(moved + group * K + lanes, c)
     else:
         least, share = _normaliser(w, c, inverse_tau, K)
-        mean = tl.zeros_like(w)
-        for j in tl.static_range(K):
-            entry = _entry(c, j, K)
-            d = w - entry
-            mean += tl.exp((least - d * d) * inverse_tau) * share * entry
+        mean = _soft(w, c, least, share, inverse_tau, K)
         tl.store(out + group * n + at, mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    weight,
-    importance,
-    centroids,
-    tau,
-    mean_slope,
-    grad,
-    grad_moved,
-    path,
-    grad_weight,
-    grad_centroids,
-    n,
-    stride,
-    period,
-    iterations,
-    empty_mass,
-    WEIGHTED: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-):
+    weight, importance, centroids, tau, mean_slope, grad, grad_moved, path, grad_weight, grad_centroids, n, stride, period,
+    iterations, empty_mass, WEIGHTED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Programs are groups. `path` (groups, iterations + 1, 2, K) is scratch: centroids and masses of each iteration.
 
     mean_slope (groups, 2): the group's mean, and 2 (d tau / d variance) / n. Gradients of tau are carried times tau^2.
@@ -168,11 +146,7 @@ def _backward_kernel(
     tl.debug_barrier()  # one thread has stored an entry that all threads load below
     # the output: p_j = g A_j (c_j - mean)
     least, share = _normaliser(w, c, inverse_tau, K)
-    soft = tl.zeros_like(w)
-    for j in tl.static_range(K):
-        entry = _entry(c, j, K)
-        d = w - entry
-        soft += tl.exp((least - d * d) * inverse_tau) * share * entry
+    soft = _soft(w, c, least, share, inverse_tau, K)
     from_logits = tl.zeros_like(w)
     tau_sum = tl.zeros_like(w)
     for j in tl.static_range(K):
@@ -215,7 +189,7 @@ def _backward_kernel(
     tl.store(grad_centroids + group * K + lanes, gamma)
 
 
-class TritonPasses:
+class TritonPasses(Passes):
     """A weight whose groups fit in registers: all iterations in one kernel, all of backward in another.
 
     `importance` is (in,), which the rows share, or (out, in).
@@ -241,29 +215,15 @@ class TritonPasses:
         moved, k = torch.empty_like(centroids), centroids.shape[1]
         target = self._weight if out is None else out
         _forward_kernel[(self._groups,)](
-            self._weight,
-            self._importance,
-            centroids.contiguous(),
-            tau.float(),
-            moved,
-            target,
-            self.group_size,
-            *self._repeats,
-            iterations,
-            EMPTY_MASS,
-            ITERATE=out is None,
-            WEIGHTED=self._weighted,
-            K=k,
-            **self._shape,
-        )
+            self._weight, self._importance, centroids.contiguous(), tau.float(), moved, target, self.group_size,
+            *self._repeats, iterations, EMPTY_MASS, ITERATE=out is None, WEIGHTED=self._weighted, K=k, **self._shape,
+        )  # fmt: skip
         return moved
 
     def iterate(self, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
-        """The centroids after `iterations` updates."""
         return self._forward(centroids, tau, iterations, None)
 
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
-        """The clustered weight at these centroids."""
         out = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
         self._forward(centroids, tau, 0, out)
         return out
@@ -271,29 +231,14 @@ class TritonPasses:
     def backward(
         self, start: Tensor, spread: Spread, iterations: int, grad: Tensor | None, grad_moved: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`closed_form.backward`."""
         k, upstream = start.shape[1], torch.zeros_like(self._weight) if grad is None else grad.contiguous()
         gamma = torch.zeros_like(start) if grad_moved is None else grad_moved.to(start.dtype).contiguous()
         path = torch.empty(self._groups, iterations + 1, 2, k, dtype=torch.float32, device=start.device)
         grad_weight, grad_start = torch.empty_like(self._weight), torch.empty_like(start)
         mean_slope = torch.stack((spread.mean, spread.slope * (2.0 / self.group_size)), 1).float().contiguous()
         _backward_kernel[(self._groups,)](
-            self._weight,
-            self._importance,
-            start.contiguous(),
-            spread.tau.float(),
-            mean_slope,
-            upstream,
-            gamma,
-            path,
-            grad_weight,
-            grad_start,
-            self.group_size,
-            *self._repeats,
-            iterations,
-            EMPTY_MASS,
-            WEIGHTED=self._weighted,
-            K=k,
+            self._weight, self._importance, start.contiguous(), spread.tau.float(), mean_slope, upstream, gamma, path,
+            grad_weight, grad_start, self.group_size, *self._repeats, iterations, EMPTY_MASS, WEIGHTED=self._weighted, K=k,
             **self._shape,
-        )
+        )  # fmt: skip
         return grad_weight, grad_start

@@ -1,7 +1,7 @@
 """Differentiable k-means in closed form: which passes over the weights forward and backward need, and how they join.
 
 One-dimensional attention is a function of one scalar, so nothing of size (weights, k) has to outlive a pass. What a
-pass does is left to an object of type `Passes` (plain PyTorch, C, a table of distinct values); what passes add up to
+pass does is left to a subclass of `Passes` (plain PyTorch, C, a table of distinct values); what passes add up to
 is here, once. Symbols as in docs/clustering.md: A attention, d_ij = w_i - c_j, gamma_j = dL/dc'_j,
 
     M_j = sum_i m_i A_ij d_ij     D_j = sum_i m_i A_ij     c'_j = c_j + M_j / (D_j + EMPTY_MASS)
@@ -13,7 +13,7 @@ centroids have nearly converged, and a cluster that attracts nothing stays where
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,45 +34,6 @@ class Spread(NamedTuple):
     slope: Tensor
 
 
-class Passes(Protocol):
-    """The passes over one weight. All sums are (groups, k) or (groups,) float64; weight gradients pile up inside."""
-
-    def spread(self) -> tuple[Tensor, Tensor]:
-        """Mean and population variance of each group."""
-
-    def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """M and D."""
-
-    def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
-        """The clustered weight sum_j A_ij c_j, (out, in)."""
-
-    def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """(dL/dc_j, dL/dtau) of `soft` for its gradient `grad`; piles up dL/dw."""
-
-    def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """(dL/dc_j, dL/dtau) of one iteration centroids -> moved, pull_j = gamma_j / (D_j + eps); piles up dL/dw."""
-
-    def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
-        """What has piled up, plus pull_g * (w_i - mean_g), in the weight's shape and dtype."""
-
-    @property
-    def group_size(self) -> int:
-        """Number of weights that share one LUT."""
-
-
-@runtime_checkable
-class WholePasses(Protocol):
-    """Passes that keep a group in registers and so run all iterations, and all of backward, in one go."""
-
-    def iterate(self, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
-        """What `iterate` below computes."""
-
-    def backward(
-        self, start: Tensor, spread: Spread, iterations: int, grad: Tensor | None, grad_centroids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """What `backward` below computes."""
-
-
 def centroid_dtype(weight: Tensor) -> torch.dtype:
     """float64 for float64 weights, float32 for all others."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -90,38 +51,65 @@ def step(centroids: Tensor, shift: Tensor, mass: Tensor) -> Tensor:
     return (centroids.double() + shift / (mass + EMPTY_MASS)).to(centroids.dtype)
 
 
-def iterate(passes: Passes, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
-    """The centroids after `iterations` updates."""
-    if isinstance(passes, WholePasses):
-        return passes.iterate(centroids, tau, iterations)
-    for _ in range(iterations):
-        centroids = step(centroids, *passes.moments(centroids, tau))
-    return centroids
+class Passes:
+    """The passes over one weight. All sums are (groups, k) or (groups,) float64; weight gradients pile up inside.
 
-
-def backward(
-    passes: Passes, start: Tensor, spread: Spread, iterations: int, grad: Tensor | None, grad_centroids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(dL/dweight, dL/dstart) from the gradients of the clustered weight and of the final centroids.
-
-    The intermediate centroids are computed again: k numbers a group are cheap to keep for the length of this call and
-    too many to keep between forward and backward.
+    A subclass has those from `spread` to `weight_gradient`, or `spread`, `soft` and its own `iterate` and `backward`.
     """
-    if isinstance(passes, WholePasses):
-        return passes.backward(start, spread, iterations, grad, grad_centroids)
-    path, masses = [start], []
-    for _ in range(iterations):
-        shift, mass = passes.moments(path[-1], spread.tau)
-        path.append(step(path[-1], shift, mass))
-        masses.append(mass)
-    gamma = torch.zeros_like(start, dtype=torch.float64) if grad_centroids is None else grad_centroids.double()
-    grad_tau = torch.zeros_like(spread.tau)
-    if grad is not None:
-        from_output, tau_part = passes.soft_backward(path[-1], spread.tau, grad)
-        gamma, grad_tau = gamma + from_output, grad_tau + tau_part
-    for before, after, mass in zip(reversed(path[:-1]), reversed(path[1:]), reversed(masses), strict=True):
-        pull = gamma / (mass + EMPTY_MASS)
-        from_attention, tau_part = passes.moments_backward(before, after, pull, spread.tau)
-        gamma, grad_tau = pull * EMPTY_MASS + from_attention, grad_tau + tau_part
-    weight_gradient = passes.weight_gradient(spread.mean, grad_tau * spread.slope * (2.0 / passes.group_size))
-    return weight_gradient, gamma.to(start.dtype)
+
+    group_size: int  # number of weights that share one LUT
+
+    def spread(self) -> tuple[Tensor, Tensor]:
+        """Mean and population variance of each group."""
+        raise NotImplementedError
+
+    def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """M and D."""
+        raise NotImplementedError
+
+    def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
+        """The clustered weight sum_j A_ij c_j, (out, in)."""
+        raise NotImplementedError
+
+    def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """(dL/dc_j, dL/dtau) of `soft` for its gradient `grad`; piles up dL/dw."""
+        raise NotImplementedError
+
+    def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """(dL/dc_j, dL/dtau) of one iteration centroids -> moved, pull_j = gamma_j / (D_j + eps); piles up dL/dw."""
+        raise NotImplementedError
+
+    def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
+        """What has piled up, plus pull_g * (w_i - mean_g), in the weight's shape and dtype."""
+        raise NotImplementedError
+
+    def iterate(self, centroids: Tensor, tau: Tensor, iterations: int) -> Tensor:
+        """The centroids after `iterations` updates."""
+        for _ in range(iterations):
+            centroids = step(centroids, *self.moments(centroids, tau))
+        return centroids
+
+    def backward(
+        self, start: Tensor, spread: Spread, iterations: int, grad: Tensor | None, grad_centroids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(dL/dweight, dL/dstart) from the gradients of the clustered weight and of the final centroids.
+
+        The intermediate centroids are computed again: k numbers a group are cheap to keep for the length of this call and
+        too many to keep between forward and backward.
+        """
+        path, masses = [start], []
+        for _ in range(iterations):
+            shift, mass = self.moments(path[-1], spread.tau)
+            path.append(step(path[-1], shift, mass))
+            masses.append(mass)
+        gamma = torch.zeros_like(start, dtype=torch.float64) if grad_centroids is None else grad_centroids.double()
+        grad_tau = torch.zeros_like(spread.tau)
+        if grad is not None:
+            from_output, tau_part = self.soft_backward(path[-1], spread.tau, grad)
+            gamma, grad_tau = gamma + from_output, grad_tau + tau_part
+        for before, after, mass in zip(reversed(path[:-1]), reversed(path[1:]), reversed(masses), strict=True):
+            pull = gamma / (mass + EMPTY_MASS)
+            from_attention, tau_part = self.moments_backward(before, after, pull, spread.tau)
+            gamma, grad_tau = pull * EMPTY_MASS + from_attention, grad_tau + tau_part
+        weight_gradient = self.weight_gradient(spread.mean, grad_tau * spread.slope * (2.0 / self.group_size))
+        return weight_gradient, gamma.to(start.dtype)

@@ -1,12 +1,18 @@
 """Weighted one-dimensional k-means in plain PyTorch: Lloyd's iteration on sorted values from several starts, best kept.
 
 Where the C kernel can't run. It converges to a local optimum per start; `kmeans.c` finds the global one.
+
+Before either, the few different numbers among millions of weights (`distinct`): a model that was trained in 16 bits holds at
+most 65,536 of them, also when it is loaded in float32. Weights that are equal belong to one cluster, so a group is its
+distinct values, each with the sum of its importances.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from edkm_cli.kernels.table_torch import PATTERNS, TableKernels
 
 _STEPS = 100
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}  # values sorted at a time; about 80 bytes are in use for each
@@ -56,3 +62,26 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
         best = torch.stack([explained for _, explained in runs]).argmax(0)
         parts.append(torch.stack([c for c, _ in runs])[best, torch.arange(len(chunk), device=chunk.device)])
     return torch.cat(parts).float()
+
+
+def narrowed(values: Tensor) -> Tensor | None:
+    """Float32 values as bfloat16 or float16 where that changes none of them, else None."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = values.to(dtype)
+        if torch.equal(narrow.float(), values):
+            return narrow
+    return None
+
+
+def distinct(values: Tensor, importance: Tensor | None, kernels: TableKernels) -> tuple[Tensor, Tensor]:
+    """(distinct values (1, u) float32, their importances (1, u) float32) of 16-bit values (n,), all finite.
+
+    Without importance, or where it is zero everywhere, each value counts as often as it occurs.
+    """
+    matrix = values[None].contiguous()
+    counts = kernels.count_patterns(matrix)
+    masses = counts.double() if importance is None else kernels.sum_by_pattern(matrix, importance[None])
+    if not bool(masses.any()):
+        masses = counts.double()
+    patterns = torch.arange(PATTERNS, device=values.device).to(torch.int16)[counts > 0]
+    return patterns.view(values.dtype).float()[None], masses[counts > 0].float()[None]

@@ -22,6 +22,7 @@ from edkm_cli.kernels.tiles import Tile
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNIT_WEIGHTS = 1 << 18  # weights in a unit of work: a group larger than that is shared by threads
 ALONE_WEIGHTS = 1 << 15  # below that, waking other threads costs more than it saves
+_MAY_FAIL = ("kmeans", "descend", "sum_by_code")  # the kernels that return something: 1 where memory is short
 
 
 class _Layout(ctypes.Structure):
@@ -61,6 +62,20 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+def call(kernel: str, units: int, weights: int, *arguments: Any) -> None:
+    """Call `edkm_<kernel>(*arguments, first, last)` on all units. Tensors (or None) go as pointers and must outlive the
+    call, whole numbers as 64-bit ones. Raises MemoryError where a kernel finds no room for its scratch memory."""
+    function = getattr(library(), f"edkm_{kernel}")
+    passed = [ctypes.c_int64(one) if isinstance(one, int) else one for one in arguments]
+    passed = [pointer(one) if one is None or isinstance(one, Tensor) else one for one in passed]
+
+    def work(first: int, last: int) -> None:
+        if function(*passed, ctypes.c_int64(first), ctypes.c_int64(last)) and kernel in _MAY_FAIL:
+            raise MemoryError(f"{kernel} found no room for its sums")
+
+    parallel(work, units, weights)
+
+
 def matrix(tensor: Tensor | None) -> Any:
     """A matrix for the kernels; a vector (in,) stands for a matrix whose rows are all alike, None for no matrix."""
     if tensor is None:
@@ -89,12 +104,9 @@ class Tiled:
         self.groups = self.tile_rows * self.across
 
     def run(self, kernel: str, k: int, *arguments: Any) -> None:
-        """Call `edkm_<kernel>(layout, *arguments, first, last)`; tensors go as pointers and must outlive the call."""
+        """`call` with the layout before the other arguments."""
         layout = _Layout(self.weight.shape[1], *self.tile, self.parts, k)
-        function = getattr(library(), f"edkm_{kernel}")
-        passed = ctypes.byref(layout), *(pointer(a) if isinstance(a, Tensor) else a for a in arguments)
-        units = self.tile_rows * self.parts
-        parallel(lambda *part: function(*passed, *map(ctypes.c_int64, part)), units, self.weight.numel())
+        call(kernel, self.tile_rows * self.parts, self.weight.numel(), ctypes.byref(layout), *arguments)
 
     def partial(self, *shape: int) -> Tensor:
         """Room for what every piece of work sums up, to be joined by `join`."""

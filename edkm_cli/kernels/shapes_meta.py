@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.closed_form import Spread, centroid_dtype
+from edkm_cli.kernels.closed_form import Passes, Spread, centroid_dtype
 from edkm_cli.kernels.tiles import Tile
 
 
@@ -38,7 +38,7 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
     return values.new_empty(values.shape[0], k)
 
 
-class ShapePasses:
+class ShapePasses(Passes):
     """The passes of `closed_form`, all iterations in one go: only the weight's gradient is as large as the weight."""
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.build import library
-from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, DTYPES, matrix, parallel, pointer, readable, writable
+from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, DTYPES, call, matrix, parallel, pointer, readable, writable
 from edkm_cli.kernels.table_torch import PATTERNS, Parts
 
 
 class CTableKernels:
     """`table_torch.TableKernels` on the CPU."""
-
-    def _run(self, kernel: str, units: int, *arguments: Any) -> None:
-        function = getattr(library(), f"edkm_{kernel}")
-        passed = [pointer(a) if isinstance(a, Tensor) else a for a in arguments]
-        parallel(lambda *part: function(*passed, *map(ctypes.c_int64, part)), units, units)
 
     def _histogram(self, weight: Tensor, dtype: torch.dtype, kernel: str, *arguments: Any) -> Tensor:
         """One histogram a thread, added up."""
@@ -45,7 +40,7 @@ class CTableKernels:
     def gather(self, weight: Tensor, table: Tensor) -> Tensor:
         entries = table if table.dtype in DTYPES else table.float()
         out = torch.empty(weight.shape, dtype=entries.dtype)
-        self._run("gather", weight.numel(), weight, entries, ctypes.c_int64(entries.element_size()), out)
+        call("gather", weight.numel(), weight.numel(), weight, entries, entries.element_size(), out)
         return out.to(table.dtype)
 
     def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
@@ -54,5 +49,5 @@ class CTableKernels:
         factors: list[Tensor | None] = [None, None]
         for number, (factor, table) in enumerate(parts):
             factors[number], rows[:, number + 1] = readable(factor), table
-        self._run("blend", weight.numel(), weight, *(matrix(factor) for factor in factors), rows, matrix(out))
+        call("blend", weight.numel(), weight.numel(), weight, *map(matrix, factors), rows, matrix(out))
         return out.to(weight.dtype)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.attention_torch import attention, soft
+from edkm_cli.kernels.closed_form import Passes
 
 PATTERNS = 1 << 16
-_CHUNK = 1 << 20
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # weights at a time: indices are four times as wide
 _ONE_THREAD_ENTRIES = 1 << 15
 
 
@@ -42,12 +43,12 @@ class TableKernels(Protocol):
 
 
 class TorchTableKernels:
-    """`TableKernels` in plain PyTorch, a chunk at a time: index tensors are four times as wide as the weight."""
+    """`TableKernels` in plain PyTorch, a chunk at a time."""
 
     def _cut(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        bits = weight.reshape(-1).view(torch.int16)
-        for first in range(0, bits.numel(), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
+        bits, size = weight.reshape(-1).view(torch.int16), _CHUNK.get(weight.device.type, 1 << 20)
+        for first in range(0, bits.numel(), size):
+            chunk = slice(first, first + size)
             yield chunk, bits[chunk].to(torch.int32) & (PATTERNS - 1)
 
     def count_patterns(self, weight: Tensor) -> Tensor:
@@ -77,14 +78,14 @@ class TorchTableKernels:
         return out.view(weight.shape)
 
 
-class TablePasses:
+class TablePasses(Passes):
     """The passes over a bfloat16 or float16 weight (out, in) whose group is the whole matrix.
 
     With an importance, (in,) or (out, in), a distinct value counts in the moments by the sum over its weights.
     """
 
     def __init__(self, weight: Tensor, kernels: TableKernels, importance: Tensor | None = None) -> None:
-        self._weight, self._kernels = weight, kernels
+        self._weight, self._kernels, self.group_size = weight, kernels, weight.numel()
         counts = kernels.count_patterns(weight)
         self._patterns = counts.nonzero()[:, 0]  # (u,)
         self._values = self._patterns.to(torch.int16).view(weight.dtype).double()[None]  # (1, u)
@@ -96,10 +97,6 @@ class TablePasses:
         self._grad: Tensor | None = None
         self._slope = torch.zeros_like(self._counts)
         self._offset = torch.zeros_like(self._counts)  # for an importance of 1
-
-    @property
-    def group_size(self) -> int:
-        return self._weight.numel()
 
     def _table(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
         table = torch.zeros(PATTERNS, dtype=dtype, device=entries.device)

@@ -23,37 +23,12 @@ from torch.autograd.graph import get_gradient_edge
 # `flatten`, `unflatten` and `reshape` of a contiguous tensor record ViewBackward0; `.T` and `movedim` PermuteBackward0;
 # `narrow` and `tensor_split` SliceBackward0; `chunk` SplitBackward0. A `reshape` that must copy records CloneBackward0
 # first, which is not here. A node that lies (none is known) costs nothing: whoever uses the search compares storages.
-STORAGE_PRESERVING = frozenset(
-    {
-        "AliasBackward0",
-        "AsStridedBackward0",
-        "DiagonalBackward0",
-        "ExpandBackward0",
-        "LiftFreshBackward0",
-        "PermuteBackward0",
-        "ReshapeAliasBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-        "TBackward0",
-        "TransposeBackward0",
-        "TransposeBackward1",
-        "UnbindBackward0",
-        "UnfoldBackward0",
-        "UnsafeSplitBackward0",
-        "UnsafeSplitWithSizesBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewAsComplexBackward0",
-        "ViewAsRealBackward0",
-        "ViewBackward0",
-        "ViewBackward1",
-    }
+_VIEWS = (
+    "Alias0 AsStrided0 Diagonal0 Expand0 LiftFresh0 Permute0 ReshapeAlias0 Select0 Slice0 Split0 SplitWithSizes0 Squeeze0 "
+    "Squeeze1 Squeeze2 T0 Transpose0 Transpose1 Unbind0 Unfold0 UnsafeSplit0 UnsafeSplitWithSizes0 UnsafeView0 Unsqueeze0 "
+    "ViewAsComplex0 ViewAsReal0 View0 View1"
 )
+STORAGE_PRESERVING = frozenset(f"{name[:-1]}Backward{name[-1]}" for name in _VIEWS.split())
 
 
 class Visit(NamedTuple):

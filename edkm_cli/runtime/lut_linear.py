@@ -17,76 +17,51 @@ from edkm_cli.runtime.lut_linear_c import unwatched
 from edkm_cli.runtime.packed import Packed, check
 
 _LIBRARY = torch.library.Library("edkm", "DEF")
-_LIBRARY.define(
-    "lut_linear(Tensor x, Tensor indices, Tensor lut, Tensor? bias, int bits, int tile_rows, int tile_columns) -> Tensor"
-)
-_LIBRARY.define(
-    "lut_linear_input_gradient(Tensor grad, Tensor indices, Tensor lut, SymInt columns, int bits, int tile_rows, "
-    "int tile_columns) -> Tensor"
-)
+for _name, _table, _tile in (
+    ("lut_linear", "lut", ", int tile_rows, int tile_columns"),
+    ("row_scaled_linear", "scale", ""),
+):
+    _LIBRARY.define(f"{_name}(Tensor x, Tensor indices, Tensor {_table}, Tensor? bias, int bits{_tile}) -> Tensor")
+    _LIBRARY.define(
+        f"{_name}_input_gradient(Tensor grad, Tensor indices, Tensor {_table}, SymInt columns, int bits{_tile}) -> Tensor"
+    )
 _LIBRARY.define(
     "lut_linear_table_gradient(Tensor grad, Tensor x, Tensor indices, Tensor lut, int bits, int tile_rows, "
     "int tile_columns) -> Tensor"
-)
-_LIBRARY.define("row_scaled_linear(Tensor x, Tensor indices, Tensor scale, Tensor? bias, int bits) -> Tensor")
-_LIBRARY.define(
-    "row_scaled_linear_input_gradient(Tensor grad, Tensor indices, Tensor scale, SymInt columns, int bits) -> Tensor"
 )
 _LIBRARY.define(
     "row_scaled_embedding(Tensor ids, Tensor indices, Tensor scale, SymInt columns, int bits, ScalarType dtype) -> Tensor"
 )
 
 
-def _linear(x: Tensor, packed: Packed) -> Tensor:
+@torch.library.impl(_LIBRARY, "lut_linear", "CompositeExplicitAutograd")
+@torch.library.impl(_LIBRARY, "row_scaled_linear", "CompositeExplicitAutograd")
+def _linear(x: Tensor, indices: Tensor, table: Tensor, bias: Tensor | None, bits: int, *tile: int) -> Tensor:
+    packed = Packed(indices, table, bias, bits, tile or None)  # type: ignore[arg-type]
     check(x.shape[-1], packed)
     return dispatch.linear(x, packed)
 
 
-def _gradient(grad: Tensor, packed: Packed, columns: int) -> Tensor:
+@torch.library.impl(_LIBRARY, "lut_linear_input_gradient", "CompositeExplicitAutograd")
+@torch.library.impl(_LIBRARY, "row_scaled_linear_input_gradient", "CompositeExplicitAutograd")
+def _gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, bits: int, *tile: int) -> Tensor:
+    packed = Packed(indices, table, None, bits, tile or None)  # type: ignore[arg-type]
     check(columns, packed)
     return dispatch.input_gradient(grad, packed, columns)
 
 
-def _lut(indices: Tensor, lut: Tensor, bias: Tensor | None, bits: int, tile_rows: int, tile_columns: int) -> Packed:
-    return Packed(indices, lut, bias, bits, (tile_rows, tile_columns))
-
-
-def _scaled(indices: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> Packed:
-    return Packed(indices, scale, bias, bits, None)
-
-
-@torch.library.impl(_LIBRARY, "lut_linear", "CompositeExplicitAutograd")
-def _lut_linear(x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *numbers: int) -> Tensor:
-    return _linear(x, _lut(indices, lut, bias, *numbers))
-
-
-@torch.library.impl(_LIBRARY, "lut_linear_input_gradient", "CompositeExplicitAutograd")
-def _lut_gradient(grad: Tensor, indices: Tensor, lut: Tensor, columns: int, *numbers: int) -> Tensor:
-    return _gradient(grad, _lut(indices, lut, None, *numbers), columns)
-
-
 @torch.library.impl(_LIBRARY, "lut_linear_table_gradient", "CompositeExplicitAutograd")
-def _table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, *numbers: int) -> Tensor:
-    packed = _lut(indices, lut, None, *numbers)
+def _table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, bits: int, *tile: int) -> Tensor:
+    packed = Packed(indices, lut, None, bits, tile)  # type: ignore[arg-type]
     check(x.shape[-1], packed)
     return dispatch.table_gradient(grad, x, packed)
-
-
-@torch.library.impl(_LIBRARY, "row_scaled_linear", "CompositeExplicitAutograd")
-def _row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> Tensor:
-    return _linear(x, _scaled(indices, scale, bias, bits))
-
-
-@torch.library.impl(_LIBRARY, "row_scaled_linear_input_gradient", "CompositeExplicitAutograd")
-def _row_scaled_gradient(grad: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int) -> Tensor:
-    return _gradient(grad, _scaled(indices, scale, None, bits), columns)
 
 
 @torch.library.impl(_LIBRARY, "row_scaled_embedding", "CompositeExplicitAutograd")
 def _row_scaled_embedding(
     ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    packed = _scaled(indices, scale, None, bits)
+    packed = Packed(indices, scale, None, bits, None)
     check(columns, packed)
     return dispatch.lookup_rows(packed, columns, ids, dtype)
 
@@ -188,14 +163,14 @@ def lut_linear(
     not belong together.
     """
     if unwatched(x, lut, bias):
-        return _linear(x, Packed(indices, lut, bias, bits, tile))
+        return _linear(x, indices, lut, bias, bits, *tile)
     return torch.ops.edkm.lut_linear(x, indices, lut, bias, bits, *tile)
 
 
 def row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | None, *, bits: int) -> Tensor:
     """x @ W.T + bias for W = scale * (index - 2**(bits - 1)): x (..., in), indices (out, bytes) uint8, scale (out, 1)."""
     if unwatched(x, scale, bias):
-        return _linear(x, Packed(indices, scale, bias, bits, None))
+        return _linear(x, indices, scale, bias, bits)
     return torch.ops.edkm.row_scaled_linear(x, indices, scale, bias, bits)
 
 

@@ -21,18 +21,9 @@ _DENSE_COLUMNS = 1024
 
 @triton.jit
 def _weights(
-    indices,
-    table,
-    row,
-    column,
-    inside,
-    bytes_a_row,
-    across,
-    tile_rows,
-    tile_columns,
-    BITS: tl.constexpr,
+    indices, table, row, column, inside, bytes_a_row, across, tile_rows, tile_columns, BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+):  # fmt: skip
     """Weights of rows (R, 1) and columns (1, C) as float32; levels unscaled."""
     bit = column * BITS
     at = indices + row.to(tl.int64) * bytes_a_row + bit // 8
@@ -58,18 +49,9 @@ def _linear_kernel(
         column = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         w = _weights(
-            indices,
-            table,
-            row[:, None],
-            column[None, :],
-            inside,
-            bytes_a_row,
-            across,
-            tile_rows,
-            tile_columns,
-            BITS,
+            indices, table, row[:, None], column[None, :], inside, bytes_a_row, across, tile_rows, tile_columns, BITS,
             LEVELS,
-        )
+        )  # fmt: skip
         values = tl.load(x + token * columns + column, mask=column < columns, other=0.0).to(tl.float32)
         sums += tl.where(inside, w, 0.0) * values[None, :]
     y = tl.sum(sums, 1)

@@ -116,13 +116,15 @@ class _Shortcut:
         """Whether what was prepared is still what the model computes with."""
         if self._step is None and not self._refused:
             return False
-        for parent, name, module in self._modules:
-            if parent.get(name) is not module or module._forward_hooks or module._forward_pre_hooks:
-                return False
-            if "forward" in module.__dict__:
-                return False
-        return all(linear.packed() is kept for linear, kept in self._linears) and all(
-            norm.data_ptr() == address for norm, address in self._norms
+        kept = all(linear.packed() is packed for linear, packed in self._linears)
+        return kept and self._untouched() and all(norm.data_ptr() == address for norm, address in self._norms)
+
+    def _untouched(self) -> bool:
+        """Whether modules are where they were, with no hook and no forward of their own, which want to be called."""
+        return all(
+            parent.get(name) is module
+            and not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+            for parent, name, module in self._modules
         )
 
     def _prepare(self, decoder: Any) -> None:
@@ -142,14 +144,8 @@ class _Shortcut:
             if found is None:
                 return
             weights.append(found)
-        sizes = _sizes(decoder)
-        dtype = weights[0].input_norm.dtype
-        for holder, leaf, module in self._modules:  # a hook or a forward of its own wants to be called
-            if holder.get(leaf) is not module or module._forward_hooks or module._forward_pre_hooks:
-                return
-            if "forward" in module.__dict__:
-                return
-        if sizes is not None and supports(weights, sizes, dtype):
+        sizes, dtype = _sizes(decoder), weights[0].input_norm.dtype
+        if self._untouched() and sizes is not None and supports(weights, sizes, dtype):
             self._step, self._refused = DecoderStep(weights, sizes, dtype), False
             norms = [norm for layer in weights for norm in layer[4:] if norm is not None]
             self._norms = [(norm, norm.data_ptr()) for norm in norms]

@@ -19,6 +19,7 @@ from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE, Granularity
+from edkm_cli.kernels.tiles import Tile
 from edkm_cli.packing import pack
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
@@ -40,6 +41,33 @@ class _Packed(nn.Module):
 
     indices: Tensor
     dtype: torch.dtype
+    rows: int
+    columns: int
+    bits: int
+    tile: Tile | None = None
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._ready = Ready()
+        self._kept: Packed | None = None
+
+    def packed(self) -> Packed:
+        """The tensors as the kernels take them: the same object until one is replaced."""
+        raise NotImplementedError
+
+    def _same(self, indices: Tensor, table: Tensor, bias: Tensor | None) -> Packed:
+        kept = self._kept
+        if kept is None or kept.indices is not indices or kept.table is not table or kept.bias is not bias:
+            kept = self._kept = Packed(indices, table, bias, self.bits, self.tile)
+        return kept
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense weight (rows, columns): exactly the table's entries, rounded once if `dtype` is narrower."""
+        return dispatch.dense(self.packed(), self.columns, dtype)
+
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """(shape, dtype, device) of `weight`."""
+        return (self.rows, self.columns), self.dtype, self.indices.device
 
     @property
     def weight(self) -> Tensor:
@@ -52,6 +80,7 @@ class _Packed(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._kept, self._ready = None, Ready()  # what is replaced must not stay in memory
         self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         before = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -108,6 +137,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
 
     lut: Tensor
     bias: Any
+    tile: Tile
 
     def __init__(
         self,
@@ -119,36 +149,24 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         name: str,
         dtype: torch.dtype | None = None,
     ):
-        nn.Module.__init__(self)
+        _Packed.__init__(self)
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits_of(name)
+        self.rows, self.columns = out_features, in_features
         self.granularity, self.grid = spec.granularity, Grid(spec.palette, self.bits, spec.lut_dtype)
         self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
-        self._ready = Ready()
-        self._kept: Packed | None = None
         self._table: Tensor | None = None
         self._table_key: tuple[int, ...] = ()
         self.shared: SharedInput | None = None
 
     def packed(self) -> Packed:
-        """The tensors as the kernels take them: the same object until one is replaced."""
-        buffers = self._buffers
+        buffers: Any = self._buffers
         plain = "lut" in buffers and "lut_scale" not in buffers
-        lut: Any = buffers["lut"] if plain else self._made_table()
-        kept = self._kept
-        if (
-            kept is None
-            or kept.indices is not buffers["indices"]
-            or kept.table is not lut
-            or kept.bias is not self.bias
-        ):
-            kept = self._kept = Packed(self.indices, lut, self.bias, self.bits, self.tile)
-        return kept
+        return self._same(buffers["indices"], buffers["lut"] if plain else self._made_table(), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._kept, self._ready = None, Ready()  # what is replaced must not stay in memory
         if self.shared is not None:
             self.shared.forget()
         return super()._apply(fn, recurse)
@@ -161,10 +179,6 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
             self._table_key, self._table = key, self.table()
         return self._table
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense weight (out, in): exactly the LUT's entries, rounded once if `dtype` is narrower than the LUT's."""
-        return dispatch.dense(self.packed(), self.in_features, dtype)
-
     def table(self) -> Tensor:
         """The LUT's entries as numbers (groups, 2**bits): float32 for float8 and palettes, else in the LUT's dtype."""
         if self.grid.palette != FREE:
@@ -173,10 +187,6 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
             return self.lut
         scale = self._buffers.get("lut_scale")
         return self.lut.float() if scale is None else self.lut.float() * scale
-
-    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
-        """(shape, dtype, device) of `weight`."""
-        return (self.out_features, self.in_features), self.dtype, self.indices.device
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -206,19 +216,14 @@ class _RowScaled(_Packed):
     scale: Tensor
 
     def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
-        nn.Module.__init__(self)
+        _Packed.__init__(self)
         self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
         self.scale_dtype = spec.embedding_scale_dtype
         if own:
             self._register(spec.embedding_tensors(rows, columns))
 
     def packed(self) -> Packed:
-        """The tensors as the kernels take them."""
-        return Packed(self.indices, self.scale, None, self.bits, None)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense weight (rows, columns)."""
-        return dispatch.dense(self.packed(), self.columns, dtype)
+        return self._same(self.indices, self.scale, None)
 
     def fill(self, weight: Tensor, rounded: Rounded = to_nearest) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
@@ -307,10 +312,6 @@ class PalettizedEmbedding(_RowScaled):
         like._parameters = {}
         self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
 
-    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
-        """(shape, dtype, device) of `weight`."""
-        return (self.rows, self.columns), self.dtype, self.indices.device
-
     def forward(self, ids: Tensor) -> Tensor:
         values = row_scaled_embedding(
             ids, self.indices, self.scale, columns=self.columns, bits=self.bits, dtype=self.dtype
@@ -346,8 +347,6 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
         super().__init__(rows, columns, spec, dtype=dtype, own=tied_to is None)
         self.in_features, self.out_features = columns, rows
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
-        self._ready = Ready()
-        self._kept: Packed | None = None
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
@@ -355,22 +354,11 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
         return self._tied_to[0]
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
-        """(shape, dtype, device) of `weight`."""
-        if self.tied_to is not None:
-            return self.tied_to.weight_like()
-        return (self.rows, self.columns), self.dtype, self.indices.device
+        return super().weight_like() if self.tied_to is None else self.tied_to.weight_like()
 
     def packed(self) -> Packed:
-        """The tensors as the kernels take them, its own or those of the embedding it is tied to."""
         source = self if self.tied_to is None else self.tied_to
-        kept, indices, scale = self._kept, source.indices, source.scale
-        if kept is None or kept.indices is not indices or kept.table is not scale or kept.bias is not self.bias:
-            kept = self._kept = Packed(indices, scale, self.bias, self.bits, None)
-        return kept
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._kept, self._ready = None, Ready()
-        return super()._apply(fn, recurse)
+        return self._same(source.indices, source.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         indices, scale, bias, bits, _ = packed = self.packed()

@@ -14,6 +14,9 @@ A format is a module with these functions; `source` is the compressed checkpoint
     load(folder, source, options)     a float32 causal LM with what the export holds, to measure its perplexity; a format
                                       without this function has the dense model filled with what `read` gives
     facts(source, options)            what export.json says of the format, a map
+
+A format that is a Hugging Face directory has `entries` and `settings` in place of `needed_bytes`, `write` and `stated`, of
+which `edkm_cli.export.formats.folder.FolderFormat` makes them.
 """
 
 from __future__ import annotations
@@ -42,4 +45,9 @@ def find(name: str) -> Any:
     form = name.partition(":")[0] if name in TARGETS else name
     if form not in FORMATS:
         raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
-    return import_module(f"{__name__}.{FORMATS[form]}")
+    module = import_module(f"{__name__}.{FORMATS[form]}")
+    if hasattr(module, "write"):
+        return module
+    from edkm_cli.export.formats.folder import FolderFormat
+
+    return FolderFormat(form, module)

@@ -16,26 +16,17 @@ where each thread stores what it decodes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import (
-    EXPORT_AGAIN,
-    Entry,
-    entry_bytes,
-    read_packed,
-    write_config,
-    write_entries,
-)
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, read_packed
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit, row_tables
-from edkm_cli.export.source import Compressed
+from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.targets import repeated_layers
 
 _WARP, _WORD = 32, 32
@@ -52,40 +43,23 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"dtype": options.dtype_name()}
 
 
-def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
-    """What is stored of each tensor of the dense model."""
-    bits = source.spec.bits
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            module, (out, columns) = tensor.module, tensor.shape
-            planes = (bits, out, columns // _WORD)
-            yield Entry(f"{module}.qweight", torch.int32, planes, partial(_packed, source, module))
-            yield Entry(f"{module}.lut{bits}", torch.float16, (out, 2**bits), partial(row_tables, source, tensor))
-        else:
-            yield Entry(tensor.name, options.torch_dtype(), tensor.shape, partial(source.dense, tensor.name))
+def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
+    """What is stored of a tensor of the dense model."""
+    (bits, path), shape = (source.spec.bits, tensor.module), tensor.shape
+    if not tensor.linear:
+        yield Entry(tensor.name, options.torch_dtype(), shape, lambda: source.dense(tensor.name))
+        return
+    planes = (bits, shape[0], shape[1] // _WORD)
+    yield Entry(f"{path}.qweight", torch.int32, planes, lambda: _planes(source.indices(path), bits))
+    yield Entry(f"{path}.lut{bits}", torch.float16, (shape[0], 2**bits), lambda: row_tables(source, tensor))
 
 
-def _packed(source: Compressed, module: str) -> Tensor:
-    return _planes(source.indices(module), source.spec.bits)
-
-
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes, about."""
-    return entry_bytes(_entries(source, options))
-
-
-def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
-    """Write the model, one tensor after another."""
-    write_entries(folder, _entries(source, options), "writing any-precision", track)
+def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
+    """Changes of config.json: bits, where decoder layers are, and which of their linears have tables."""
     bits, (model, layers, names) = source.spec.bits, repeated_layers([tensor.module for tensor in source.linears])
-    settings = {
-        "seed_precision": bits,
-        "parent_precision": bits,
-        "group_count": 1,
-        # Where decoder layers are, and which of their linears have tables.
-        "arch_config": {"model_name": model, "layers_name": layers, "module_names": names},
-    }
-    write_config(source.directory, folder, {"dtype": "float16", "anyprec": settings})
+    architecture = {"model_name": model, "layers_name": layers, "module_names": names}
+    precision = {"seed_precision": bits, "parent_precision": bits, "group_count": 1, "arch_config": architecture}
+    return {"dtype": "float16", "anyprec": precision}
 
 
 def _planes(indices: Tensor, bits: int) -> Tensor:
@@ -114,8 +88,7 @@ def _byte_order(count: int) -> Tensor:
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, as the kernel decodes it."""
-    settings = read_json(folder / "config.json", remedy=EXPORT_AGAIN)["anyprec"]
-    bits = int(settings["parent_precision"])
+    bits = int(read_json(folder / "config.json", remedy=EXPORT_AGAIN)["anyprec"]["parent_precision"])
 
     def decode(words: Tensor, table: Tensor) -> Tensor:
         return table.float().gather(1, _decoded(words))

@@ -14,20 +14,18 @@ from 0.18 on packs codes across words.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, entry_bytes, write_config, write_entries
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import codes_of_words, require_fit
-from edkm_cli.export.source import Compressed
+from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
-from edkm_cli.progress import Track, no_progress
 
 
 def check(source: Compressed, options: Options) -> None:
@@ -40,44 +38,23 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"dtype": source.spec.lut_dtype, "notes": ["vllm serve DIRECTORY"]}
 
 
-def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
-    """What is stored of each tensor of the dense model."""
-    bits, dtype = source.spec.bits, getattr(torch, source.spec.lut_dtype)
-    for tensor in source.tensors.values():
-        if not tensor.linear:
-            yield Entry(tensor.name, dtype, tensor.shape, partial(source.dense, tensor.name))
-            continue
-        (rows, columns), path = tensor.shape, tensor.module
-        group = source.spec.granularity.tile(rows, columns)[1]
-        words = partial(_words, source, path)
-        yield Entry(f"{path}.weight_packed", torch.int32, (rows, columns * bits // 32), words)
-        yield Entry(f"{path}.weight_scale", dtype, (rows, columns // group), partial(_scales, source, path))
-        yield Entry(f"{path}.weight_shape", torch.int64, (2,), partial(torch.tensor, [rows, columns]))
+def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
+    """What is stored of a tensor of the dense model."""
+    bits, dtype, path = source.spec.bits, getattr(torch, source.spec.lut_dtype), tensor.module
+    if not tensor.linear:
+        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
+        return
+    rows, columns = tensor.shape
+    group = source.spec.granularity.tile(rows, columns)[1]
+    yield Entry(f"{path}.weight_packed", torch.int32, (rows, columns * bits // 32), lambda: source.words(path))
+    yield Entry(f"{path}.weight_scale", dtype, (rows, columns // group), lambda: source.numbers(path)[0])
+    yield Entry(f"{path}.weight_shape", torch.int64, (2,), lambda: torch.tensor([rows, columns]))
 
 
-def _words(source: Compressed, path: str) -> Tensor:
-    return source.stored(f"{path}.indices").view(torch.int32)
-
-
-def _scales(source: Compressed, path: str) -> Tensor:
-    return source.numbers(path)[0]
-
-
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes, about."""
-    return entry_bytes(_entries(source, options))
-
-
-def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
-    """Write the model, one tensor after another."""
-    write_entries(folder, _entries(source, options), "writing compressed-tensors", track)
-    weights = {
-        "num_bits": source.spec.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": source.spec.granularity.columns,
-    }
+def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
+    """Changes of config.json."""
+    group = {"strategy": "group", "group_size": source.spec.granularity.columns}
+    weights = {"num_bits": source.spec.bits, "type": "int", "symmetric": True, **group}
     quantization = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -85,7 +62,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": sorted({"lm_head", *source.spec.skipped}),
     }
-    write_config(source.directory, folder, {"dtype": source.spec.lut_dtype, "quantization_config": quantization})
+    return {"dtype": source.spec.lut_dtype, "quantization_config": quantization}
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
@@ -102,9 +79,3 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.weight", (levels.float().unflatten(1, (-1, weights["group_size"])) * scales).flatten(1)
         elif leaf not in ("weight_scale", "weight_shape"):
             yield name, files.get(name).float()
-
-
-def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
-    """Linears are exact; the rest has the number format of the tables."""
-    exact = source.dense(name)
-    return exact if source.tensors[name].linear else exact.to(getattr(torch, source.spec.lut_dtype)).float(), exact

@@ -98,9 +98,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
         import coremltools as ct
 
         names: dict[str, str] = {}
-        made = coreml_graph.program(
-            _shape(source, options), _weights(source, names, track), _biases(source, names), _rotary(source, options)
-        )
+        made = coreml_graph.program(_shape(source, options), _weights(source, names, track), _rotary(source, options))
         first, last = lengths(options)
         tokens = ct.RangeDim(first, last, last) if first < last else last
         inputs = [ct.TensorType("input_ids", shape=(1, tokens), dtype=np.int32)]
@@ -125,7 +123,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
 
 
 def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
-    """Makes the variable of a tensor, and records under which name."""
+    """Makes the variable of a tensor, and records under which name; None for a bias that there is not."""
     from coremltools.converters.mil.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
@@ -133,6 +131,8 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
     progress = iter(track(list(source.tensors), "building the program", len(source.tensors)))
 
     def make(name: str) -> Any:
+        if name not in source.tensors:
+            return None
         next(progress, None)
         tensor, label = source.tensors[name], name.replace(".", "_")
         names[label] = name
@@ -154,20 +154,6 @@ def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
     middle = 2 ** (source.spec.embedding_bits - 1)
     data = (source.indices(path).to(torch.int16) - middle).to(torch.int8)
     return data, rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
-
-
-def _biases(source: Compressed, names: dict[str, str]) -> Any:
-    def make(path: str) -> Any:
-        name = f"{path}.bias"
-        if name not in source.tensors:
-            return None
-        from coremltools.converters.mil.mil import Builder as mb
-
-        names[name.replace(".", "_")] = name
-        value = rounded(source.dense(name), torch.float16, name).numpy()
-        return mb.const(val=value, name=name.replace(".", "_"))
-
-    return make
 
 
 def _shape(source: Compressed, options: Options) -> coreml_graph.Shape:

@@ -34,12 +34,12 @@ class Shape:
     tied: bool
 
 
-def program(shape: Shape, weight: Callable[[str], Any], bias: Callable[[str], Any], rotary: tuple[Any, Any]) -> Any:
+def program(shape: Shape, weight: Callable[[str], Any], rotary: tuple[Any, Any]) -> Any:
     """The MIL program.
 
     Args:
-        weight: tensor name -> the variable that holds it; called inside the program, once for each name.
-        bias: module path -> its bias as a float16 array, or None.
+        weight: tensor name -> the variable that holds it, None for a bias that a linear does not have; called inside the
+            program, once for each name.
         rotary: cosines and sines, (length, head size) float16.
     """
     import coremltools as ct
@@ -57,7 +57,7 @@ def program(shape: Shape, weight: Callable[[str], Any], bias: Callable[[str], An
         ]
 
     def body(input_ids: Any, position: Any = None, keys: Any = None, values: Any = None) -> Any:
-        return _Decoder(mb, shape, weight, bias, rotary).run(input_ids, position, (keys, values))
+        return _Decoder(mb, shape, weight, rotary).run(input_ids, position, (keys, values))
 
     if shape.cache:
 
@@ -76,8 +76,8 @@ def program(shape: Shape, weight: Callable[[str], Any], bias: Callable[[str], An
 class _Decoder:
     """One call's operations, in order; `n` is the number of its tokens, `end` that of all tokens so far."""
 
-    def __init__(self, mb: Any, shape: Shape, weight: Any, bias: Any, rotary: tuple[Any, Any]):
-        self.mb, self.shape, self.weight, self.bias, self.rotary = mb, shape, weight, bias, rotary
+    def __init__(self, mb: Any, shape: Shape, weight: Any, rotary: tuple[Any, Any]):
+        self.mb, self.shape, self.weight, self.rotary = mb, shape, weight, rotary
 
     def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
         mb, shape = self.mb, self.shape
@@ -118,7 +118,7 @@ class _Decoder:
         return mb.mul(x=mb.cast(x=mb.mul(x=wide, y=factor), dtype="fp16"), y=self.weight(f"{path}.weight"))
 
     def _linear(self, x: Any, path: str) -> Any:
-        bias = self.bias(path)
+        bias = self.weight(f"{path}.bias")
         more = {} if bias is None else {"bias": bias}
         return self.mb.linear(x=x, weight=self.weight(f"{path}.weight"), **more)
 

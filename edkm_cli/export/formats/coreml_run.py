@@ -8,6 +8,7 @@ result that float16 could not hold is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,54 +122,18 @@ def _require_range(variable: Any, result: Any) -> None:
         )
 
 
-def _numbers(tensor: Tensor) -> list[int]:
-    return [int(number) for number in tensor.reshape(-1)]
+def _numbers(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(int(number) for number in tensor.reshape(-1))
 
 
-def _slices(begin: Tensor, end: list[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, last) for first, last in zip(_numbers(begin), end, strict=True))
+def _slices(begin: Tensor, end: Tensor) -> tuple[slice, ...]:
+    return tuple(map(slice, _numbers(begin), _numbers(end)))
 
 
 def _slice_update(x: Tensor, update: Tensor, begin: Tensor, end: Tensor, **_: Any) -> Tensor:
     result = x.clone()
-    result[_slices(begin, _numbers(end))] = update
+    result[_slices(begin, end)] = update
     return result
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return nn.functional.linear(x, weight, bias)
-
-
-def _matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    return (x.mT if transpose_x else x) @ (y.mT if transpose_y else y)
-
-
-def _split(x: Tensor, num_splits: Tensor, axis: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    return x.chunk(int(num_splits), int(axis))
-
-
-def _expand_dims(x: Tensor, axes: Tensor) -> Tensor:
-    for axis in sorted(_numbers(axes)):
-        x = x.unsqueeze(axis)
-    return x
-
-
-def _squeeze(x: Tensor, axes: Tensor) -> Tensor:
-    for axis in sorted(_numbers(axes), reverse=True):
-        x = x.squeeze(axis)
-    return x
-
-
-def _cast(x: Tensor, dtype: str) -> Tensor:
-    return x.float() if dtype in ("fp16", "fp32") else x.long()
-
-
-def _reshape(x: Tensor, shape: Tensor) -> Tensor:
-    return x.reshape(_numbers(shape))
-
-
-def _slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
-    return x[_slices(begin, [a + b for a, b in zip(_numbers(begin), _numbers(size), strict=True)])]
 
 
 _KINDS: dict[str, Callable[..., Any]] = {
@@ -180,20 +145,22 @@ _KINDS: dict[str, Callable[..., Any]] = {
     "silu": lambda x: nn.functional.silu(x),
     "softmax": lambda x, axis: x.softmax(int(axis)),
     "reduce_mean": lambda x, axes, keep_dims: x.mean(_numbers(axes), keepdim=bool(keep_dims)),
-    "cast": _cast,
+    "cast": lambda x, dtype: x.float() if dtype in ("fp16", "fp32") else x.long(),
     "shape": lambda x: torch.tensor(x.shape),
     "gather": lambda x, indices, axis, **_: x[indices],
     "range_1d": lambda end, start, step: torch.arange(int(start), int(end), int(step)),
     "concat": lambda values, axis, **_: torch.cat(values, int(axis)),
-    "split": _split,
-    "expand_dims": _expand_dims,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
+    "split": lambda x, num_splits, axis, **_: x.chunk(int(num_splits), int(axis)),
+    "expand_dims": lambda x, axes: reduce(Tensor.unsqueeze, sorted(_numbers(axes)), x),
+    "squeeze": lambda x, axes: x.squeeze(_numbers(axes)),
+    "reshape": lambda x, shape: x.reshape(_numbers(shape)),
     "transpose": lambda x, perm: x.permute(_numbers(perm)),
-    "slice_by_size": _slice_by_size,
-    "slice_by_index": lambda x, begin, end, **_: x[_slices(begin, _numbers(end))],
+    "slice_by_size": lambda x, begin, size: x[_slices(begin, begin + size)],
+    "slice_by_index": lambda x, begin, end, **_: x[_slices(begin, end)],
     "slice_update": _slice_update,
-    "linear": _linear,
-    "matmul": _matmul,
+    "linear": nn.functional.linear,
+    "matmul": lambda x, y, transpose_x=False, transpose_y=False: (
+        (x.mT if transpose_x else x) @ (y.mT if transpose_y else y)
+    ),
     "identity": lambda x: x,
 }

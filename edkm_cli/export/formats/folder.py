@@ -13,10 +13,11 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from edkm_cli.export.formats.options import rounded
+from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.source import Compressed
 from edkm_cli.format import SafetensorsWriter, read_json
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
-from edkm_cli.progress import Track
+from edkm_cli.progress import Track, no_progress
 
 MAX_SHARD_SIZE = "5GB"
 EXPORT_AGAIN = "export it again"
@@ -25,11 +26,16 @@ Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_tensors(
-    folder: Path, announced: Announced, tensors: Iterable[tuple[str, Tensor]], *, max_shard_size: str = MAX_SHARD_SIZE
-) -> None:
-    """Write safetensors files, with an index where there are several; `tensors` come in any order, each once.
+    folder: Path,
+    announced: Announced,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    **metadata: Any,
+) -> list[str]:
+    """Write safetensors files, with an index (and its `metadata`) where there are several; returns the files' names.
 
-    Raises ValueError where they are not those announced.
+    `tensors` come in any order, each once. Raises ValueError where they are not those announced.
     """
     meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in announced.items()}
     split = split_torch_state_dict_into_shards(
@@ -43,8 +49,9 @@ def write_tensors(
         for name, tensor in tensors:
             writers[split.tensor_to_filename[name]].write(name, tensor)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        index = {"metadata": {**metadata, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [*split.filename_to_tensors, *[INDEX] * split.is_sharded]
 
 
 class Entry(NamedTuple):
@@ -56,17 +63,41 @@ class Entry(NamedTuple):
     make: Callable[[], Tensor]
 
 
-def entry_bytes(entries: Iterable[Entry]) -> int:
-    """What entries take on the disk, without the files' headers."""
-    return sum(entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in entries)
+class FolderFormat:
+    """A format by what its module says of a tensor of the dense model, beside `check`, `facts` and `read`:
 
+    entries(source, tensor, options)  what is stored of it; what is not packed is one entry of its own name
+    settings(source, folder, options) what is written beside the weights; returns the changes of config.json
+    stated(source, name, options)     where packed weights are not exact
+    """
 
-def write_entries(folder: Path, entries: Iterable[Entry], description: str, track: Track) -> None:
-    """Write entries, one after another. Raises UserError for a number that is too large for its dtype."""
-    entries = list(entries)
-    announced = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-    made = track(entries, description, len(entries))
-    write_tensors(folder, announced, ((entry.name, rounded(entry.make(), entry.dtype, entry.name)) for entry in made))
+    def __init__(self, name: str, module: Any):
+        self._name, self._module = name, module
+        self.check, self.facts, self.read = module.check, module.facts, module.read
+
+    def _entries(self, source: Compressed, options: Options) -> list[Entry]:
+        return [entry for tensor in source.tensors.values() for entry in self._module.entries(source, tensor, options)]
+
+    def needed_bytes(self, source: Compressed, options: Options) -> int:
+        """Disk that the export takes, without the files' headers."""
+        entries = self._entries(source, options)
+        return sum(entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in entries)
+
+    def write(self, source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
+        """Write the model, one tensor after another. Raises UserError for a number that is too large for its dtype."""
+        entries = self._entries(source, options)
+        announced = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        made = track(entries, f"writing {self._name}", len(entries))
+        tensors = ((entry.name, rounded(entry.make(), entry.dtype, entry.name)) for entry in made)
+        write_tensors(folder, announced, tensors)
+        write_config(source.directory, folder, self._module.settings(source, folder, options))
+
+    def stated(self, source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
+        """What is packed is exact, the rest is rounded to the dtype of its entry."""
+        if hasattr(self._module, "stated"):
+            return self._module.stated(source, name, options)
+        exact, entries = source.dense(name), list(self._module.entries(source, source.tensors[name], options))
+        return exact if len(entries) > 1 else exact.to(entries[0].dtype).float(), exact
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

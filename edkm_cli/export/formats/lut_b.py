@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,10 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import Entry, entry_bytes, read_packed, write_config, write_entries
+from edkm_cli.export.formats.folder import Entry, read_packed
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit
-from edkm_cli.export.source import Compressed
-from edkm_cli.progress import Track, no_progress
+from edkm_cli.export.source import Compressed, DenseTensor
 
 DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
 _ROWS, _COLUMNS, _ENTRIES, _BITS = 8, 64, 8, 3
@@ -66,40 +64,37 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     }
 
 
-def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
-    """What is stored of each tensor of the dense model."""
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            tiles, module = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS), tensor.module
-            packed, codebook = (*tiles, _TILE_BYTES), (*tiles, _ENTRIES)
-            yield Entry(f"{module}.weight_packed", torch.uint8, packed, partial(_tiles, source, module))
-            table = partial(_codebook, source, module, codebook)
-            yield Entry(f"{module}.weight_codebook", torch.float8_e4m3fn, codebook, table)
-        else:
-            yield Entry(tensor.name, options.torch_dtype(), tensor.shape, partial(_scaled, source, tensor.name))
-
-
-def _tiles(source: Compressed, module: str) -> Tensor:
-    return tiled_bytes(source.stored(f"{module}.indices"))
-
-
-def _codebook(source: Compressed, module: str, shape: tuple[int, ...]) -> Tensor:
-    return source.stored(f"{module}.lut").view(shape)
+def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
+    """What is stored of a tensor of the dense model."""
+    path, shape = tensor.module, tensor.shape
+    if not tensor.linear:
+        yield Entry(tensor.name, options.torch_dtype(), shape, lambda: _scaled(source, tensor.name))
+        return
+    down, across = shape[0] // _ROWS, shape[1] // _COLUMNS
+    packed, codebook = (down, across, _TILE_BYTES), (down, across, _ENTRIES)
+    yield Entry(f"{path}.weight_packed", torch.uint8, packed, lambda: tiled_bytes(source.stored(f"{path}.indices")))
+    table = torch.float8_e4m3fn
+    yield Entry(f"{path}.weight_codebook", table, codebook, lambda: source.stored(f"{path}.lut").view(codebook))
 
 
 def _scaled(source: Compressed, name: str) -> Tensor:
     return source.dense(name) * _factor(source, name)
 
 
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes, about."""
-    return entry_bytes(_entries(source, options))
-
-
-def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
-    """Write the model, one tensor after another."""
-    write_entries(folder, _entries(source, options), "writing lut-b", track)
-    write_config(source.directory, folder, _config_changes(source, options.dtype_name()))
+def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
+    """Changes of config.json."""
+    scale = _scale(source)
+    block = {"strategy": "block", "block_structure": [_ROWS, _COLUMNS]}
+    weights = {"type": "codebook", "num_bits": _BITS, **block, "symmetric": True, "dynamic": False}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "lut-b",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "lut-b"}},
+        "ignore": sorted({*source.spec.skipped, "lm_head"}),
+    }
+    moved = {} if scale == 1.0 else {"rms_norm_eps": source.config.rms_norm_eps / scale**2}
+    return {"dtype": options.dtype_name(), "quantization_config": quantization, **moved}
 
 
 def tiled_bytes(packed: Tensor) -> Tensor:
@@ -159,26 +154,3 @@ def _factor(source: Compressed, name: str) -> float:
     if _INNER_NORM.search(name) or (tied and name == "model.norm.weight"):
         return scale
     return 1.0
-
-
-def _config_changes(source: Compressed, dtype: str) -> dict[str, Any]:
-    scale = _scale(source)
-    weights = {
-        "type": "codebook",
-        "num_bits": _BITS,
-        "strategy": "block",
-        "block_structure": [_ROWS, _COLUMNS],
-        "symmetric": True,
-        "dynamic": False,
-    }
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "lut-b",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "lut-b"}},
-        "ignore": sorted({*source.spec.skipped, "lm_head"}),
-    }
-    changes: dict[str, Any] = {"dtype": dtype, "quantization_config": quantization}
-    if scale != 1.0:
-        changes["rms_norm_eps"] = source.config.rms_norm_eps / scale**2
-    return changes

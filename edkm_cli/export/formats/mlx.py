@@ -14,7 +14,6 @@ differs. `read` follows `mx.dequantize` in float32: which word and bits a code i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, entry_bytes, write_config, write_entries
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import codes_of_words, require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
-from edkm_cli.progress import Track, no_progress
 
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 
@@ -58,22 +56,28 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"dtype": source.spec.lut_dtype, "notes": ["mlx_lm.generate --model DIRECTORY --prompt TEXT"]}
 
 
-def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
-    """What is stored of each tensor of the dense model."""
-    dtype = getattr(torch, source.spec.lut_dtype)
-    for tensor in source.tensors.values():
-        if not tensor.module:
-            yield Entry(tensor.name, dtype, tensor.shape, partial(source.dense, tensor.name))
-            continue
-        (rows, columns), (bits, group), path = tensor.shape, _layout(source, tensor), tensor.module
-        yield Entry(f"{path}.weight", torch.uint32, (rows, columns * bits // 32), partial(_words, source, path))
-        for which, leaf in enumerate(("scales", "biases")):
-            make = partial(_numbers, source, tensor, which)
-            yield Entry(f"{path}.{leaf}", dtype, (rows, columns // group), make)
+def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
+    """What is stored of a tensor of the dense model."""
+    dtype, path = getattr(torch, source.spec.lut_dtype), tensor.module
+    if not path:
+        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
+        return
+    (rows, columns), (bits, group) = tensor.shape, _layout(source, tensor)
+    words, numbers = (rows, columns * bits // 32), (rows, columns // group)
+    yield Entry(f"{path}.weight", torch.uint32, words, lambda: source.words(path).view(torch.uint32))
+    yield Entry(f"{path}.scales", dtype, numbers, lambda: _numbers(source, tensor, 0))
+    yield Entry(f"{path}.biases", dtype, numbers, lambda: _numbers(source, tensor, 1))
 
 
-def _words(source: Compressed, path: str) -> Tensor:
-    return source.stored(f"{path}.indices").view(torch.uint32)
+def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
+    """Changes of config.json: the usual groups and bits, and those of each module that differs."""
+    packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
+    usual = source.spec.bits, _layout(source, source.linears[0])[1]
+    others = {
+        path: {"group_size": group, "bits": bits} for path, (bits, group) in packed.items() if (bits, group) != usual
+    }
+    quantization = {"group_size": usual[1], "bits": usual[0], "mode": "affine", **others}
+    return {"dtype": source.spec.lut_dtype, "quantization": quantization}
 
 
 def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
@@ -84,23 +88,6 @@ def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
         return numbers
     scale = source.stored(f"{tensor.module}.scale")
     return scale * -(2.0 ** (source.spec.embedding_bits - 1)) if which else scale
-
-
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes, about."""
-    return entry_bytes(_entries(source, options))
-
-
-def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
-    """Write the model, one tensor after another."""
-    write_entries(folder, _entries(source, options), "writing mlx", track)
-    packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
-    usual = _layout(source, source.linears[0])[1], source.spec.bits
-    quantization: dict[str, Any] = {"group_size": usual[0], "bits": usual[1], "mode": "affine"}
-    for path, (bits, group) in packed.items():
-        if (group, bits) != usual:
-            quantization[path] = {"group_size": group, "bits": bits}
-    write_config(source.directory, folder, {"dtype": source.spec.lut_dtype, "quantization": quantization})
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
@@ -121,10 +108,3 @@ def _dequantized(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group
     codes = codes_of_words(words.view(torch.int32), bits, words.shape[1] * 32 // bits)
     codes = codes.float().unflatten(1, (-1, group))
     return (scales[:, :, None] * codes + biases[:, :, None]).flatten(1)
-
-
-def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
-    """Packed matrices are exact; the rest has the number format of the tables."""
-    exact = source.dense(name)
-    packed = bool(source.tensors[name].module)
-    return exact if packed else exact.to(getattr(torch, source.spec.lut_dtype)).float(), exact

@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import Entry, entry_bytes, read_packed, write_config, write_entries
+from edkm_cli.export.formats.folder import Entry, read_packed
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.formats.rows import require_fit, row_tables
-from edkm_cli.export.source import Compressed
-from edkm_cli.progress import Track, no_progress
+from edkm_cli.export.source import Compressed, DenseTensor
 
 _WORD_BITS = 32
 _KERNEL_WIDTH = 128  # columns and rows that one block of the project's kernels takes
@@ -55,35 +53,24 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"dtype": options.dtype_name(), "notes": notes}
 
 
-def _entries(source: Compressed, options: Options) -> Iterator[Entry]:
-    """What is stored of each tensor of the dense model."""
-    bits = source.spec.bits
-    for tensor in source.tensors.values():
-        if tensor.linear:
-            out, columns = tensor.shape
-            words, table = (columns // _WORD_BITS * bits, out), (out, 2**bits)
-            yield Entry(f"{tensor.module}.qweight", torch.int32, words, partial(_words, source, tensor.module))
-            yield Entry(f"{tensor.module}.lookup_table", torch.float32, table, partial(row_tables, source, tensor))
-        else:
-            dtype = torch.float32 if _is_bias(source, tensor.name) else options.torch_dtype()
-            yield Entry(tensor.name, dtype, tensor.shape, partial(source.dense, tensor.name))
+def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
+    """What is stored of a tensor of the dense model."""
+    bits, path = source.spec.bits, tensor.module
+    if not tensor.linear:
+        dtype = torch.float32 if _is_bias(source, tensor.name) else options.torch_dtype()
+        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
+        return
+    out, columns = tensor.shape
+    words = (columns // _WORD_BITS * bits, out)
+    yield Entry(f"{path}.qweight", torch.int32, words, lambda: source.words(path).t().contiguous())
+    yield Entry(f"{path}.lookup_table", torch.float32, (out, 2**bits), lambda: row_tables(source, tensor))
 
 
-def _words(source: Compressed, module: str) -> Tensor:
-    return source.stored(f"{module}.indices").view(torch.int32).t().contiguous()  # of (out, in * bits / 8) bytes
-
-
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes, about."""
-    return entry_bytes(_entries(source, options))
-
-
-def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
-    """Write the model, one tensor after another."""
-    write_entries(folder, _entries(source, options), "writing squeezellm", track)
-    write_config(source.directory, folder, {"dtype": "float16"})
-    settings = json.dumps({"wbits": source.spec.bits}, indent=4)
-    (folder / "quant_config.json").write_text(settings + "\n", encoding="utf-8")
+def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
+    """quant_config.json, and changes of config.json."""
+    text = json.dumps({"wbits": source.spec.bits}, indent=4) + "\n"
+    (folder / "quant_config.json").write_text(text, encoding="utf-8")
+    return {"dtype": "float16"}
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
@@ -105,13 +92,6 @@ def _indices_of_words(words: Tensor, bits: int) -> Tensor:
         place = torch.arange(columns) * bits + bit
         indices |= ((unsigned[place // _WORD_BITS].t() >> (place % _WORD_BITS)) & 1) << bit
     return indices
-
-
-def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
-    """Tables and biases are float32; the rest has the dtype of the options."""
-    exact = source.dense(name)
-    kept = source.tensors[name].linear or _is_bias(source, name)
-    return exact if kept else exact.to(options.torch_dtype()).float(), exact
 
 
 def _is_bias(source: Compressed, name: str) -> bool:

@@ -151,10 +151,13 @@ def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo
     weights = [layer.weight.float().clone() for layer in site.layers]
     outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
     magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
+    candidates = [magnitude.pow(step / grid) for step in range(grid)]
     if duo_scaling:
-        candidates = _duo_candidates(magnitude, weights, form, grid)
-    else:
-        candidates = [magnitude.pow(step / grid) for step in range(grid)]
+        groups = torch.cat(weights).abs().unflatten(1, (-1, form.group_size or weights[0].shape[1]))
+        relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)  # s_w, (in,)
+        alphas = [step / (grid - 2) for step in range(grid - 1)]
+        powers = [magnitude.pow(alpha) / (relative.pow(1 - alpha) + _SMALLEST) for alpha in alphas]
+        candidates = [torch.ones_like(magnitude), *powers]
     for candidate in candidates:
         scales = candidate.clamp_min(_SMALLEST)
         scales = scales / (scales.max() * scales.min()).sqrt()
@@ -174,16 +177,6 @@ def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo
     for layer, weight in zip(site.layers, weights, strict=True):
         layer.weight.copy_(weight)
     return best
-
-
-def _duo_candidates(magnitude: Tensor, weights: list[Tensor], form: Uniform, grid: int) -> list[Tensor]:
-    groups = torch.cat(weights).abs().unflatten(1, (-1, form.group_size or weights[0].shape[1]))
-    relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)  # s_w, (in,)
-    alphas = [step / (grid - 2) for step in range(grid - 1)]
-    return [
-        torch.ones_like(magnitude),
-        *(magnitude.pow(alpha) / (relative.pow(1 - alpha) + _SMALLEST) for alpha in alphas),
-    ]
 
 
 def _first(output: Any) -> Tensor:

@@ -30,7 +30,6 @@ from edkm_cli.research.baselines.outcome import (
     check_bits,
     check_positive,
     decoder_linears,
-    shapes_of,
     stored_size,
 )
 from edkm_cli.research.baselines.train import train
@@ -80,7 +79,7 @@ def quantize(
     geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
     swaps = [swap for swap in plan_swaps(model) if swap.clustered]
     check_geometry(swaps, geometry)
-    size = stored_size(shapes_of(layers), bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
+    size = stored_size(layers, bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
     clustering = Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations)
     recipe = Recipe(swaps, spec, clustering, temperature, importance)
     used = batches if importance != "none" else []

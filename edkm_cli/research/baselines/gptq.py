@@ -74,17 +74,14 @@ def quantize(
     for index, (path, block) in enumerate(track(blocks, "gptq", len(blocks))):
         for stage in stream.stages(index):
             members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
-            if members:
-                _quantize_stage(
-                    members,
-                    _hessian(stream, index, members[0]),
-                    bits=bits,
-                    width=group_size or members[0].in_features,
-                    rule=form.rule,
-                    order=order,
-                    static_groups=static_groups,
-                    damping=damping,
-                )
+            if not members:
+                continue
+            options: dict[str, Any] = {"order": order, "static_groups": static_groups, "damping": damping}
+            stacked = torch.cat([layer.weight.float() for layer in members])  # they share an input, and so a Hessian
+            hessian, width = _hessian(stream, index, members[0]), group_size or members[0].in_features
+            quantized = quantize_weight(stacked, hessian, bits=bits, width=width, rule=form.rule, **options)
+            for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
+                layer.weight.copy_(part)
         stream.hidden = stream.run(index)
     stores_order = order == "activation" and group_size > 0 and not static_groups
     order_bits = _ORDER_BITS if stores_order else 0
@@ -102,14 +99,6 @@ def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:
 
 def _leave(layer: nn.Module, args: tuple[Any, ...]) -> None:
     raise Reached
-
-
-def _quantize_stage(members: list[Any], hessian: Tensor, **options: Any) -> None:
-    """Layers with one input have one Hessian: their rows are quantized together."""
-    stacked = torch.cat([layer.weight.float() for layer in members])
-    quantized = quantize_weight(stacked, hessian, **options)
-    for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
-        layer.weight.copy_(part)
 
 
 def quantize_weight(

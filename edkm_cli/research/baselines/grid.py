@@ -26,14 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.research.baselines.outcome import (
-    Outcome,
-    check_bits,
-    columns_in_group,
-    count_uniform,
-    decoder_linears,
-    shapes_of,
-)
+from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears, stored_size
 
 RULES = ("minmax", "symmetric", "autoround", "absmax")
 _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -93,7 +86,11 @@ class Uniform:
                 raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         layers = decoder_linears(model)
         for name, layer in layers.items():
-            columns_in_group(self.group_size, layer.in_features, layer=name)
+            if self.group_size < 0 or (self.group_size and layer.in_features % self.group_size):
+                raise UserError(
+                    f"group_size must divide the {layer.in_features} columns of {name}, got {self.group_size}; "
+                    "choose a divisor, or 0 for one group per row"
+                )
         return layers
 
     def fit(self, groups: Tensor) -> Grid:
@@ -106,8 +103,15 @@ class Uniform:
         return self.fit(groups).round(groups).flatten(-2)
 
     def outcome(self, layers: dict[str, nn.Linear], *, order_bits: int = 0, **facts: Any) -> Outcome:
-        """The sizes of the layers in this form; a zero point is stored where the rule does not fix it."""
-        zero_bits = self.bits if self.rule == "minmax" else 0
-        scale_bits = torch.finfo(_SCALE_DTYPES[self.scale_dtype]).bits
-        kept = {"zero_bits": zero_bits, "order_bits": order_bits, "scale_bits": scale_bits}
-        return Outcome(*count_uniform(shapes_of(layers), bits=self.bits, group_size=self.group_size, **kept), **facts)
+        """The sizes of the layers in this form: each group has a scale, and a zero point where the rule does not fix it;
+        each column has `order_bits`, where a method stores in which order the columns were quantized.
+
+        >>> Uniform(3, 64).outcome({"layer": nn.Linear(128, 64)}).bits_per_weight  # 3 + (16 + 3) / 64
+        3.296875
+        """
+        beside = torch.finfo(_SCALE_DTYPES[self.scale_dtype]).bits + (self.bits if self.rule == "minmax" else 0)
+
+        def side_bits(rows: int, columns: int) -> int:
+            return rows * (columns // (self.group_size or columns)) * beside + columns * order_bits
+
+        return Outcome(*stored_size(layers, bits=self.bits, side_bits=side_bits), **facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 
-SCALE_BITS = 16
 NO_QUANTIZATION = 16  # bits of activations that stay as they are
 
 
@@ -42,19 +41,6 @@ def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
 
 
-def columns_in_group(group_size: int, columns: int, *, layer: str) -> int:
-    """The width of a group in a row of `columns` weights; `group_size` 0 means the whole row.
-
-    Raises UserError, naming the layer, for a group size that does not divide the row.
-    """
-    if group_size < 0 or (group_size and columns % group_size):
-        raise UserError(
-            f"group_size must divide the {columns} columns of {layer}, got {group_size}; "
-            "choose a divisor, or 0 for one group per row"
-        )
-    return group_size or columns
-
-
 def check_bits(**bits: int) -> None:
     """Raises UserError unless 2 <= bits <= 8; those of activations may be `NO_QUANTIZATION` instead."""
     for name, value in bits.items():
@@ -78,44 +64,12 @@ def check_positive(**values: float) -> None:
             raise UserError(f"{name} must be positive, got {value}")
 
 
-def stored_size(
-    shapes: Iterable[tuple[int, int]], *, bits: int, side_bits: Callable[[int, int], int]
-) -> tuple[float, int]:
-    """(bits per weight, stored bytes) of matrices (out, in) at `bits` a weight, and `side_bits(out, in)` beside each."""
+def stored_size(layers: dict[str, nn.Linear], *, bits: int, side_bits: Callable[[int, int], int]) -> tuple[float, int]:
+    """(bits per weight, stored bytes) of layers at `bits` a weight, and `side_bits(out, in)` beside each."""
     total_bits = weights = stored_bytes = 0
-    for rows, columns in shapes:
+    for rows, columns in ((layer.out_features, layer.in_features) for layer in layers.values()):
         beside = side_bits(rows, columns)
         total_bits += rows * columns * bits + beside
         stored_bytes += rows * packed_width(columns, bits) + (beside + 7) // 8
         weights += rows * columns
     return total_bits / weights, stored_bytes
-
-
-def count_uniform(
-    shapes: Iterable[tuple[int, int]],
-    *,
-    bits: int,
-    group_size: int,
-    zero_bits: int,
-    order_bits: int = 0,
-    scale_bits: int = SCALE_BITS,
-) -> tuple[float, int]:
-    """(bits per weight, stored bytes) of uniformly quantized matrices (out, in).
-
-    Each group of `group_size` weights (0: each row) has a scale of `scale_bits` and a zero point of `zero_bits` (0 in
-    symmetric schemes); each column has `order_bits`, where a method stores in which order the columns were quantized.
-
-    >>> count_uniform([(64, 128)], bits=3, group_size=64, zero_bits=3)  # 3 + (16 + 3) / 64
-    (3.296875, 3376)
-    """
-
-    def side_bits(rows: int, columns: int) -> int:
-        groups = rows * (columns // (group_size or columns))
-        return groups * (scale_bits + zero_bits) + columns * order_bits
-
-    return stored_size(shapes, bits=bits, side_bits=side_bits)
-
-
-def shapes_of(layers: dict[str, nn.Linear]) -> list[tuple[int, int]]:
-    """(out, in) of each layer."""
-    return [(layer.out_features, layer.in_features) for layer in layers.values()]

@@ -270,12 +270,7 @@ class _Layer:
         codecs = [codec for codec in (uniquify, Shard() if "S" in technique else None) if codec is not None]
         plain = technique == "none"
         marshal = MarshalSavedTensors(
-            hops=None if plain else 4,
-            codecs=codecs,
-            identity=not plain,
-            keep=(self.x,),
-            min_bytes=0,
-            force=True,
+            hops=None if plain else 4, codecs=codecs, identity=not plain, keep=(self.x,), min_bytes=0, force=True
         )
         self.weight.grad = self.x.grad = None
         if technique == "closed-form":

@@ -7,7 +7,7 @@ of a few repeats.
 from __future__ import annotations
 
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,7 @@ def bench_clustering(
     iterations: int = 3,
     dtype: str = "bfloat16",
     device: str = "cpu",
-    granularities: tuple[str, ...] = GRANULARITIES,
+    granularity: Sequence[str] = GRANULARITIES,
     dense: bool = True,
     log: Log = lambda message: None,
 ) -> dict[str, Any]:
@@ -196,12 +196,12 @@ def bench_clustering(
     linear_dtype = torch.float32 if place.type == "cpu" else weight_dtype
     rows: list[Row] = []
     options: dict[str, Any] = {"temperature": _TEMPERATURE, "iterations": iterations}
-    for granularity in granularities:
-        centroids = _starting_centroids(weight, bits, granularity)
-        log(f"fused, {granularity}")
-        rows.append(_fused(weight, centroids, granularity=granularity, **options))
-        log(f"straight-through, {granularity}")
-        rows.append(_straight_through(weight, centroids, granularity))
+    for tiles in granularity:
+        centroids = _starting_centroids(weight, bits, tiles)
+        log(f"fused, {tiles}")
+        rows.append(_fused(weight, centroids, granularity=tiles, **options))
+        log(f"straight-through, {tiles}")
+        rows.append(_straight_through(weight, centroids, tiles))
     log(f"linear, {tokens} tokens")
     linear_seconds = _linear_seconds(weight, tokens, linear_dtype)
     copy_bytes_per_second = _copy_bytes_per_second(weight)

@@ -123,10 +123,6 @@ def _check(product: Tensor, x: Tensor, dense: Tensor) -> None:
         raise RuntimeError(f"a packed product is wrong by {error}, more than rounding explains ({limit})")
 
 
-def _flags(**values: Sequence[Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, given in values.items() for value in given)
-
-
 def _copy_bytes_per_second(place: torch.device) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
@@ -135,26 +131,28 @@ def _copy_bytes_per_second(place: torch.device) -> float:
 
 def bench_runtime(
     *,
-    shapes: Sequence[str] = SHAPES,
+    shape: Sequence[str] = SHAPES,
     tokens: Sequence[int] = TOKENS,
     bits: Sequence[int] = (3, 4),
-    granularities: Sequence[str] = ("row:1",),
-    dtypes: Sequence[str] = ("bfloat16",),
+    granularity: Sequence[str] = ("row:1",),
+    dtype: Sequence[str] = ("bfloat16",),
     device: str = "cpu",
     cold: bool = False,
     log: Log = print,
 ) -> dict[str, Any]:
     """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
-    sizes, place = [_parse_shape(shape) for shape in shapes], torch.device(device)
-    for dtype in dtypes:
-        if dtype not in _DTYPES:
-            raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    for size, granularity in itertools.product(sizes, granularities):
-        Granularity.parse(granularity).tile(*size, layer="--shape")
+    sizes, place = [_parse_shape(text) for text in shape], torch.device(device)
+    for name in dtype:
+        if name not in _DTYPES:
+            raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    for size, tiles in itertools.product(sizes, granularity):
+        Granularity.parse(tiles).tile(*size, layer="--shape")
     copied = _copy_bytes_per_second(place)
+    options = {"shape": shape, "tokens": tokens, "bits": bits, "granularity": granularity, "dtype": dtype}
+    flags = [f"--{name} {value}" for name, given in options.items() for value in given]
     rows = []
-    for size, count, granularity in itertools.product(sizes, bits, granularities):
-        packed = _random(size, count, granularity, place)
+    for size, count, tiles in itertools.product(sizes, bits, granularity):
+        packed = _random(size, count, tiles, place)
         dense = lut_linear_torch.dense(packed, size[1], torch.float32)
         matrices = [
             packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
@@ -168,19 +166,19 @@ def bench_runtime(
                 turns: list[list[Callable[[], Any]]] = [
                     [partial(torch.nn.functional.linear, x.bfloat16(), w) for w in halves],
                     [partial(torch.nn.functional.linear, x, w) for w in fulls],
-                    *(_products(x.to(getattr(torch, dtype)), matrices, dense) for dtype in dtypes),
+                    *(_products(x.to(getattr(torch, name)), matrices, dense) for name in dtype),
                 ]
                 rounds = [[_seconds(turn, place) for turn in turns] for _ in range(_ROUNDS)]
                 dense_half, dense_full, *times = (min(seconds) for seconds in zip(*rounds, strict=True))
-                for dtype, seconds in zip(dtypes, times, strict=True):
+                for name, seconds in zip(dtype, times, strict=True):
                     rate = (packed.indices.nbytes + packed.table.nbytes) / seconds
                     rows.append(
                         {
                             "shape": list(size),
                             "tokens": number,
                             "bits": count,
-                            "granularity": granularity,
-                            "dtype": dtype,
+                            "granularity": tiles,
+                            "dtype": name,
                             "matrices": len(matrices),
                             "packed_seconds": seconds,
                             "dense_bf16_seconds": dense_half,
@@ -191,9 +189,7 @@ def bench_runtime(
                     )
                     log(_line(rows[-1]))
     return {
-        "command": "edkm bench runtime "
-        + _flags(shape=shapes, tokens=tokens, bits=bits, granularity=granularities, dtype=dtypes)
-        + (" --cold" if cold else ""),
+        "command": " ".join(["edkm bench runtime", *flags, *["--cold"] * cold]),
         "cold": cold,
         "rows": rows,
         "copy_bytes_per_second": copied,

@@ -28,7 +28,7 @@ from edkm_cli.config import CompressConfig, TextSettings
 from edkm_cli.data import parse_sources, tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.export.ownership import cache_paths, input_paths, require_apart, require_replaceable
+from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
 from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device
@@ -68,7 +68,13 @@ def compare(
     settings = [settings_of(entry, config) for entry in config.entries()]
     inputs = [*input_paths("--model", config.model), *input_paths("--data", *config.data, *config.eval_data)]
     require_apart("--output", Path(config.output), [*inputs, *cache_paths()])
-    directory = _make_directory(config)
+    directory = Path(config.output).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written to, but {directory} is not ({error}); choose another"
+        ) from error
     for name in (*(f"{entry.slug}.json" for entry in config.entries()), "compare.json", "compare.svg"):
         require_replaceable("--output", directory / name)
         require_replaceable("--output", directory / f"{name}.tmp")
@@ -94,17 +100,6 @@ def compare(
     write_json(directory / "compare.json", result)
     save(draw(result), directory / "compare.svg")
     return result
-
-
-def _make_directory(config: CompareConfig) -> Path:
-    directory = Path(config.output).expanduser()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--output must be a directory that can be written to, but {directory} is not ({error}); choose another"
-        ) from error
-    return directory
 
 
 def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
@@ -220,13 +215,13 @@ def _result(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
-    stored = _read(path)
-    same = stored is not None and stored["settings"] == settings and not overwrite
-    if stored is not None and same and "row" in stored:
+    stored = read_object(path)
+    same = stored.get("settings") == settings and not overwrite
+    if same and "row" in stored:
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")
         return stored
     write_json(path, {"settings": settings})
-    flags = ["--resume"] if same else ["--overwrite"] if stored is not None or overwrite else []
+    flags = ["--resume"] if same else ["--overwrite"] if "settings" in stored or overwrite else []
     if not predictions.exists():  # once, and only if there is something to measure
         predictions.mkdir()
         say("  the uncompressed model's predictions, for the KL of all rows")
@@ -234,22 +229,13 @@ def _result(
             shutil.rmtree(predictions)  # what there is of them is of no use
             predictions.mkdir()
     status = _worker(path, tokens, predictions, *flags)
-    result = _read(path) or {}
+    result = read_object(path)
     if not {"row", "error"} & set(result):
         cause = f"signal {-status} (9 is often lack of memory)" if status < 0 else f"exit status {status}"
         result = {"settings": settings, "error": f"its process ended with {cause}"}
         write_json(path, result)
     say(f"  {result['error']}" if "error" in result else f"  perplexity {result['row']['perplexity']:,.3f}")
     return result
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A result's file; None where there is none."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return stored if isinstance(stored, dict) and isinstance(stored.get("settings"), dict) else None
 
 
 def _worker(*arguments: str | Path) -> int:

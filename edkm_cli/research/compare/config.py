@@ -97,7 +97,8 @@ class CompareConfig:
         for entry in map(Entry.parse, self.methods):
             rows.append(entry)
             if entry.method == OURS and "seed" not in dict(entry.options):
-                rows += [entry.with_option("seed", self.seed + more) for more in range(1, self.seeds)]
+                seeded = [{**dict(entry.options), "seed": self.seed + more} for more in range(1, self.seeds)]
+                rows += [Entry(OURS, tuple(sorted(options.items()))) for options in seeded]
         return rows
 
 
@@ -136,9 +137,6 @@ class Entry:
             except yaml.YAMLError:
                 options[name] = value
         return cls(method, tuple(sorted(options.items())))
-
-    def with_option(self, name: str, value: Any) -> Entry:
-        return Entry(self.method, tuple(sorted({**dict(self.options), name: value}.items())))
 
     @property
     def label(self) -> str:

@@ -30,40 +30,23 @@ def format_table(result: dict[str, Any]) -> str:
             rows.append([name, "failed", *[""] * (len(header) - 2)])
             continue
         row, several = measured[0], several or len(measured) > 1
-        rows.append(
-            [
-                name,
-                row["training"],
-                str(row["bits"]),
-                row["granularity"],
-                f"{row['decoder_bits_per_weight']:.3f}",
-                megabytes(row["weights_bytes"]),
-                *(cell for place in range(len(texts)) for cell in _figures([one["texts"][place] for one in measured])),
-                f"{row['calibration_tokens']:,}",
-                f"{row['training_tokens']:,}",
-                f"{row['seconds'] / 60:.1f}",
-                megabytes(row["peak_memory_bytes"]),
-            ]
-        )
+        form = [row["training"], str(row["bits"]), row["granularity"], f"{row['decoder_bits_per_weight']:.3f}"]
+        figures = [cell for place in range(len(texts)) for cell in _figures([one["texts"][place] for one in measured])]
+        cost = [f"{row['calibration_tokens']:,}", f"{row['training_tokens']:,}", f"{row['seconds'] / 60:.1f}"]
+        sizes = [megabytes(row[key]) for key in ("weights_bytes", "peak_memory_bytes")]
+        rows.append([name, *form, sizes[0], *figures, *cost, sizes[1]])
         if row["note"]:
             notes.append(f"{row['label']}: {row['note']}")
     setting = result["setting"]
     windows = max(row["windows"] for row in result["rows"] if row["windows"])
-    return "\n".join(
-        [
-            f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}",
-            "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
-            "linears, all side information counted; calibrated, trained: tokens"
-            + "; +-: half of the range over seeds"
-            * several,
-            "",
-            table(rows, header=header),
-            *([""] if notes else []),
-            *notes,
-            "",
-            f"all rows: {_hours(result['rows']):.1f} hours",
-        ]
-    )
+    head = f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}"
+    legend = (
+        "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
+        "linears, all side information counted; calibrated, trained: tokens"
+    ) + "; +-: half of the range over seeds" * several
+    seconds = sum((row[key] or 0.0) for row in result["rows"] for key in ("seconds", "evaluation_seconds"))
+    total = f"all rows: {seconds / 3600:.1f} hours"  # of methods and their evaluations, loading left out
+    return "\n".join([head, legend, "", table(rows, header=header), *[""] * bool(notes), *notes, "", total])
 
 
 def draw(result: dict[str, Any]) -> Markup:
@@ -85,15 +68,9 @@ def _by_seed(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The rows, those together that differ in their seed only."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(
-            f"{row['method']} {[option for option in row['options'].items() if option[0] != 'seed']}", []
-        ).append(row)
+        others = [option for option in row["options"].items() if option[0] != "seed"]
+        groups.setdefault(f"{row['method']} {others}", []).append(row)
     return list(groups.values())
-
-
-def _hours(rows: list[dict[str, Any]]) -> float:
-    """What all methods and their evaluations took, loading left out."""
-    return sum((row[key] or 0.0) for row in rows for key in ("seconds", "evaluation_seconds")) / 3600
 
 
 def _texts(result: dict[str, Any]) -> list[str]:

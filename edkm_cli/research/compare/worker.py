@@ -57,25 +57,22 @@ def measure(
     """The row of one method. `directory` is where `edkm` puts its checkpoint, `predictions` where those of the
     uncompressed model are. Raises UserError."""
     reference = RememberedPredictions(predictions) if predictions is not None else None
+    row: dict[str, Any]
     if settings["method"] == OURS:
         row, model = _ours(settings, tokens["training"], directory, observer, resume=resume, overwrite=overwrite)
     elif settings["method"] == UNCOMPRESSED:
-        row, model = _uncompressed(settings)
+        model = _dense(settings)
+        size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
+        row = {**FREE, "bits": 16, "granularity": "", "decoder_bits_per_weight": 16.0, "weights_bytes": size}
     elif settings["method"] == GGUF:
         row, model = _gguf(settings)
     else:
         row, model = _baseline(settings, tokens["training"], observer.track)
-    measured = [
-        perplexity(
-            model,
-            ids,
-            context=settings["context"],
-            max_windows=settings["eval_windows"],
-            track=observer.track,
-            reference=reference if reference is not None and reference.knows_text(ids, settings["context"]) else None,
-        )
-        for ids in _texts(tokens)
-    ]
+    windows = {"context": settings["context"], "max_windows": settings["eval_windows"], "track": observer.track}
+    measured = []
+    for ids in _texts(tokens):
+        known = reference is not None and reference.knows_text(ids, settings["context"])
+        measured.append(perplexity(model, ids, reference=reference if known else None, **windows))
     keys = ("perplexity", "kl_per_token", "top1_agreement", "windows")
     texts = [{key: getattr(one, key) for key in keys} for one in measured]
     return {
@@ -101,12 +98,6 @@ def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: P
         perplexity(model, ids, context=context, max_windows=windows, track=track, seen=recorder.see)
     if recorder.failure:
         raise UserError(recorder.failure)
-
-
-def _uncompressed(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    model = _dense(settings)
-    size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    return {**FREE, "bits": 16, "granularity": "", "decoder_bits_per_weight": 16.0, "weights_bytes": size}, model
 
 
 def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -142,10 +133,9 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     model = _dense(settings)
     quantized = sum(layer.weight.numel() for layer in decoder_linears(model).values())
     others = sum(parameter.numel() for parameter in model.parameters()) - quantized
-    quantize = load(settings["method"]).quantize
     torch.manual_seed(arguments["seed"])
     start = time.perf_counter()
-    outcome = quantize(model, batches, track=track, **arguments)
+    outcome = load(settings["method"]).quantize(model, batches, track=track, **arguments)
     seconds = time.perf_counter() - start
     trained = BLOCKS if settings["method"] == "autoround" else END_TO_END
     row = {
@@ -177,6 +167,7 @@ def _ours(
     text = calibration_batches(tokens, max(limits), seed=config.seed) if any(limits) else []
     spec = read_spec(directory)
     assert spec is not None
+    dense = spec.embedding_bits == DENSE_BITS
     row = {
         "training": END_TO_END if config.steps else BLOCKS if config.start == "reconstructed" else NOTHING,
         "bits": config.bits,
@@ -185,12 +176,8 @@ def _ours(
         "weights_bytes": report["weights_bytes"],
         "calibration_tokens": sum(batch.numel() for batch in text),
         "training_tokens": report["training_tokens"],
-        "seconds": round(
-            sum(value for name, value in report["seconds"].items() if name not in ("load", "evaluate")), 3
-        ),
-        "note": "embeddings as they came"
-        if spec.embedding_bits == DENSE_BITS
-        else f"embeddings at {spec.embedding_bits} bits",
+        "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("load", "evaluate")), 3),
+        "note": f"embeddings {'as they came' if dense else f'at {spec.embedding_bits} bits'}",
         "directory": str(directory),
     }
     return row, load_compressed(directory, dtype=torch.float32, device=settings["device"])
@@ -207,16 +194,11 @@ def main(arguments: list[str]) -> int:
         if "--remember" in arguments:
             remember(settings, load_file(arguments[1]), predictions, observer.track)
             return 0
-        row = measure(
-            settings,
-            load_file(arguments[1]),
-            path.with_name(path.stem),
-            observer,
-            predictions=predictions,
-            resume="--resume" in arguments,
-            overwrite="--overwrite" in arguments,
-        )
-        result = {"row": row}
+        options = {"resume": "--resume" in arguments, "overwrite": "--overwrite" in arguments}
+        place = path.with_name(path.stem)
+        result = {
+            "row": measure(settings, load_file(arguments[1]), place, observer, predictions=predictions, **options)
+        }
     except Preempted:
         return 143
     except KeyboardInterrupt:
