@@ -14,6 +14,7 @@ from edkm_cli.export.formats import coreml
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.parity import require_parity
 from edkm_cli.export.source import Compressed
+from edkm_cli.format import DENSE_BITS
 from helpers import byte_tokenizer, cluster, export, refused, tiny_llama, tiny_qwen
 
 here = pytest.mark.skipif(importlib.util.find_spec("coremltools") is None, reason="needs coremltools")
@@ -69,7 +70,7 @@ def test_a_missing_package_is_one_line_with_the_command(rows, tmp_path, monkeypa
     [
         {"granularity": "row:1"},
         {"model": lambda: tiny_llama(tied=False, bias=True), "granularity": "tensor", "bits": 4},
-        {"model": tiny_qwen, "granularity": "row:4", "lut_dtype": "float8_e4m3fn", "embedding_bits": None},
+        {"model": tiny_qwen, "granularity": "row:4", "lut_dtype": "float8_e4m3fn", "embedding_bits": DENSE_BITS},
     ],
 )
 def test_the_program_predicts_what_the_source_predicts(source, ids, tmp_path):
@@ -122,7 +123,9 @@ def test_damage_to_a_program_is_found_and_named(what, tmp_path, monkeypatch):
             indices = source.indices
             patch.setattr(source, "indices", lambda path: indices(path).roll(int(path == name), 0))
         else:
-            patch.setattr(coreml, "_biases", lambda source, names: lambda path: None)
+            decoder = coreml.coreml_graph._Decoder
+            without = lambda self, x, path: self.mb.linear(x=x, weight=self.weight(f"{path}.weight"))  # noqa: E731
+            patch.setattr(decoder, "_linear", without)
         (tmp_path / "out").mkdir()
         coreml.write(source, tmp_path / "out", options)
     with pytest.raises(UserError, match="is in the source, but not" if what == "bias" else name):
