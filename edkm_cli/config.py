@@ -122,12 +122,6 @@ class TrainingSettings:
         positive=True,
         finite=False,
     )
-    optimizer: str = setting(
-        "adamw",
-        "Optimizer.",
-        TRAINING,
-        choices={"adamw": "AdamW", "adamw-8bit": "with 8-bit state, by bitsandbytes"},
-    )
     batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
     sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)
     gradient_accumulation: int = setting(1, "Forward and backward passes for each optimizer step.", TRAINING, minimum=1)

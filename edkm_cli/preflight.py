@@ -288,12 +288,6 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
-    if config.optimizer == "adamw-8bit" and config.steps and config.dtype != "float32" and config.assignments != "held":
-        raise UserError(
-            f"--optimizer adamw-8bit rounds the updates of {config.dtype} weights away; give --dtype float32 (with "
-            "--mixed-precision bf16), or --optimizer adamw",
-            everywhere=True,
-        )
     spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits == "auto")
     return RunPlan(
         asked=asked,

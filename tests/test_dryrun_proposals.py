@@ -23,7 +23,6 @@ from helpers import tiny_llama
         {"target": "any-precision", "embedding_bits": 16},
         {"mode": "soft", "dtype": "bfloat16"},
         {"assignments": "held", "offload": "cpu"},
-        {"optimizer": "adamw-8bit", "dtype": "float32"},
         {"data": ("self",), "compare_dense": True},
         {"steps": 0, "bits": 2.5},
     ],

@@ -18,7 +18,7 @@ from edkm_cli.finetune import command
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig
 from edkm_cli.finetune.merge import merge, require_base, with_data
-from edkm_cli.finetune.session import Session
+from edkm_cli.finetune.session import PackedSession
 from edkm_cli.integrity import stored_tensors
 from edkm_cli.progress import Observer
 from edkm_cli.train.metrics import Metrics
@@ -250,10 +250,10 @@ def test_an_adapter_of_another_base_or_one_that_is_merged_already_is_refused(pac
     shutil.copytree(tuned[0], plain, ignore=shutil.ignore_patterns("edkm-files.json"))
     assert str(packed) in refused("merge", other, "--adapter", plain, "-o", tmp_path / "out")
     assert "is part of" in refused("merge", merged[0], "--adapter", plain, "-o", tmp_path / "out")
-    require_base(Session(packed, None, World(), Observer(), dtype="float32"), plain)
+    require_base(PackedSession(packed, MergeConfig(), World(), Observer(), dtype="float32"), plain)
     moved = tmp_path / "moved"  # the same files elsewhere are the same model
     shutil.copytree(packed, moved)
-    require_base(Session(moved, None, World(), Observer(), dtype="float32"), tuned[0])
+    require_base(PackedSession(moved, MergeConfig(), World(), Observer(), dtype="float32"), tuned[0])
 
 
 def test_a_merge_learns_as_the_adapter_did(packed, text_file, tmp_path):

@@ -1,31 +1,15 @@
 """Which parameters an optimizer gets, its schedule, and what is refused before any work."""
 
 import math
-import os
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor, require_optimizer
-from helpers import cluster, compress_arguments, refused, tiny_llama
-
-
-def test_8_bit_adamw_without_a_gpu_is_one_line_before_any_work(model_directory, text_file, tmp_path):
-    line = refused(*compress_arguments(model_directory, text_file, tmp_path / "out", "--optimizer", "adamw-8bit"))
-    assert "--optimizer adamw-8bit needs a GPU" in line
-    assert "the device is cpu; use --optimizer adamw" in line
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_8_bit_adamw_without_its_package_is_refused():
-    with pytest.raises(UserError, match="needs bitsandbytes, which is not installed; pip install bitsandbytes"):
-        require_optimizer(CompressConfig(optimizer="adamw-8bit"), World(device="cuda:0"))
+from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
+from helpers import cluster, tiny_llama
 
 
 def test_only_clustered_weights_decay_and_tables_have_their_own_rate():

@@ -102,10 +102,9 @@ def _static(plan: RunPlan) -> Peak:
     whole = int(plan.parameters * dense.itemsize * launch.share)
     if plan.by_layer and not plan.writes_text:
         whole = int(plan.parameters * plan.spec.bits / 8)
-    moments = {"adamw": 2.0, "adamw-8bit": 2 / trained.itemsize}[config.optimizer]
     parts = {"weights": whole}
     if full:
-        parts = {"weights": clustered, "gradients": clustered, "optimizer": int(moments * clustered)}
+        parts = {"weights": clustered, "gradients": clustered, "optimizer": 2 * clustered}
     return Peak("training", parts, {"training": sum(parts.values())})
 
 

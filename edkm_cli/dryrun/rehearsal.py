@@ -63,8 +63,6 @@ from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_g
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
 _DISTINCT = 65536
-# bitsandbytes: a byte a moment, and a float32 scale for each block of 256.
-_MOMENT_8BIT_BYTES = 1 + 4 / 256
 
 
 class Rehearsal:
@@ -363,11 +361,7 @@ class Rehearsal:
         """As `build_optimizer`. On a GPU a step needs nothing beside its state: AdamW is fused there."""
         config = self.config
         if self.launch.gpu:
-            size = sum(parameter.numel() for parameter in trained)
-            if config.optimizer == "adamw-8bit":
-                state, scratch = 2 * size * _MOMENT_8BIT_BYTES, 0.0
-            else:
-                state, scratch = state_bytes(trained)
+            state, scratch = state_bytes(trained)
             held.enter_context(self._ledger.more(int(state * self.launch.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]

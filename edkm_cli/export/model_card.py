@@ -1,4 +1,4 @@
-"""README.md of a checkpoint."""
+"""README.md of what a run writes, with the metadata block that the hub reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edkm_cli.summaries import megabytes, perplexity_rows, text_names, texts_of,
 
 
 def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
-    """README.md of a checkpoint, with the metadata block the hub reads."""
+    """Of a checkpoint that `edkm compress` wrote."""
     config = report["config"]
     bits = f"{report['decoder_bits_per_weight']:.2f}"
     metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -61,3 +61,31 @@ def _tables(report: dict[str, Any]) -> str:
     if report.get("allocation") == "sensitivity":
         return f"lookup tables, more entries where errors matter more, as large as {bits:g} bits everywhere"
     return f"{2**bits}-entry lookup tables"
+
+
+def checkpoint_card(report: dict[str, Any], *, title: str, made: str, file: str) -> str:
+    """Of a compressed model that was made of another one."""
+    measured = report["texts"][0]
+    stages = [f"{stage} {value:.3f}" for stage, value in report["perplexity"].items() if value is not None]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- edkm
+- palettization
+- quantized
+---
+
+# {title}
+
+Made by edkm {report["versions"].get("edkm-cli", "")}: {made}.
+
+```python
+import edkm_cli
+
+model = edkm_cli.load("PATH")  # PATH: this directory
+```
+
+Perplexity on {measured["data"]}, {measured["windows"]} windows of {measured["context"]} tokens: {", ".join(stages)}.
+All settings and versions are in `{file}`.
+"""

@@ -1,32 +1,36 @@
-"""What every run does that writes a directory: its texts, its identity, what its report says of the machine.
+"""What every run does that writes a directory: its texts, its identity, how it begins and goes on, what its report says.
 
-`edkm compress`, `finetune` and `merge` tell the rest, each as the story of one run: open the output (`OutputDirectory`) and
+`edkm compress`, `finetune` and `merge` are each a `Session` that tells the rest as the story of one run: open the output and
 the texts, compare the identity with what is there, train in `DIR.partial`, read back, measure, commit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import TextSettings
+from edkm_cli.config import CHECKPOINTS, TextSettings
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
+from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.format import digest
+from edkm_cli.hf import load
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import keep_text, kept_text, self_text, store_of
+from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text, store_of
 from edkm_cli.settings import part_of
+from edkm_cli.train.teacher import RememberedTeacher, remember
 
 SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
 
@@ -42,21 +46,194 @@ _LONGEST_TOKEN = 20  # characters, on average over any text
 _BATCH = ("batch_size", "gradient_accumulation")
 
 
-def identity_of(config: Any, texts: Texts, *, processes: int, model_sha256: str, **more: Any) -> dict[str, Any]:
-    """What decides a run's result: settings, sequences a step, digests of the model's files and of all tokens, and `more`.
+class Session:
+    """One run of a command that trains: `config` is the command's with nothing left open, `sources` what its `data` names.
 
-    Batch size, accumulation and the number of processes may change as long as their product stays: the run then goes
-    on with the same data, equal to rounding. Text that the model writes itself follows from the rest; a run keeps it.
+    Its steps stand here in their order; models are loaded in `dtype`.
     """
-    settings = {key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)}
-    return {
-        **settings,
-        "sequences_per_step": config.batch_size * config.gradient_accumulation * processes,
-        "model_sha256": model_sha256,
-        "tokens_sha256": texts.sha256,
-        "evaluation_sha256": digest((text.name, text.tokens) for text in texts.measured.texts),
-        **more,
-    }
+
+    tokenizer: Any
+    blocks: data.Blocks
+    unfinished: dict[str, Any] | None = None
+    text: Tensor | None = None  # that a model wrote for this run
+
+    def __init__(
+        self,
+        config: Any,
+        sources: Sequence[data.Source],
+        world: World,
+        watch: Observer,
+        *,
+        dtype: str,
+        mixed: str = "no",
+    ):
+        self.config, self.sources, self.world, self.watch = config, sources, world, watch
+        self.dtype, self.mixed_precision, self.clock = dtype, mixed, Clock()
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether a model writes some of the training text."""
+        return any(source.needs_model for source in self.sources)
+
+    def open_texts(self, *, token_limit: int, stages: Sequence[str] = STAGES) -> None:
+        """The texts that are measured at `stages`, and the training data, of which there is a use for so many tokens, but
+        what a model is yet to write. Raises UserError where a text cannot be had, or changes while it is read."""
+        config, say = part_of(TextSettings, self.config), self.watch.say
+        self._token_limit = token_limit
+        with data.unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
+            self._documents = evaluation_documents(config, self.sources, self.tokenizer)
+            self.measured = Measurements(
+                [MeasuredText(name, data.tokenize(text, self.tokenizer)) for name, text in self._documents.items()],
+                context=config.context,
+                max_windows=config.eval_windows,
+                track=self.watch.track,
+                stages=stages,
+            )
+            written = {data.SELF: NOT_WRITTEN} if self.writes_text else None
+            about: dict[str, Any] = {"options": data_options(config), "token_limit": token_limit, "say": say}
+            self.data = data.open_training_data(self.sources, self.tokenizer, written=written, **about)
+        self._overlap = data.overlaps(self.data, self._documents, say=say)
+
+    def lay_out(self) -> None:
+        """Divide the training text into blocks. Raises UserError where it is too short."""
+        self.blocks = self.data.blocks(self.config.sequence_length, seed=self.config.seed)
+
+    def finished(self, output: OutputDirectory, report: str, asked: Any, **resolved: Any) -> dict[str, Any] | None:
+        """To resume: the report of a finished run that is this one. Where there is none, `unfinished` is what is recorded of
+        one that was interrupted.
+
+        A run is known by its settings, sequences a step, digests of all tokens, and `resolved`, the digest of the model's
+        files among it. Batch size, accumulation and the number of processes may change as long as their product stays: the
+        run then goes on with the same data, equal to rounding. Text that the model writes itself follows from the rest.
+        """
+        config, self.output = self.config, output
+        self.identity = {
+            **{key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)},
+            "sequences_per_step": config.batch_size * config.gradient_accumulation * self.world.size,
+            "tokens_sha256": self.data.sha256,
+            "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts),
+            **resolved,
+        }
+        content = output.finished(report, self.identity, asdict(asked))
+        if content is None:
+            self.unfinished = output.unfinished(self.identity)
+        else:
+            self.watch.say(f"{config.output} is finished already")
+        return content
+
+    def write_text(self, layers: Layers | None) -> None:
+        """Take up the text that the model of `layers` writes itself, where the data ask for it, and lay out all of it.
+
+        What an unfinished run kept is taken instead: on another machine, without the cache, the model would write another
+        one, and training could not go on. Raises UserError where that is damaged.
+        """
+        if self.writes_text:
+            assert layers is not None
+            sha256 = (self.unfinished or {}).get("text_sha256")
+            self.take_text(self._new_text(layers) if sha256 is None else self._kept_text(sha256))
+        self.lay_out()
+
+    def _new_text(self, layers: Layers) -> Tensor:
+        self.watch.say("the model writes its own text, once")
+        sha256 = digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
+        about: dict[str, Any] = {"tokens": self._token_limit, "seed": self.config.seed, "weights_sha256": sha256}
+        text = self_text(layers.model, self.tokenizer, gathered=layers.gathered(), track=self.watch.track, **about)
+        return self.world.broadcast(text)
+
+    def _kept_text(self, sha256: str) -> Tensor:
+        path = self.output.partial / CHECKPOINTS / SELF_TEXT
+        text = kept_text(path) if self.world.main else None
+        if not self.world.on_main(lambda: text is not None and _sha256(text) == sha256):
+            raise UserError(
+                f"--resume needs the text that the model wrote for this run, but {path} is damaged or missing; start "
+                "again with --overwrite",
+                everywhere=True,
+            )
+        return self.world.broadcast_whole(text)
+
+    def take_text(self, text: Tensor) -> None:
+        """Take up a text that a model has written, (sequences, length) token ids."""
+        self.text, self.data = text, self.data.with_written(store_of(text))
+        self._overlap = data.overlaps(self.data, self._documents, say=lambda line: None)
+
+    def measure_original(self, layers: Layers) -> None:
+        """Measure the uncompressed model, and remember what later stages are compared with."""
+        with self.clock.phase("evaluate"), layers.at_hand() as model:
+            why_not = self.measured.measure_original(model, self.world)
+        if why_not:
+            self.watch.say(f"KL and agreement are not measured: {why_not}")
+
+    def measure(self, stage: str, model: Any, *, shared: bool = True) -> None:
+        """The model's perplexity on each text, by all processes, or by this one alone."""
+        with self.clock.phase("evaluate"):
+            world = self.world if shared else World(device=self.world.device)
+            # Of several processes, each remembers what it has seen of the uncompressed model.
+            self.measured.measure(stage, model, world, compare=world.size == self.world.size)
+
+    def begin(self) -> Path:
+        """Make the place of the unfinished result; what an interrupted run left there stays."""
+        staging = self.output.begin(keep=self.unfinished is not None)
+        self.mark()
+        return staging
+
+    def mark(self) -> None:
+        """Record what this run is, what it has measured so far, and the text that the model wrote for it."""
+        figures: dict[str, Any] = {"perplexity": self.measured.perplexity, "measured": self.measured.state()}
+        if self.text is not None:
+            path = self.output.partial / CHECKPOINTS / SELF_TEXT
+            figures["text_sha256"] = _sha256(self.text)
+            if self.world.main and not path.is_file():
+                keep_text(path, self.text)
+        self.output.mark(self.identity, **figures)
+
+    def remember(self, layers: Layers, model_sha256: str) -> RememberedTeacher:
+        """What the uncompressed model predicts of all that training will see, kept on disk."""
+        with self.clock.phase("teacher"), layers.at_hand() as model:
+            options: dict[str, Any] = {"track": self.watch.track, "say": self.watch.say, "world": self.world}
+            options["model_sha256"] = model_sha256 + models.config_digest(model.config)
+            return remember(model, self.blocks, self.config, mixed_precision=self.mixed_precision, **options)
+
+    def training(self, staging: Path) -> dict[str, Any]:
+        """What every training gets, beside what trains, by which objective, settings and text."""
+        return {
+            "staging": staging,
+            "world": self.world,
+            "mixed_precision": self.mixed_precision,
+            "measure": partial(self.measured.on_the_way, world=self.world),
+            "track": self.watch.track,
+            "show": self.watch.show,
+        }
+
+    def load_model(self, directory: Path) -> Any:
+        """A compressed model, on the world's device."""
+        dtype, trust = getattr(torch, self.dtype), self.config.trust_remote_code
+        return load(directory, dtype=dtype, device=self.world.device, trust_remote_code=trust)
+
+    def facts(self, config: Any) -> dict[str, Any]:
+        """What every report says of its run: figures, settings as they were given, time, memory, versions and hardware."""
+        rows = self.measured.rows()
+        for row in rows:  # how much of each measured text is trained on, too
+            row["measured_and_trained_on"] = dict(zip(("found", "of"), self._overlap[row["data"]], strict=True))
+        return {
+            "perplexity": self.measured.perplexity,
+            "texts": rows,
+            "processes": self.world.size,
+            "seconds": self.clock.seconds,
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "config": asdict(config),
+            "versions": versions(),
+            "hardware": hardware(self.world.device),
+        }
+
+    def trained_on(self) -> dict[str, Any]:
+        """`data` of a report."""
+        overlap = [sum(counts) for counts in zip(*self._overlap.values(), strict=True)]
+        measured = dict(zip(("found", "of"), overlap, strict=True))
+        return {**self.data.summary(self.blocks), "measured_and_trained_on": measured}
+
+
+def _sha256(text: Tensor) -> str:
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()
 
 
 def model_digest(source: models.ModelSource, architecture: Any, world: World) -> str:
@@ -64,70 +241,6 @@ def model_digest(source: models.ModelSource, architecture: Any, world: World) ->
     if source.path is not None:
         return world.on_main(partial(files_digest, source.path))
     return getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
-
-
-class Texts:
-    """The texts of a run: what is measured, with its figures, and what is trained on. `config` is that of any command."""
-
-    def __init__(
-        self,
-        config: Any,
-        sources: Sequence[data.Source],
-        tokenizer: Any,
-        *,
-        token_limit: int,
-        watch: Observer,
-        stages: Sequence[str] = STAGES,
-        written: data.TokenStore | None = None,
-    ):
-        """Raises UserError where a text cannot be had, or changes while it is read.
-
-        Args:
-            sources: what `config.data` names.
-            token_limit: of the training data, that there is a use for.
-            stages: at which the measured texts are measured.
-            written: what the model has written itself; `self_text.NOT_WRITTEN` where it is yet to (`write`).
-        """
-        self.tokenizer, self._watch, config = tokenizer, watch, part_of(TextSettings, config)
-        with data.unchanged([*sources, *data.parse_sources(config.eval_data, "--eval-data")]):
-            self.documents = evaluation_documents(config, sources, tokenizer)
-            self.measured = Measurements(
-                [MeasuredText(name, data.tokenize(text, tokenizer)) for name, text in self.documents.items()],
-                context=config.context,
-                max_windows=config.eval_windows,
-                track=watch.track,
-                stages=stages,
-            )
-            self.data = data.open_training_data(
-                sources,
-                tokenizer,
-                options=data_options(config),
-                token_limit=token_limit,
-                written={data.SELF: written} if written is not None else None,
-                say=watch.say,
-            )
-        self.sha256 = self.data.sha256
-        self.overlap = data.overlaps(self.data, self.documents, say=watch.say)
-
-    def write(self, text: Tensor) -> None:
-        """Take up the text that the model has written itself, (sequences, length) token ids."""
-        self.data = self.data.with_written(store_of(text))
-        self.overlap = data.overlaps(self.data, self.documents, say=lambda line: None)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """`texts` of a report: what was measured, text by text, and how much of each is trained on, too."""
-        rows = self.measured.rows()
-        for row in rows:
-            row["measured_and_trained_on"] = dict(zip(("found", "of"), self.overlap[row["data"]], strict=True))
-        return rows
-
-    def summary(self, blocks: data.Blocks) -> dict[str, Any]:
-        """`data` of a report."""
-        overlap = [sum(counts) for counts in zip(*self.overlap.values(), strict=True)]
-        return {
-            **self.data.summary(blocks),
-            "measured_and_trained_on": dict(zip(("found", "of"), overlap, strict=True)),
-        }
 
 
 def data_options(config: TextSettings) -> data.DataOptions:
@@ -165,68 +278,3 @@ def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tok
             source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
         )
     return documents
-
-
-class WrittenText:
-    """The text that a model writes itself for a run, kept in `DIR.partial`: on another machine, without the cache, the
-    model would write another one, and training could not go on."""
-
-    def __init__(self, directory: Path, world: World):
-        self._path, self._world = directory / "checkpoints" / SELF_TEXT, world
-
-    def read(self, recorded: Mapping[str, Any] | None) -> Tensor | None:
-        """What an unfinished run kept. Raises UserError where it is damaged, or none is left that it had."""
-        sha256 = recorded.get("text_sha256") if recorded is not None else None
-        if sha256 is None:
-            return None
-        text = kept_text(self._path) if self._world.main else None
-        if not self._world.on_main(lambda: text is not None and _sha256(text) == sha256):
-            raise UserError(
-                f"--resume needs the text that the model wrote for this run, but {self._path} is damaged or missing; start "
-                "again with --overwrite",
-                everywhere=True,
-            )
-        return self._world.broadcast_whole(text)
-
-    def of(
-        self,
-        recorded: Mapping[str, Any] | None,
-        layers: Layers,
-        tokenizer: Any,
-        *,
-        tokens: int,
-        seed: int,
-        watch: Observer,
-    ) -> Tensor:
-        """What an unfinished run kept, or else what the model of `layers` writes now."""
-        text = self.read(recorded)
-        if text is not None:
-            return text
-        watch.say("the model writes its own text, once")
-        sha256 = digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
-        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "weights_sha256": sha256, "track": watch.track}
-        return self._world.broadcast(self_text(layers.model, tokenizer, gathered=layers.gathered(), **options))
-
-    def keep(self, text: Tensor | None) -> dict[str, Any]:
-        """Write it down; returns what the run's mark says of it."""
-        if text is None:
-            return {}
-        if self._world.main and not self._path.is_file():
-            keep_text(self._path, text)
-        return {"text_sha256": _sha256(text)}
-
-
-def _sha256(text: Tensor) -> str:
-    return hashlib.sha256(text.numpy().tobytes()).hexdigest()
-
-
-def machine_facts(config: Any, clock: Clock, world: World) -> dict[str, Any]:
-    """What every report says of its run: settings, time and memory, versions and hardware."""
-    return {
-        "processes": world.size,
-        "seconds": clock.seconds,
-        "peak_memory_bytes": peak_memory_bytes(world.device),
-        "config": asdict(config),
-        "versions": versions(),
-        "hardware": hardware(world.device),
-    }

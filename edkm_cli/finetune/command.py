@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edkm_cli import data, models
+from edkm_cli import models
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.run import WrittenText, identity_of, machine_facts
+from edkm_cli.export.model_card import checkpoint_card
 from edkm_cli.finetune.adapters import (
     adapted_layers,
     adapter_card,
@@ -28,16 +27,14 @@ from edkm_cli.finetune.adapters import (
 )
 from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
 from edkm_cli.finetune.reference import Reference
-from edkm_cli.finetune.session import Session, checkpoint_card
+from edkm_cli.finetune.session import PackedSession
 from edkm_cli.format import write_json
-from edkm_cli.nn.clustered import Clustering, lut_layers
+from edkm_cli.nn.clustered import lut_layers
 from edkm_cli.nn.held import hold_packed
 from edkm_cli.preflight import choose_device, choose_dtype, choose_label_weight
 from edkm_cli.progress import Observer
-from edkm_cli.train.loop import require_accumulation, train
+from edkm_cli.train.loop import require_launch, train
 from edkm_cli.train.losses import Objective
-from edkm_cli.train.metrics import require_trackers
-from edkm_cli.train.optimizer import require_optimizer
 from edkm_cli.train.packed import require_attention_within_documents
 
 REPORT = "finetune.json"
@@ -76,92 +73,72 @@ def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, An
     return run.plan(run.trained_model())
 
 
-class _Run:
+class _Run(PackedSession):
     """One run: its steps in order, each a method."""
 
     def __init__(self, directory: Path, config: FinetuneConfig, world: World, watch: Observer):
-        self.world, self.watch, self.tables = world, watch, config.train == TABLES
-        self.session = session = Session(
-            directory, config, world, watch, dtype=choose_dtype(config.dtype, world.device)
-        )
-        if session.writes_text and not config.reference:
+        super().__init__(directory, config, world, watch, dtype=choose_dtype(config.dtype, world.device))
+        if self.writes_text and not config.reference:
             raise UserError("--data self is what the model says already; name a text to learn")
-        require_trackers(config)
-        require_optimizer(config, world)
-        require_accumulation(config)
-        self.reference = Reference(config, session) if config.reference else None
+        require_launch(config)
+        self.tables = config.train == TABLES
+        self.reference = Reference(self) if config.reference else None
         checkpointing = config.gradient_checkpointing
         self.config = replace(
             config,
             lora_rank=None if self.tables else config.lora_rank or _RANK,
             gradient_checkpointing=self.tables if checkpointing is None else checkpointing,
-            label_weight=choose_label_weight(config, session.sources) if self.reference else None,
+            label_weight=choose_label_weight(config, self.sources) if self.reference else None,
         )
 
     def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
         place, options = self.config.output, {"overwrite": overwrite, "resume": resume}
-        with OutputDirectory(place, inputs=self.session.inputs, world=self.world, **options) as output:
+        with OutputDirectory(place, inputs=self.inputs, world=self.world, **options) as output:
             return self._run(output)
 
     def _run(self, output: OutputDirectory) -> dict[str, Any]:
-        session, config, reference = self.session, self.config, self.reference
-        token_limit = int(1.1 * self._tokens()) + config.sequence_length
-        with session.clock.phase("load"):
+        config, reference = self.config, self.reference
+        with self.clock.phase("load"):
             stages = ("compressed", *(("trained", "exported") if self.tables else ("adapted",)))
-            session.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
-        measured, identity = session.texts.measured, self._identity()
-        if (report := output.finished(REPORT, identity, asdict(config))) is not None:
-            self.watch.say(f"{config.output} is finished already")
+            token_limit = int(1.1 * self._tokens()) + config.sequence_length
+            self.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
+        resolved = {"model_sha256": self.digest(), "dtype": self.dtype}
+        resolved |= {} if reference is None else {"reference_sha256": reference.sha256}
+        if (report := self.finished(output, REPORT, config, **resolved)) is not None:
             return report
-        unfinished, written_text = output.unfinished(identity), WrittenText(output.partial, self.world)
-        dense, text = None, None
-        with session.clock.phase("load"):
-            if reference is not None:
-                dense, text = reference.open(written_text, unfinished, tokens=token_limit)
+        with self.clock.phase("load"):
+            dense = None if reference is None else reference.open()
+            self.write_text(dense)
             model = self.trained_model()
             output.rehearse(self._needed_bytes(model))
-            blocks = session.texts.data.blocks(config.sequence_length, seed=config.seed)
             if config.packing:
                 require_attention_within_documents(model)
         plan = self.plan(model)
         if dense is not None:
-            with session.clock.phase("evaluate"), dense.at_hand() as whole:
-                measured.measure_original(whole, self.world)
-        if unfinished is not None:
-            measured.restore(unfinished["measured"])
+            self.measure_original(dense)
+        if self.unfinished is not None:
+            self.measured.restore(self.unfinished["measured"])
         else:
-            session.measure("compressed", model)
-        staging = output.begin(keep=unfinished is not None)
-        figures = {"perplexity": measured.perplexity, "measured": measured.state()}
-        output.mark(identity, **figures, **written_text.keep(text))
-        teacher = reference.teacher(dense, blocks) if reference is not None and dense is not None else None
+            self.measure("compressed", model)
+        staging = self.begin()
+        teacher = None if dense is None or reference is None else self.remember(dense, reference.sha256)
         del dense
-        with session.clock.phase("train"):
-            offloaded = train(
-                model,
-                Objective(teacher, label_weight=config.label_weight or 0.0),
-                blocks,
-                config,
-                world=self.world,
-                staging=staging,
-                measure=partial(measured.on_the_way, world=self.world),
-                track=self.watch.track,
-                show=self.watch.show,
-            )
+        with self.clock.phase("train"):
+            objective = Objective(teacher, label_weight=config.label_weight or 0.0)
+            offloaded = train(model, objective, self.blocks, config, **self.training(staging))
         if self.tables:
-            self.dense_format.settle(model)
-            session.measure("trained", model)
+            self.stored_format.settle(model)
+            self.measure("trained", model)
         write = self._write_tables if self.tables else self._write_adapter
-        return self.world.on_main(lambda: self._finish(output, staging, write(model, staging), plan, blocks, offloaded))
+        return self.world.on_main(lambda: self._finish(staging, {**plan, **write(model, staging)}, offloaded))
 
     def trained_model(self) -> Any:
         """The packed model with what trains of it: a fresh adapter, the same on all processes, or its tables."""
-        model, config = self.session.load_model(), self.config
+        model, config = self.load_model(self.directory), self.config
         torch.manual_seed(config.seed)
         if self.tables:
-            spec = self.session.spec
-            self.dense_format = self.session.dense_format(model)
-            hold_packed(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype, palette=spec.palette))
+            self.stored_format = self.dense_format(model)
+            hold_packed(model, self.clustering)
             return model
         rank = config.lora_rank
         assert rank is not None
@@ -177,7 +154,7 @@ class _Run:
         trained = trained_parameters(model).values()
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return {
-            "model": str(self.session.directory),
+            "model": str(self.directory),
             "output": str(Path(self.config.output).expanduser().absolute()),
             **(
                 {"trained_layers": len(lut_layers(model)), "trained_bytes": size}
@@ -193,65 +170,39 @@ class _Run:
         """The result, and checkpoints of what trains with two moments."""
         kept = (self.config.keep + 1) * bool(self.config.save_every) + 2 * self.config.keep_best
         trained = sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters(model).values())
-        result = int(1.1 * models.weight_files_bytes(self.session.directory)) if self.tables else trained
+        result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
         return result + 3 * kept * trained + _ROOM_BYTES
-
-    def _identity(self) -> dict[str, Any]:
-        """What decides the result."""
-        session = self.session
-        resolved: dict[str, Any] = {"model_sha256": session.digest(), "dtype": session.dtype}
-        if self.reference is not None:
-            resolved["reference_sha256"] = self.reference.sha256
-        return identity_of(self.config, session.texts, processes=self.world.size, **resolved)
 
     # On the first process: what was trained is written, read back and compared.
 
     def _write_adapter(self, model: Any, staging: Path) -> dict[str, Any]:
-        session = self.session
-        probe = session.texts.measured.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
+        probe = self.measured.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
-        save_adapter(model, staging, base=str(session.directory.resolve()))
+        save_adapter(model, staging, base=str(self.directory.resolve()))
         del model
-        read = load_adapter(session.load_model(), staging)
+        read = load_adapter(self.load_model(self.directory), staging)
         if not torch.equal(_logits(read, probe), expected):
             raise UserError(
                 f"the adapter that was written must give the logits of the trained one, but {staging} does not; nothing was "
                 "put in place, please report it with the model's name"
             )
-        session.measure("adapted", read, shared=False)
+        self.measure("adapted", read, shared=False)
         return {}
 
     def _write_tables(self, model: Any, staging: Path) -> dict[str, Any]:
-        session = self.session
-        with session.clock.phase("export"):
-            options: dict[str, Any] = {"dense": self.dense_format, "track": self.watch.track}
-            write_checkpoint(model, session.tokenizer, staging, session.spec, **options)
-            read = session.load_model(staging)
-        session.measure("exported", read, shared=False)
-        for row in session.texts.measured.rows():
-            require_same_perplexity(row, session.dtype)
+        with self.clock.phase("export"):
+            options: dict[str, Any] = {"dense": self.stored_format, "track": self.watch.track}
+            write_checkpoint(model, self.tokenizer, staging, self.spec, **options)
+            read = self.load_model(staging)
+        self.measure("exported", read, shared=False)
+        for row in self.measured.rows():
+            require_same_perplexity(row, self.dtype)
         return {"weights_bytes": models.weight_files_bytes(staging)}
 
-    def _finish(
-        self,
-        output: OutputDirectory,
-        staging: Path,
-        written: dict[str, Any],
-        plan: dict[str, Any],
-        blocks: data.Blocks,
-        offloaded: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _finish(self, staging: Path, result: dict[str, Any], offloaded: dict[str, Any]) -> dict[str, Any]:
         """On the first process: report, and put the result in its place."""
-        session = self.session
-        report = {
-            **plan,
-            **written,
-            "perplexity": session.texts.measured.perplexity,
-            "texts": session.texts.rows(),
-            "data": session.texts.summary(blocks),
-            **({"offload": offloaded} if offloaded else {}),
-            **machine_facts(self.config, session.clock, self.world),
-        }
+        offload = {"offload": offloaded} if offloaded else {}
+        report = {**result, **self.facts(self.config), **offload, "data": self.trained_on()}
         write_json(staging / REPORT, report)
         made = f"tables, norms and biases of {report['model']} trained for {report['steps']} steps"
         card = (
@@ -260,7 +211,7 @@ class _Run:
             else adapter_card(report)
         )
         (staging / "README.md").write_text(card, encoding="utf-8")
-        output.commit()
+        self.output.commit()
         return report
 
 

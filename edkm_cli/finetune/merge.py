@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli import models
 from edkm_cli.config import TrainingSettings
@@ -17,16 +16,15 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.model_card import checkpoint_card
 from edkm_cli.export.ownership import listing
-from edkm_cli.export.run import machine_facts
 from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter, recorded
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.recluster import cluster_again, decoded_copy
-from edkm_cli.finetune.session import Session, checkpoint_card
+from edkm_cli.finetune.session import PackedSession
 from edkm_cli.format import sha256_of, write_json
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.nn.clustered import Clustering
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.self_text import self_text
@@ -55,13 +53,13 @@ def merge(
     check_adapter(adapter)
     config = with_data(config, adapter)
     run = _Run(directory, adapter, config, observer or Observer())
-    require_base(run.session, adapter)
-    with OutputDirectory(config.output, inputs=run.session.inputs, overwrite=overwrite) as output:
+    require_base(run, adapter)
+    with OutputDirectory(config.output, inputs=run.inputs, overwrite=overwrite) as output:
         output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
         return run.run(output)
 
 
-def require_base(session: Session, adapter: Path) -> None:
+def require_base(session: PackedSession, adapter: Path) -> None:
     """Raises UserError for an adapter that was trained on another model than the session's, or is part of it already.
 
     What edkm finetune wrote has the digest of its model; of another adapter only the name in its configuration is known.
@@ -106,38 +104,36 @@ def _names(found: Any) -> tuple[str, ...]:
     return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
 
-class _Run:
+class _Run(PackedSession):
     """One run: its steps in order, each a method."""
 
     def __init__(self, directory: Path, adapter: Path, config: MergeConfig, watch: Observer):
-        self.adapter, self.config, self.watch = adapter, config, watch
-        self.world = World(device=choose_device(config.device))
-        self.session = Session(directory, config, self.world, watch, dtype="float32")
+        super().__init__(directory, config, World(device=choose_device(config.device)), watch, dtype="float32")
+        self.adapter = adapter
         settings = part_of(TrainingSettings, config, save_every=0)
-        self.settings = replace(settings, label_weight=choose_label_weight(settings, self.session.sources))
-        self.trained_tokens = config.steps * config.batch_size * config.sequence_length
-        self.start_tokens = config.start_tokens or choose_start_tokens(self.trained_tokens)
+        self.settings = replace(settings, label_weight=choose_label_weight(settings, self.sources))
+        trained_tokens = config.steps * config.batch_size * config.sequence_length
+        self.start_tokens = config.start_tokens or choose_start_tokens(trained_tokens)
+        self.needed_tokens = max(self.start_tokens, int(1.1 * trained_tokens)) + config.sequence_length
 
     def run(self, output: OutputDirectory) -> dict[str, Any]:
-        session = self.session
         torch.manual_seed(self.config.seed)
-        with session.clock.phase("load"):
-            model = session.load_model()
-            dense = session.dense_format(model)
+        with self.clock.phase("load"):
+            model = self.load_model(self.directory)
+            dense = self.dense_format(model)
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
-            session.open_texts(token_limit=self._tokens(), stages=("compressed", "adapted", "merged"))
-            if session.writes_text:
-                session.texts.write(self._write_text(model))
+            self.open_texts(token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
+            if self.writes_text:
+                self._write_text(model)
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
         with model.disable_adapter():
-            session.measure("compressed", model)
-        session.measure("adapted", model)
-        spec = session.spec
-        with session.clock.phase("merge"):
-            merged = cluster_again(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype, palette=spec.palette))
+            self.measure("compressed", model)
+        self.measure("adapted", model)
+        with self.clock.phase("merge"):
+            merged = cluster_again(model, self.clustering)
             del model
             merged.generation_config = generation
             teacher = decoded_copy(merged) if self.config.steps else None
@@ -147,81 +143,55 @@ class _Run:
         if teacher is not None:
             self._train(merged, teacher, staging)
             del teacher
-        with session.clock.phase("export"):
-            write_checkpoint(merged, session.tokenizer, staging, spec, dense=dense, track=self.watch.track)
+        with self.clock.phase("export"):
+            write_checkpoint(merged, self.tokenizer, staging, self.spec, dense=dense, track=self.watch.track)
             del merged
-            exported = session.load_model(staging)
-        session.measure("merged", exported)
+            exported = self.load_model(staging)
+        self.measure("merged", exported)
         report = self._report(output, staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
-        require_close(session.texts.measured.perplexity, self.config.max_perplexity_ratio, staging)
+        require_close(self.measured.perplexity, self.config.max_perplexity_ratio, staging)
         title = f"{report['model']} with {report['adapter']} merged"
-        card = checkpoint_card(
-            report, title=title, made="the adapter is part of the lookup tables and indices", file=REPORT
-        )
+        made = "the adapter is part of the lookup tables and indices"
+        card = checkpoint_card(report, title=title, made=made, file=REPORT)
         (staging / "README.md").write_text(card, encoding="utf-8")
         output.commit()
         return report
 
+    def _write_text(self, model: Any) -> None:
+        self.watch.say("the adapted model writes its own text, once")
+        options: dict[str, Any] = {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
+        self.take_text(self_text(model, self.tokenizer, tokens=self.needed_tokens, seed=self.config.seed, **options))
+
     def _fit(self, merged: Any) -> None:
         """Each decoder layer by itself, to give what the adapted one gives."""
-        reconstruct(
-            merged,
-            calibration_batches(self.session.texts.data, self.start_tokens, seed=self.config.seed, length=_FIT_TOKENS),
-            passes=self.config.start_passes,
-            seed=self.config.seed,
-            track=self.watch.track,
-            world=self.world,
-        )
+        seed, options = self.config.seed, {"track": self.watch.track, "world": self.world}
+        text = calibration_batches(self.data, self.start_tokens, seed=seed, length=_FIT_TOKENS)
+        reconstruct(merged, text, passes=self.config.start_passes, seed=seed, **options)
 
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
         merged.requires_grad_(True)
-        with self.session.clock.phase("train"):
-            train(
-                merged,
-                Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0),
-                self.session.texts.data.blocks(self.config.sequence_length, seed=self.config.seed),
-                self.settings,
-                world=self.world,
-                staging=staging,
-                track=self.watch.track,
-                show=self.watch.show,
-            )
+        self.lay_out()
+        with self.clock.phase("train"):
+            objective = Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0)
+            train(merged, objective, self.blocks, self.settings, **self.training(staging))
         merged.requires_grad_(False)
 
-    def _tokens(self) -> int:
-        """Of the text, that there is a use for."""
-        return max(self.start_tokens, int(1.1 * self.trained_tokens)) + self.config.sequence_length
-
-    def _write_text(self, model: Any) -> Tensor:
-        self.watch.say("the adapted model writes its own text, once")
-        return self_text(
-            model,
-            self.session.tokenizer,
-            tokens=self._tokens(),
-            seed=self.config.seed,
-            weights_sha256=self.session.digest(self.adapter / WEIGHTS),
-            track=self.watch.track,
-        )
-
     def _report(self, output: OutputDirectory, staging: Path, layers: int, size: Any) -> dict[str, Any]:
-        session = self.session
-        earlier = recorded(session.directory, REPORT).get("merged_adapters", [])
+        earlier, sha256 = recorded(self.directory, REPORT).get("merged_adapters", []), sha256_of(self.adapter / WEIGHTS)
         return {
-            "model": str(session.directory),
+            "model": str(self.directory),
             "adapter": str(self.adapter),
-            "adapter_sha256": sha256_of(self.adapter / WEIGHTS),
-            "merged_adapters": [*earlier, sha256_of(self.adapter / WEIGHTS)],
+            "adapter_sha256": sha256,
+            "merged_adapters": [*earlier, sha256],
             "output": str(output.path),
-            "perplexity": session.texts.measured.perplexity,
-            "texts": session.texts.rows(),
             "adapted_layers": layers,
             "steps": self.config.steps,
             "weights_bytes": models.weight_files_bytes(staging),
-            "original_weights_bytes": models.weight_files_bytes(session.directory),
+            "original_weights_bytes": models.weight_files_bytes(self.directory),
             "model_bits_per_weight": size.model_bits_per_weight,
-            **machine_facts(self.config, session.clock, self.world),
+            **self.facts(self.config),
         }
 
 

@@ -45,24 +45,21 @@ def preemption() -> Iterator[threading.Event]:
 
 
 def make_accelerator(config: TrainingSettings, world: World, mixed_precision: str, project: Path) -> Any:
-    """accelerate's part: autocast and trackers. Raises UserError for a tracker that is missing."""
+    """accelerate's part: autocast and trackers."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    require_trackers(config)
     AcceleratorState._reset_state()  # a second run in one process may choose another precision
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        cpu=world.device == "cpu",
-        log_with=list(config.log_with) or None,
-        project_dir=str(project) if config.log_with else None,
-    )
+    trackers = {"log_with": list(config.log_with), "project_dir": str(project)} if config.log_with else {}
+    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=world.device == "cpu", **trackers)
     accelerator.gradient_accumulation_steps = 1  # `step` divides the loss itself
     return accelerator
 
 
-def require_accumulation(config: TrainingSettings) -> None:
-    """Raises UserError where `accelerate launch` was told another accumulation than this run."""
+def require_launch(config: TrainingSettings) -> None:
+    """Raises UserError for a tracker of `--log-with` that is not installed, and where `accelerate launch` was told another
+    accumulation than this run."""
+    require_trackers(config.log_with)
     asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if asked not in ("1", str(config.gradient_accumulation)):
         raise UserError(

@@ -13,18 +13,16 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 
 
-def require_trackers(config: TrainingSettings) -> None:
-    """Raises UserError for a tracker of `--log-with` whose package is missing."""
-    if not config.log_with:
-        return
-    from accelerate.tracking import get_available_trackers
+def require_trackers(names: tuple[str, ...]) -> None:
+    """Raises UserError for a tracker whose package is missing."""
+    if names:
+        from accelerate.tracking import get_available_trackers
 
-    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
-    missing = [tracker for tracker in config.log_with if tracker not in available]
-    if missing:
-        raise UserError(
-            f"--log-with {missing[0]} needs a package that is not installed; pip install {missing[0]}", everywhere=True
-        )
+        available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+        missing = next((name for name in names if name not in available), None)
+        if missing is not None:
+            why = f"--log-with {missing} needs a package that is not installed; pip install {missing}"
+            raise UserError(why, everywhere=True)
 
 
 class Metrics:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError
 from edkm_cli.nn.clustered import clustered_layers, lut_layers
 from edkm_cli.train.masters import MasterOptimizer
 
@@ -38,41 +36,19 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
     ]
 
 
-def require_optimizer(config: TrainingSettings, world: World) -> None:
-    """Raises UserError where the package or device is missing that `--optimizer` needs."""
-    if config.optimizer != "adamw-8bit":
-        return
-    if world.sharded or not world.device.startswith("cuda"):
-        raise UserError(
-            "--optimizer adamw-8bit needs a GPU and unsharded parameters (bitsandbytes), but the device is "
-            f"{world.device}{', sharded' if world.sharded else ''}; use --optimizer adamw",
-            everywhere=True,
-        )
-    if find_spec("bitsandbytes") is None:
-        raise UserError(
-            "--optimizer adamw-8bit needs bitsandbytes, which is not installed; pip install bitsandbytes",
-            everywhere=True,
-        )
-
-
 def needs_masters(groups: list[dict[str, Any]]) -> bool:
     """Whether a parameter that trains has 16 bits, so that plain steps would round their updates away."""
     return any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"])
 
 
 def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) -> torch.optim.Optimizer:
-    """The optimizer that `--optimizer` names. Raises UserError where its package or device is missing."""
-    require_optimizer(config, world)
+    """AdamW, on masters where parameters have 16 bits."""
     groups = parameter_groups(model, config)
-    if needs_masters(groups) and config.optimizer != "adamw-8bit":
+    if needs_masters(groups):
         return MasterOptimizer(groups, betas=_BETAS)
-    if config.optimizer == "adamw":
-        # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
-        fused = True if world.device.startswith("cuda") else None
-        return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=fused)
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(groups, betas=_BETAS, eps=1e-8)
+    # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
+    fused = True if world.device.startswith("cuda") else None
+    return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=fused)
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
