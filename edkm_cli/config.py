@@ -380,13 +380,18 @@ def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
     return field(default=of.default if default is MISSING else default, metadata={"setting": about})
 
 
+def given_values(file: str | Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says, overridden by the flags that are not None."""
+    values = read_yaml(ready_file(file)) if file is not None else {}
+    return {**values, **{name: value for name, value in flags.items() if value is not None}}
+
+
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None.
 
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
-    values = read_yaml(ready_file(file)) if file is not None else {}
-    values.update({name: value for name, value in flags.items() if value is not None})
+    values = given_values(file, flags)
     if values.get("target") in TARGETS:
         values = {**TARGETS[values["target"]].settings, **values}
     return from_mapping(CompressConfig, values)

@@ -79,9 +79,7 @@ class QuantizationSpec:
         faults = []
         if not _is_within(self.bits, MIN_BITS, MAX_BITS):
             faults.append(f"bits must be {MIN_BITS} to {MAX_BITS}, got {self.bits!r}")
-        if not _is_within(self.embedding_bits, 2, MAX_BITS) and not _is_within(
-            self.embedding_bits, DENSE_BITS, DENSE_BITS
-        ):
+        if not _is_within(self.embedding_bits, 2, DENSE_BITS) or MAX_BITS < self.embedding_bits < DENSE_BITS:
             faults.append(f"embedding_bits must be 2 to {MAX_BITS} or null, got {self.embedding_bits!r}")
         if not isinstance(self.lut_dtype, str) or self.lut_dtype not in LUT_DTYPES:
             faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
@@ -93,7 +91,7 @@ class QuantizationSpec:
                 "may read it"
             )
         group = self.embedding_group
-        if group is not None and (not _is_within(group, 1) or self.embedding_bits == DENSE_BITS):
+        if group is not None and (not _is_within(group, 1) or not self.packs_embeddings):
             faults.append(f"embedding_group must be a positive number, with embedding_bits, got {group!r}")
         faults += _module_bits_faults(self.module_bits)
         try:
@@ -127,7 +125,7 @@ class QuantizationSpec:
     def to_mapping(self) -> dict[str, Any]:
         """As config.json has it: what versions 1 and 2 do not know is left out of them."""
         mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
-        mapping["embedding_bits"] = None if self.embedding_bits == DENSE_BITS else self.embedding_bits
+        mapping["embedding_bits"] = self.embedding_bits if self.packs_embeddings else None
         unused: tuple[str, ...] = () if self.format_version >= MIXED_VERSION else ("embedding_group", "module_bits")
         unused += () if self.format_version >= PALETTE_VERSION else ("palette",)
         return {key: value for key, value in mapping.items() if key not in unused}
@@ -137,9 +135,14 @@ class QuantizationSpec:
         others = {name: count for name, count in bits.items() if count != self.bits}
         return replace(self, module_bits=others, format_version=0) if others or self.module_bits else self
 
-    def bits_of(self, name: str) -> int:
-        """Bits of an index of the linear `name`."""
-        return self.module_bits.get(name, self.bits)
+    def bits_of(self, name: str, *, embedding: bool = False) -> int:
+        """Bits of an index of the linear `name`, or of an embedding."""
+        return self.embedding_bits if embedding else self.module_bits.get(name, self.bits)
+
+    @property
+    def packs_embeddings(self) -> bool:
+        """Whether embeddings are compressed at all."""
+        return self.embedding_bits != DENSE_BITS
 
     @property
     def torch_lut_dtype(self) -> torch.dtype:
@@ -168,9 +171,8 @@ class QuantizationSpec:
     ) -> dict[str, tuple[torch.dtype, tuple]]:
         """Name -> (dtype, shape) of what a palettized linear stores."""
         groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
-        tensors: dict[str, tuple[torch.dtype, tuple]] = {
-            "indices": (torch.uint8, (out_features, packed_width(in_features, bits)))
-        }
+        indices = (torch.uint8, (out_features, packed_width(in_features, bits)))
+        tensors: dict[str, tuple[torch.dtype, tuple]] = {"indices": indices}
         shape = (groups, 2**bits) if self.palette == FREE else (out_features, groups // out_features)
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
         tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))

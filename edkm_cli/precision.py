@@ -7,7 +7,7 @@ between processors: some round the smallest, some none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -68,15 +68,15 @@ def bfloat16_linears(model: nn.Module, *, alone: bool = False) -> Iterator[None]
     350 GFLOP/s a core of an AMD EPYC with AVX-512 BF16, for 64 rows). Logits are rounded, too. Where the processor has no
     such instructions, nothing changes. `alone`: the float32 weights are let go.
     """
-    found = [module for module in model.modules() if type(module) is nn.Linear and _rounds_faster(module.weight)]
-    for module in found:
-        module.forward = _RoundedLinear(module)  # type: ignore[assignment,method-assign]
+    linears = [module for module in model.modules() if type(module) is nn.Linear and _rounds_faster(module.weight)]
+    for module in linears:
+        module.forward = _rounded(module)  # type: ignore[assignment,method-assign]
         if alone:
             module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
     try:
         yield
     finally:
-        for module in found:
+        for module in linears:
             del module.forward
 
 
@@ -84,13 +84,10 @@ def _rounds_faster(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and multiplies_bfloat16("cpu")
 
 
-class _RoundedLinear:
-    def __init__(self, linear: nn.Linear):
-        self._weight = linear.weight.detach().bfloat16()
-        self._bias = None if linear.bias is None else linear.bias.detach().bfloat16()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.bfloat16(), self._weight, self._bias).to(x.dtype)
+def _rounded(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight = linear.weight.detach().bfloat16()
+    bias = None if linear.bias is None else linear.bias.detach().bfloat16()
+    return lambda x: nn.functional.linear(x.bfloat16(), weight, bias).to(x.dtype)
 
 
 @contextmanager

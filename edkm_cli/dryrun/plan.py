@@ -132,7 +132,7 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     )
     tables = "LUT" if config.palette == FREE else f"scales of {config.palette} tables"
     linear = f"{bits}, {config.lut_dtype} {tables}, {plan.spec.granularity}"
-    other = f"{config.embedding_bits}-bit, a float32 scale "
+    other = f"{plan.spec.bits_of('', embedding=True)}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
         {"role": role, "shape": list(shape), "count": count, "becomes": linear if role == LINEAR else other}

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.checkpoint import announced_tensors, copy_code, write_config
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.build import Recipe, cluster_linears, no_tables
 from edkm_cli.integrity import describe_tensors, expected_tensors
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.swap import LINEAR, Swap, empty_embeddings
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.swap import Swap, palettize_embeddings
 
 
 def rehearse_export(
@@ -36,15 +34,8 @@ def rehearse_export(
     Raises UserError naming what does not fit.
     """
     model = copy.deepcopy(model)
-    for swap in swaps:
-        if swap.role == LINEAR and not swap.reason:
-            linear = model.get_submodule(swap.name)
-            groups = spec.granularity.groups(swap.shape[0], swap.shape[1], layer=swap.name)
-            settings = replace(clustering, bits=spec.bits_of(swap.name))
-            tables = torch.empty(groups, settings.grid.numbers, device="meta")
-            layer = ClusteredLinear(linear.weight, linear.bias, tables, settings, temperature=1.0, name=swap.name)
-            model.set_submodule(swap.name, layer)
-    empty_embeddings(model, swaps, spec)
+    cluster_linears(model, Recipe(swaps, spec, clustering), start=no_tables)
+    palettize_embeddings(model, swaps, spec, rounded=None)
     try:
         target, announced = announced_tensors(model, spec)
         with tempfile.TemporaryDirectory(prefix="edkm-rehearsal-") as folder:

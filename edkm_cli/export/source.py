@@ -89,6 +89,15 @@ class Compressed:
         """The packed indices of a module as 32-bit words, (rows, columns * bits / 32) int32."""
         return self.stored(f"{path}.indices").view(torch.int32)
 
+    def bits_of(self, path: str) -> int:
+        """Bits of an index of a packed module."""
+        module: Any = self._modules[path]
+        return module.bits
+
+    def levels(self, path: str) -> Tensor:
+        """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""
+        return self.indices(path).to(torch.int16) - 2 ** (self.bits_of(path) - 1)
+
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
         name = f"{path}.lut_scale"
@@ -114,14 +123,10 @@ class Compressed:
         tensor = self.tensors[name]
         if not tensor.module:
             return self.stored(name).float()
-        indices = self.indices(tensor.module)
         if tensor.linear:
-            return lookup(indices, self.table(tensor.module), granularity=self.spec.granularity)
-        module: Any = self._modules[tensor.module]
-        middle = 2 ** (module.bits - 1)
-        scale = self.stored(f"{tensor.module}.scale")  # (rows, groups)
-        levels = (indices.to(torch.int16) - middle).float().view(*scale.shape, -1)
-        return (scale[:, :, None] * levels).view(indices.shape)
+            return lookup(self.indices(tensor.module), self.table(tensor.module), granularity=self.spec.granularity)
+        levels, scale = self.levels(tensor.module), self.stored(f"{tensor.module}.scale")  # scale (rows, groups)
+        return (scale[:, :, None] * levels.float().view(*scale.shape, -1)).view(levels.shape)
 
     def parameters(self) -> int:
         """Numbers in the dense model."""

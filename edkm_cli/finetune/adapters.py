@@ -10,7 +10,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.ownership import read_object
 from edkm_cli.format import read_json
 
 ALL_LINEAR = "all-linear"
@@ -91,11 +90,6 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     except Exception as error:  # peft, safetensors and json each have their own
         told = " ".join(str(error).split())[:300]
         raise UserError(f"--adapter {directory} does not fit the model ({type(error).__name__}: {told})") from error
-
-
-def recorded(directory: Path, name: str) -> dict[str, Any]:
-    """What a command of ours left beside its result, empty where there is none."""
-    return read_object(directory / name)
 
 
 def adapter_card(report: dict[str, Any]) -> str:

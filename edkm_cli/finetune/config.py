@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress
+from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress, given_values
 from edkm_cli.contradictions import unmeasured_best
 from edkm_cli.errors import UserError
-from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, read_yaml, refuse, setting
+from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, refuse, setting
 
 TABLES = "tables"
 _MEASURED = "Text on which perplexity is measured; default: a tenth held out of the first --data."
@@ -148,25 +148,20 @@ class MergeConfig:
 
 def build_finetune_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    return from_mapping(FinetuneConfig, _values(file, flags))
+    return from_mapping(FinetuneConfig, given_values(file, flags))
 
 
 def build_distill_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:
     """`edkm distill`: `edkm finetune --train tables` on text that the reference writes. Raises UserError with all faults."""
-    values = {"train": TABLES, "data": ["self"], "output": "distilled", **_values(file, flags)}
+    values = {"train": TABLES, "data": ["self"], "output": "distilled", **given_values(file, flags)}
     if not values.get("reference"):
         raise UserError("--reference is required: the uncompressed model that DIR was made of")
     return from_mapping(FinetuneConfig, values)
 
 
 def build_merge_config(file: str | Path | None, flags: Mapping[str, Any]) -> MergeConfig:
-    """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    return from_mapping(MergeConfig, _values(file, flags))
-
-
-def _values(file: str | Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    values = read_yaml(file) if file is not None else {}
-    return {**values, **{name: value for name, value in flags.items() if value is not None}}
+    """As `build_finetune_config`."""
+    return from_mapping(MergeConfig, given_values(file, flags))
 
 
 def require_data(data: tuple[str, ...], told: str) -> None:

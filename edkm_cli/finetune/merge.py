@@ -17,8 +17,8 @@ from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.model_card import checkpoint_card
-from edkm_cli.export.ownership import listing
-from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter, recorded
+from edkm_cli.export.ownership import listing, read_object
+from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.recluster import cluster_again, decoded_copy
@@ -65,7 +65,7 @@ def require_base(session: PackedSession, adapter: Path) -> None:
     What edkm finetune wrote has the digest of its model; of another adapter only the name in its configuration is known.
     """
     directory = session.directory
-    if sha256_of(adapter / WEIGHTS) in recorded(directory, REPORT).get("merged_adapters", []):
+    if sha256_of(adapter / WEIGHTS) in read_object(directory / REPORT).get("merged_adapters", []):
         raise UserError(f"--adapter {adapter} is part of {directory} already; merge it once")
     base = str(check_adapter(adapter).get("base_model_name_or_path") or "")
     trained_on = (listing(adapter).get("identity") or {}).get("model_sha256")
@@ -80,7 +80,7 @@ def require_base(session: PackedSession, adapter: Path) -> None:
 def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     """The configuration with the adapter's own text where none is named, and with its way to learn it where nothing else is
     asked for. Raises UserError where there is none."""
-    trained_on = recorded(adapter, FINETUNED).get("config")
+    trained_on = read_object(adapter / FINETUNED).get("config")
     trained_on = trained_on if isinstance(trained_on, dict) else {}
     defaults = {"train_on": "completions", "packing": False}
     learnt: dict[str, Any] = {
@@ -165,9 +165,9 @@ class _Run(PackedSession):
 
     def _fit(self, merged: Any) -> None:
         """Each decoder layer by itself, to give what the adapted one gives."""
-        seed, options = self.config.seed, {"track": self.watch.track, "world": self.world}
+        passes, seed, track = self.config.start_passes, self.config.seed, self.watch.track
         text = calibration_batches(self.data, self.start_tokens, seed=seed, length=_FIT_TOKENS)
-        reconstruct(merged, text, passes=self.config.start_passes, seed=seed, **options)
+        reconstruct(merged, text, passes=passes, seed=seed, track=track, world=self.world)
 
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
@@ -179,7 +179,10 @@ class _Run(PackedSession):
         merged.requires_grad_(False)
 
     def _report(self, output: OutputDirectory, staging: Path, layers: int, size: Any) -> dict[str, Any]:
-        earlier, sha256 = recorded(self.directory, REPORT).get("merged_adapters", []), sha256_of(self.adapter / WEIGHTS)
+        earlier, sha256 = (
+            read_object(self.directory / REPORT).get("merged_adapters", []),
+            sha256_of(self.adapter / WEIGHTS),
+        )
         return {
             "model": str(self.directory),
             "adapter": str(self.adapter),

@@ -19,6 +19,7 @@ from edkm_cli.clustering import Grid, lut_reach, lut_scale, relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
+from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
@@ -260,20 +261,15 @@ def _tables(
 
 def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
     """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
-
-    def empty(weight: Tensor, grid: Grid, *, granularity: Any, **_: Any) -> Tensor:
-        return torch.zeros(granularity.groups(*weight.shape), grid.numbers, device=weight.device)
-
-    model = initialize(
-        dense,
-        recipe,
-        start=empty,
-        collect=lambda *_, **__: {},
-        rounding_of=lambda *_, **__: {},
-        **options,
-    )
+    nothing: dict[str, Any] = {"collect": lambda *_, **__: {}, "rounding_of": lambda *_, **__: {}}
+    model = initialize(dense, recipe, start=no_tables, **nothing, **options)
     kept.fill(model)
     return model
+
+
+def no_tables(weight: Tensor, grid: Grid, *, granularity: Granularity, **_: Any) -> Tensor:
+    """In place of `shared_kmeans_start`, where tables come from elsewhere or only their shape counts."""
+    return torch.zeros(granularity.groups(*weight.shape), grid.numbers, device=weight.device)
 
 
 def _in_place(dense: Any) -> Build:

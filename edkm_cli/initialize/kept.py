@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -116,13 +116,8 @@ class KeptStart:
         tensors = tensors_of(model)
         names_of = _files(model, tensors)
         for file in [file for file in names_of if file not in files]:
-            announced = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names_of[file]}
             path = self.directory / file
-            with SafetensorsWriter(path, announced) if self._world.main else nullcontext() as writer:
-                for name in names_of[file]:
-                    tensor = full(tensors[name])  # a collective where it is sharded
-                    if writer is not None:
-                        writer.write(name, tensor)
+            write_whole(path, {name: tensors[name] for name in names_of[file]}, self._world)
             if self._world.main:
                 sync(path)
                 files[file] = sha256_of(path)
@@ -158,12 +153,26 @@ class KeptStart:
             raise UserError(f"{self.directory} must hold {missing[0]}, but does not; start again without --resume")
 
     def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each tensor, by the first process, handed to all, in host memory."""
         for file in files:
-            opened: Any = safe_open(self.directory / file, framework="pt") if self._world.main else None
-            names = sorted(opened.keys()) if opened else []
-            for name in self._world.on_main(partial(list, names)):
-                yield name, self._world.broadcast_whole(opened.get_tensor(name) if opened else None)
+            yield from read_whole(self.directory / file, self._world)
+
+
+def write_whole(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Write tensors that may be sharded, whole: they are gathered, and written by the first process, one at a time."""
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(path, announced) if world.main else nullcontext() as writer:
+        for name, tensor in tensors.items():
+            whole = full(tensor)  # a collective where it is sharded
+            if writer is not None:
+                writer.write(name, whole)
+
+
+def read_whole(path: Path, world: World) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each tensor of a file, read by the first process and handed to all, in host memory, by name."""
+    opened: Any = safe_open(path, framework="pt") if world.main else None
+    names = sorted(opened.keys()) if opened else []
+    for name in world.on_main(partial(list, names)):
+        yield name, world.broadcast_whole(opened.get_tensor(name) if opened else None)
 
 
 def materialize(model: nn.Module, device: str) -> None:

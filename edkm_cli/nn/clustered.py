@@ -30,8 +30,6 @@ from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.kernels import from_groups, to_groups
 
-METHODS = ("edkm", "dkm")
-
 
 @dataclass(frozen=True)
 class Clustering:

@@ -18,7 +18,7 @@ from edkm_cli.clustering import lookup
 from edkm_cli.clustering.checks import require_finite
 from edkm_cli.clustering.grids import stored_numbers
 from edkm_cli.granularity import FREE
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, differentiable_lookup
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, clustered_layers, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
 from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.runtime.palettized import PalettizedLinear
@@ -98,9 +98,7 @@ class HeldLinear(LutLayer):
 
 def hold(model: nn.Module) -> None:
     """Put a `HeldLinear` in the place of each `ClusteredLinear`, one at a time, in place."""
-    for name, layer in [
-        (name, module) for name, module in model.named_modules() if isinstance(module, ClusteredLinear)
-    ]:
+    for name, layer in clustered_layers(model).items():
         model.set_submodule(name, HeldLinear.from_clustered(layer))
 
 

@@ -177,11 +177,14 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
 
 
 def palettize_embeddings(
-    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, Rounded] = MappingProxyType({})
+    model: Any,
+    swaps: Iterable[Swap],
+    spec: QuantizationSpec,
+    rounded: Mapping[str, Rounded] | None = MappingProxyType({}),
 ) -> None:
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's.
 
-    `rounded`: module path -> how, where not each number to its nearest level.
+    `rounded`: module path -> how, where not each number to its nearest level; None: no weight is read, only shapes count.
     """
     tied = is_tied(model)
     for swap in swaps:
@@ -189,21 +192,11 @@ def palettize_embeddings(
             continue
         dense: Any = model.get_submodule(swap.name)
         palettized = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
-        if not (tied and swap.role == HEAD):
+        if rounded is not None and not (tied and swap.role == HEAD):
             palettized.fill(dense.weight, rounded.get(swap.name, to_nearest))
-        if swap.role == HEAD and dense.bias is not None:
+        if rounded is not None and swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)
-    _keep_dtype_and_device(model)
-
-
-def empty_embeddings(model: Any, swaps: Iterable[Swap], spec: QuantizationSpec) -> None:
-    """As `palettize_embeddings`, without reading a weight: for a model on the meta device."""
-    tied = is_tied(model)
-    for swap in swaps:
-        if swap.role in (EMBEDDING, HEAD) and not swap.reason:
-            dense: Any = model.get_submodule(swap.name)
-            model.set_submodule(swap.name, _empty(model, dense, swap, spec, tied=tied).to("meta"))
     _keep_dtype_and_device(model)
 
 
@@ -247,7 +240,7 @@ def palettize_skeleton(
                 f"{name} is a {type(module).__name__}, which the format does not know; quantization_config must skip it, "
                 "or the file was altered"
             )
-        if role != LINEAR and spec.embedding_bits == DENSE_BITS:
+        if role != LINEAR and not spec.packs_embeddings:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         unknown -= {name} if role == LINEAR else set()
         swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))

@@ -32,7 +32,7 @@ def describe(source: Compressed) -> dict[str, Any]:
             shape = (module.out_features, module.in_features)
             layer |= {"shape": list(shape), "bits": spec.bits_of(name), "luts": spec.granularity.groups(*shape)}
         else:
-            layer |= {"shape": [module.rows, module.columns], "bits": spec.embedding_bits, "luts": 0}
+            layer |= {"shape": [module.rows, module.columns], "bits": module.bits, "luts": 0}
         layers.append(layer)
     return {
         "directory": str(source.directory),
@@ -54,7 +54,8 @@ def format_inspection(result: dict[str, Any]) -> str:
          f"{sum(layer['bytes'].values()):,}"]
         for layer in result["layers"]
     ]  # fmt: skip
-    embeddings = "dense" if spec["embedding_bits"] is None else f"{spec['embedding_bits']} bits"
+    of_embeddings = [layer["bits"] for layer in result["layers"] if not layer["luts"]]
+    embeddings = f"{of_embeddings[0]} bits" if of_embeddings else "dense"
     embeddings += f" in groups of {spec['embedding_group']}" if spec.get("embedding_group") else ""
     widths = sorted({spec["bits"], *spec.get("module_bits", {}).values()})
     bits = f"{widths[0]} to {widths[-1]} bits" if len(widths) > 1 else f"{spec['bits']} bits"

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS, QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
+from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
@@ -110,7 +110,7 @@ class EdkmVllmConfig(QuantizationConfig):
 
     def _of_embedding(self, prefix: str, leaves: tuple[str, ...]) -> QuantizeMethodBase:
         dense = prefix in self.spec.skipped or any(name.rpartition(".")[2] in leaves for name in self.spec.skipped)
-        if dense or self.spec.embedding_bits == DENSE_BITS:
+        if dense or not self.spec.packs_embeddings:
             return UnquantizedEmbeddingMethod()
         return PackedEmbeddingMethod(self.spec, prefix or "embed_tokens")
 

@@ -293,7 +293,7 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
 
     @property
     def _bits(self) -> int:
-        return self.spec.embedding_bits
+        return self.spec.bits_of(self.name, embedding=True)
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

@@ -11,20 +11,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from edkm_cli.config import CHECKPOINTS
-from edkm_cli.distributed import ALONE, World, assign, full, local
+from edkm_cli.distributed import ALONE, World, assign, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.format import sha256_of, sync, write_json
+from edkm_cli.initialize.kept import read_whole, write_whole
 
 _RANDOM = "random.cpu"
 
@@ -43,27 +41,21 @@ class Checkpoints:
         """
         target = self.directory / f"step-{step:06d}"
         unfinished = target.with_name(target.name + ".tmp")
-        state = _State(model, optimizer)
-        broken = state.first_broken()
+        tensors, numbers = _state(model, optimizer)
+        broken = next((name for name, tensor in tensors.items() if not _is_finite(local(tensor))), None)
         if self._world.any(broken is not None):
             raise UserError(
                 f"the state after step {step} must be finite, but {broken or 'a tensor'} is not: training diverged and "
                 f"nothing was saved of it; lower --learning-rate, or use --dtype float32{self.kept()}",
                 everywhere=True,
             )
-        with ExitStack() as stack:
-            writer = None
-            if self._world.main:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-                writer = stack.enter_context(SafetensorsWriter(unfinished / "state.safetensors", state.announced()))
-            for name, read in state.readers():
-                tensor = read()  # a collective where it is sharded
-                if writer is not None:
-                    writer.write(name, tensor)
+        if self._world.main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        write_whole(unfinished / "state.safetensors", tensors, self._world)
         if self._world.main:
             sha256 = sha256_of(unfinished / "state.safetensors")
-            write_json(unfinished / "state.json", {"step": step, "sha256": sha256, "numbers": state.numbers()})
+            write_json(unfinished / "state.json", {"step": step, "sha256": sha256, "numbers": numbers})
             sync(unfinished)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(unfinished, target)
@@ -73,8 +65,8 @@ class Checkpoints:
 
     def kept(self) -> str:
         """What a message adds about the newest checkpoint that is there."""
-        found = self._all()
-        return f" (the checkpoint {found[-1]} is kept)" if found else ""
+        there = self._all()
+        return f" (the checkpoint {there[-1]} is kept)" if there else ""
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if path.suffix != ".tmp")
@@ -92,24 +84,10 @@ class Checkpoints:
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Restore the newest whole checkpoint in place and return its step; 0 where there is none."""
-        found = self._world.on_main(self._newest)
-        if found["step"] == 0:
-            return 0
-        with ExitStack() as stack:
-            opened: Any = None
-            if self._world.main:
-                try:
-                    opened = stack.enter_context(safe_open(found["path"], framework="pt"))
-                except (SafetensorError, OSError) as error:
-                    raise UserError(f"{found['path']} cannot be read; start again without --resume") from error
-            names = self._world.on_main(lambda: sorted(opened.keys()))
-
-            def read(name: str) -> Tensor:
-                """By the first process, handed to all, in host memory."""
-                return self._world.broadcast_whole(opened.get_tensor(name) if opened else None)
-
-            _restore(model, optimizer, found.get("numbers", {}), names, read)
-        return found["step"]
+        newest = self._world.on_main(self._newest)
+        if newest["step"]:
+            _restore(model, optimizer, newest.get("numbers", {}), read_whole(Path(newest["path"]), self._world))
+        return newest["step"]
 
 
 def require_none(staging: Path, world: World) -> None:
@@ -167,36 +145,20 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class _State:
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """Everything a checkpoint holds: tensors by name, and the optimizer's plain numbers."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._tensors: dict[str, Tensor] = {_RANDOM: torch.get_rng_state()}
-        self._numbers: dict[str, int | float] = {}
-        for name, parameter in _trained(model).items():
-            self._tensors[f"parameter.{name}"] = parameter.detach()
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    self._tensors[f"optimizer.{key}.{name}"] = value
-                elif isinstance(value, (int, float)):
-                    self._numbers[f"optimizer.{key}.{name}"] = value
-
-    def first_broken(self) -> str | None:
-        """The name of the first tensor that holds NaN or Inf on this process."""
-        for name, tensor in self._tensors.items():
-            if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
-                return name
-        return None
-
-    def announced(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
-
-    def readers(self) -> Iterable[tuple[str, Callable[[], Tensor]]]:
-        for name, tensor in self._tensors.items():
-            yield name, partial(full, tensor)
-
-    def numbers(self) -> dict[str, int | float]:
-        return self._numbers
+    tensors: dict[str, Tensor] = {_RANDOM: torch.get_rng_state()}
+    numbers: dict[str, int | float] = {}
+    for name, parameter in _trained(model).items():
+        tensors[f"parameter.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            kind: Any = tensors if isinstance(value, Tensor) else numbers
+            kind[f"optimizer.{key}.{name}"] = value
+    return tensors, numbers
 
 
 @torch.no_grad()
@@ -204,26 +166,33 @@ def _restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     numbers: Mapping[str, int | float],
-    names: list[str],
-    read: Callable[[str], Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""
-    torch.set_rng_state(read(_RANDOM))
-    states: dict[str, dict[str, Any]] = {}
-    for key in [*names, *numbers]:
-        if key.startswith("optimizer."):
+    trained = _trained(model)
+    missing = set(trained)
+    for key, value in (*numbers.items(), *tensors):
+        if key == _RANDOM:
+            torch.set_rng_state(value)
+        elif key.startswith("parameter."):
+            name = key.removeprefix("parameter.")
+            assign(trained[name], value.to(trained[name].device))
+            missing.remove(name)
+        else:
             _, kind, name = key.split(".", 2)
-            states.setdefault(name, {})[kind] = numbers.get(key)
-    for name, parameter in _trained(model).items():
-        assign(parameter, read(f"parameter.{name}").to(parameter.device))
-        for kind, number in sorted(states.get(name, {}).items()):
-            value: Any = number
-            if number is None:
-                whole = read(f"optimizer.{kind}.{name}")
-                if kind == "step":  # on the CPU, but for fused optimizers
-                    value = whole.to(parameter.device) if optimizer.defaults.get("fused") else whole
-                else:  # moments are where, and sharded as, the parameter is
-                    value = torch.zeros_like(parameter, dtype=whole.dtype) if whole.shape == parameter.shape else whole
-                    value = value.to(parameter.device)
-                    assign(value, whole.to(parameter.device))
-            optimizer.state[parameter][kind] = value
+            optimizer.state[trained[name]][kind] = _as_state(value, kind, trained[name], optimizer)
+    if missing:
+        raise ValueError(f"the checkpoint has no {min(missing)}, which trains")
+
+
+def _as_state(value: Any, kind: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Any:
+    """A whole value as the optimizer has it: moments where, and sharded as, the parameter is; the number of steps in host
+    memory, but for fused optimizers."""
+    if not isinstance(value, Tensor) or (kind == "step" and not optimizer.defaults.get("fused")):
+        return value
+    whole = value.to(parameter.device)
+    if kind == "step" or whole.shape != parameter.shape:
+        return whole
+    state = torch.zeros_like(parameter, dtype=whole.dtype)
+    assign(state, whole)
+    return state

@@ -151,9 +151,7 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
 
 def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
     """(levels (rows, columns) int8, scales (rows, groups) float16) of an embedding."""
-    middle = 2 ** (source.spec.embedding_bits - 1)
-    data = (source.indices(path).to(torch.int16) - middle).to(torch.int8)
-    return data, rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
+    return source.levels(path).to(torch.int8), rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
 
 
 def _shape(source: Compressed, options: Options) -> coreml_graph.Shape:

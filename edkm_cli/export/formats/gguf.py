@@ -85,8 +85,7 @@ def _nibbles(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> T
 
 def _bytes(source: Compressed, tensor: DenseTensor) -> Tensor:
     """Blocks of an embedding, (rows, columns / 32 * 34) uint8; scales of wider groups, or of whole rows, are repeated."""
-    levels = source.indices(tensor.module).to(torch.int16) - 2 ** (source.spec.embedding_bits - 1)
-    blocks = levels.to(torch.int8).view(torch.uint8).unflatten(1, (-1, _BLOCK))
+    blocks = source.levels(tensor.module).to(torch.int8).view(torch.uint8).unflatten(1, (-1, _BLOCK))
     scales = source.stored(f"{tensor.module}.scale")
     return _blocks(scales.repeat_interleave(blocks.shape[1] // scales.shape[1], 1), blocks)
 

@@ -46,9 +46,8 @@ def check(source: Compressed, options: Options) -> None:
 
 def _layout(source: Compressed, tensor: DenseTensor) -> tuple[int, int]:
     """(bits, columns of a group) of a packed matrix."""
-    if tensor.linear:
-        return source.spec.bits_of(tensor.module), source.spec.granularity.tile(*tensor.shape)[1]
-    return source.spec.embedding_bits, source.spec.embedding_group or tensor.shape[1]
+    group = source.spec.embedding_group or tensor.shape[1]
+    return source.bits_of(tensor.module), source.spec.granularity.tile(*tensor.shape)[1] if tensor.linear else group
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
         assert numbers is not None
         return numbers
     scale = source.stored(f"{tensor.module}.scale")
-    return scale * -(2.0 ** (source.spec.embedding_bits - 1)) if which else scale
+    return scale * -(2.0 ** (source.bits_of(tensor.module) - 1)) if which else scale
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
-from edkm_cli.format import DENSE_BITS, read_spec, write_json
+from edkm_cli.format import read_spec, write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Observer, Progress, Track
@@ -167,7 +167,7 @@ def _ours(
     text = calibration_batches(tokens, max(limits), seed=config.seed) if any(limits) else []
     spec = read_spec(directory)
     assert spec is not None
-    dense = spec.embedding_bits == DENSE_BITS
+    bits = spec.bits_of("", embedding=True)
     row = {
         "training": END_TO_END if config.steps else BLOCKS if config.start == "reconstructed" else NOTHING,
         "bits": config.bits,
@@ -177,7 +177,7 @@ def _ours(
         "calibration_tokens": sum(batch.numel() for batch in text),
         "training_tokens": report["training_tokens"],
         "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("load", "evaluate")), 3),
-        "note": f"embeddings {'as they came' if dense else f'at {spec.embedding_bits} bits'}",
+        "note": f"embeddings {f'at {bits} bits' if spec.packs_embeddings else 'as they came'}",
         "directory": str(directory),
     }
     return row, load_compressed(directory, dtype=torch.float32, device=settings["device"])
