@@ -213,17 +213,12 @@ class Run(Session):
             return {}
         with self.clock.phase("train"):
             objective = Objective(teacher, label_weight=config.label_weight or 0.0)
-            options = {"temperature": self._temperature, **self.training(staging)}
-            offloaded = train(model, objective, self.blocks, config, **options)
+            ends = {"start": config.temperature, "end": config.temperature_end}
+            at = partial(temperature_at, steps=config.steps, schedule=config.temperature_schedule, **ends)
+            offloaded = train(model, objective, self.blocks, config, temperature=at, **self.training(staging))
         self.dense_format.settle(model)
         self.measure("trained", model)
         return offloaded
-
-    def _temperature(self, step: int) -> float:
-        c = self.config
-        return temperature_at(
-            step, c.steps, schedule=c.temperature_schedule, start=c.temperature, end=c.temperature_end
-        )
 
     def _train_dense(self, teacher: RememberedTeacher | None, staging: Path) -> None:
         """The uncompressed model, trained equally and measured."""

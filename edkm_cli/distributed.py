@@ -11,7 +11,6 @@ needs no communication of its own. Outside, `gathered` makes one module whole at
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -30,10 +29,7 @@ from edkm_cli.errors import PeerLost, UserError
 
 T = TypeVar("T")
 
-_PEER_GONE = re.compile(
-    r"connection|broken pipe|timed out|timeout|remote process|gloo|nccl|tcpstore",
-    re.IGNORECASE,
-)
+_PEER_GONE = re.compile("connection|broken pipe|timed out|timeout|remote process|gloo|nccl|tcpstore", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -74,27 +70,20 @@ class World:
         return bool(self.largest(int(flag)))
 
     def on_main(self, work: Callable[[], Any]) -> Any:
-        """Do something on the first process only; all get its result (through JSON), or its UserError."""
+        """Do something on the first process only; all get its result, or its UserError."""
         if self.size == 1:
             return work()
-        outcome: dict[str, Any] = {}
+        outcome: list[tuple[Any, str | None]] = [(None, None)]
         if self.main:
             try:
-                outcome = {"value": work()}
+                outcome = [(work(), None)]
             except UserError as error:
-                outcome = {"error": str(error)}
-        outcome = json.loads(self._broadcast_text(json.dumps(outcome)))
-        if "error" in outcome:
-            raise UserError(outcome["error"], everywhere=True)
-        return outcome["value"]
-
-    def _broadcast_text(self, text: str) -> str:
-        data = bytearray(text.encode())
-        length = torch.tensor(len(data), dtype=torch.int64)
-        dist.broadcast(length, 0)
-        buffer = torch.frombuffer(data, dtype=torch.uint8) if self.main else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(buffer, 0)
-        return bytes(buffer.tolist()).decode()
+                outcome = [(None, str(error))]
+        dist.broadcast_object_list(outcome, 0, device=torch.device("cpu"))
+        value, refused = outcome[0]
+        if refused is not None:
+            raise UserError(refused, everywhere=True)
+        return value
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first process's tensor on all, in place."""
@@ -107,10 +96,8 @@ class World:
         if self.size == 1:
             assert tensor is not None
             return tensor
-        facts = self.on_main(lambda: tensor is not None and [str(tensor.dtype), list(tensor.shape)])
-        whole = tensor
-        if whole is None:
-            whole = torch.empty(facts[1], dtype=getattr(torch, facts[0].removeprefix("torch.")))
+        dtype, shape = self.on_main(lambda: tensor is not None and (tensor.dtype, tensor.shape))
+        whole = torch.empty(shape, dtype=dtype) if tensor is None else tensor
         if whole.numel():
             dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: gloo does not know all types
         return whole

@@ -162,7 +162,7 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
     """Raises UserError naming the first linear that the geometry does not divide."""
     for swap in swaps:
         if swap.clustered:
-            granularity.tile(swap.shape[0], swap.shape[1], layer=swap.name)
+            granularity.tile(*swap.shape, layer=swap.name)
 
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
