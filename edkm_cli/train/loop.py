@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,28 +149,26 @@ def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     model.train()
 
 
+@dataclass
 class _Training:
     """One optimizer step after the other: `step` is the order of things in each."""
 
-    def __init__(
-        self,
-        model: Any,
-        objective: Objective,
-        blocks: Blocks,
-        config: TrainingSettings,
-        world: World,
-        accelerator: Any,
-        optimizer: torch.optim.Optimizer,
-        temperature: Callable[[int], float] | None,
-    ):
-        self._model, self._objective, self._blocks = model, objective, blocks
-        self._config, self._world = config, world
-        self._accelerator, self._optimizer = accelerator, optimizer
-        self._layers, self._temperature = clustered_layers(model), temperature
+    model: Any
+    objective: Objective
+    blocks: Blocks
+    config: TrainingSettings
+    world: World
+    accelerator: Any
+    optimizer: torch.optim.Optimizer
+    temperature: Callable[[int], float] | None
+
+    def __post_init__(self) -> None:
+        self._layers = clustered_layers(self.model)
         self._soft = any(layer.clustering.mode == "soft" for layer in self._layers.values())
-        self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._parts = Parts(model, whole=world.sharded)
-        self._marshal = MarshalSavedTensors(device="cpu", keep=model.buffers()) if config.offload == "cpu" else None
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._parts = Parts(self.model, whole=self.world.sharded)
+        offloads = self.config.offload == "cpu"
+        self._marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
 
     @property
     def offloaded(self) -> dict[str, Any]:
@@ -177,9 +176,11 @@ class _Training:
 
     def step(self, step: int) -> dict[str, Any]:
         """Step number `step`, from 0; returns its line of metrics.jsonl. Raises UserError for NaN or Inf."""
-        config, world, start = self._config, self._world, time.perf_counter()
-        factor = self._set_rates(step)
-        temperature = self._temperature(step) if self._temperature is not None else None
+        config, world, start = self.config, self.world, time.perf_counter()
+        factor = learning_rate_factor(step, config.steps, config.warmup)
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        temperature = self.temperature(step) if self.temperature is not None else None
         if temperature is not None:
             for layer in self._layers.values():
                 layer.temperature = temperature
@@ -187,13 +188,13 @@ class _Training:
         require_finite("training loss", loss, step)
         hard = None
         if self._soft:
-            hard = hard_loss(self._model, self._parts, self._objective, last, step, config, world)
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)))
+            hard = hard_loss(self.model, self._parts, self.objective, last, step, config, world)
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
         for layer in self._layers.values():
             layer.commit()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         sequences = config.batch_size * config.gradient_accumulation * world.size
         return {
             "step": step + 1,
@@ -206,37 +207,30 @@ class _Training:
             "seconds": time.perf_counter() - start,
         }
 
-    def _set_rates(self, step: int) -> float:
-        """Give the optimizer the step's learning rates; returns their fraction of the peaks."""
-        factor = learning_rate_factor(step, self._config.steps, self._config.warmup)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        return factor
-
     def _accumulate(self, step: int) -> tuple[float, Batch]:
         """Forward and backward of all micro-batches: (the loss over all processes, the last micro-batch).
 
         The loss is a mean over all tokens that the step learns: a micro-batch counts by how many it has.
         """
-        count = self._config.gradient_accumulation
+        count = self.config.gradient_accumulation
         loss = torch.zeros((), dtype=torch.float64)
-        found = (micro_batch(self._blocks, self._config, self._world, step, micro) for micro in range(count))
-        batches = [batch.to(self._world.device) for batch in found]
+        found = (micro_batch(self.blocks, self.config, self.world, step, micro) for micro in range(count))
+        batches = [batch.to(self.world.device) for batch in found]
         shares = [1.0] * count
         if batches[0].labels is not None:
             learnt = torch.tensor(float(sum(batch.learnt for batch in batches)), dtype=torch.float64)
-            total = max(float(self._world.sum(learnt)), 1.0)
-            shares = [batch.learnt * count * self._world.size / total for batch in batches]
+            total = max(float(self.world.sum(learnt)), 1.0)
+            shares = [batch.learnt * count * self.world.size / total for batch in batches]
         for batch, share in zip(batches, shares, strict=True):
             with self._marshal or nullcontext():
-                with self._accelerator.autocast():
-                    part = self._objective.loss(self._parts, batch)
+                with self.accelerator.autocast():
+                    part = self.objective.loss(self._parts, batch)
                     part = part if share == 1.0 else part * share
                 (part / count).backward()
-            loss += part.detach().double().cpu() / (count * self._world.size)
-        if not self._world.sharded:  # else FSDP2 has averaged them
-            average_gradients(self._model, self._world)
-        return float(self._world.sum(loss)), batches[-1]
+            loss += part.detach().double().cpu() / (count * self.world.size)
+        if not self.world.sharded:  # else FSDP2 has averaged them
+            average_gradients(self.model, self.world)
+        return float(self.world.sum(loss)), batches[-1]
 
 
 def average_gradients(model: Any, world: World) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def _restore(
     """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""
     trained = _trained(model)
     missing = set(trained)
-    for key, value in (*numbers.items(), *tensors):
+    stored: Iterable[tuple[str, Any]] = chain(numbers.items(), tensors)
+    for key, value in stored:
         if key == _RANDOM:
             torch.set_rng_state(value)
         elif key.startswith("parameter."):
