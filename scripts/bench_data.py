@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli import models
-from edkm_cli.data import DataOptions, open_training_data, parse_sources
+from edkm_cli.config import TextSettings
+from edkm_cli.data import open_training_data, parse_sources
 from edkm_cli.data.splits import builtin_texts
 from edkm_cli.environment import hardware, versions
 from edkm_cli.format import write_json
@@ -101,7 +102,7 @@ def start_once(data: Path, model: str, workers: int) -> dict[str, Any]:
     said: list[str] = []
     memory, begin = Memory(os.getpid()), time.perf_counter()
     opened = open_training_data(
-        parse_sources([str(data)]), tokenizer, options=DataOptions(workers=workers), say=said.append
+        parse_sources([str(data)]), tokenizer, options=TextSettings(data_workers=workers), say=said.append
     )
     opened.blocks(1024, seed=0).batch(0, 8)
     seconds = time.perf_counter() - begin

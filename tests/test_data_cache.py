@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from edkm_cli.data import DataOptions, cache, open_training_data, parse_source, parse_sources, splits, store
+from edkm_cli.config import TextSettings
+from edkm_cli.data import cache, open_training_data, parse_source, parse_sources, splits, store
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
@@ -30,7 +31,7 @@ def large(tmp_path, monkeypatch):
 
 
 def opened(path, say=lambda text: None, tokenizer=None, **options):
-    options = DataOptions(**{"workers": 1, **options})
+    options = TextSettings(**{"data_workers": 1, **options})
     data = open_training_data(parse_sources([str(path)]), tokenizer or byte_tokenizer(), options=options, say=say)
     return data.stores[0]
 
@@ -45,7 +46,7 @@ def stores(path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_cached_store_is_that_of_one_pass_in_memory(large, monkeypatch, workers):
-    found = opened(large, workers=workers)
+    found = opened(large, data_workers=workers)
     parts = splits.read_split(parse_source(str(large)), "train")
     source = cache.memory_store(parts, cache.Encoder(byte_tokenizer()))
     assert contents(found) == contents(source)
@@ -62,7 +63,7 @@ def test_one_process_tokenizes_on_one_core(large, monkeypatch, before):
     if before:
         monkeypatch.setenv(name, before)
     monkeypatch.setattr(cache.Encoder, "encode", lambda *args: seen.append(os.environ.get(name)) or encode(*args))
-    opened(large, workers=1)
+    opened(large, data_workers=1)
     assert len(seen) > 1
     assert set(seen) == {"false"}
     assert os.environ.get(name) == before
@@ -125,7 +126,7 @@ def test_of_a_large_source_a_share_of_the_marks_is_kept(large, monkeypatch):
 def test_a_cache_can_be_made_again(large):
     opened(large)
     said = []
-    opened(large, said.append, rebuild=True)
+    opened(large, said.append, rebuild_cache=True)
     assert "are made again" in said[0]
     assert len(stores(large)) == 1
 
@@ -188,7 +189,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path, large, monkeypatch)
 def test_a_bad_record_far_in_is_one_line_and_leaves_nothing(large, workers):
     large.write_text(large.read_text() + '{"text": \n')
     with pytest.raises(UserError, match="must be valid jsonl"):
-        opened(large, workers=workers)
+        opened(large, data_workers=workers)
     assert stores(large) == []
 
 
@@ -201,7 +202,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(large, monkeypatch):
 
     monkeypatch.setattr(cache.Encoder, "encode", meddling)
     with pytest.raises(UserError, match="changed while it was read"):
-        opened(large, workers=1)
+        opened(large, data_workers=1)
     assert stores(large) == []
 
 
@@ -241,7 +242,7 @@ def _open_slowly(path, root, started, workers, pids=None):
         time.sleep(0.05)
 
     cache.StoreWriter.append = slow
-    opened(path, workers=workers)
+    opened(path, data_workers=workers)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked")

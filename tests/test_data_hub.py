@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from edkm_cli.data import DataOptions, load_documents, open_training_data, parse_source, parse_sources, splits
+from edkm_cli.config import TextSettings
+from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources, splits
 from edkm_cli.data.hub import _answers
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -45,18 +46,24 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["owner/name:en", "./owner/name:en"])
 @pytest.mark.parametrize("streaming", [None, True, False])
 def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(hub, name, streaming):
-    options = DataOptions(column="body", streaming=streaming)
+    options = TextSettings(data_column="body", streaming=streaming)
     data = open_training_data(parse_sources([name]), byte_tokenizer(), options=options)
     text = byte_tokenizer().decode(data.all_tokens())
     assert text == "".join(f"train {i}<eos>" for i in range(200))
-    measured = load_documents(parse_source(name), "test", options=DataOptions("body", streaming))
+    measured = load_documents(parse_source(name), "test", options=TextSettings(data_column="body", streaming=streaming))
     assert measured == [f"test {i}" for i in range(20)]
-    assert load_documents(parse_source(f"{name}@test"), "all", options=DataOptions("body", streaming)) == measured
+    assert (
+        load_documents(
+            parse_source(f"{name}@test"), "all", options=TextSettings(data_column="body", streaming=streaming)
+        )
+        == measured
+    )
 
 
 def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")) for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, options=TextSettings(data_column="body"))
+        for split in ("train", "test")
     )
     assert train + test == [f"test {i}" for i in range(20)]
     assert len(test) == 2
@@ -66,7 +73,8 @@ def test_a_large_one_gives_its_first_text_to_be_measured(hub, monkeypatch):
     monkeypatch.setattr(splits, "WHOLE_BYTES", 50)
     monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 30)
     train, test = (
-        load_documents(parse_source("owner/name:de"), split, options=DataOptions("body")) for split in ("train", "test")
+        load_documents(parse_source("owner/name:de"), split, options=TextSettings(data_column="body"))
+        for split in ("train", "test")
     )
     assert test + train == [f"test {i}" for i in range(20)]
     assert len(test) == 5
@@ -77,7 +85,7 @@ def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
     data = open_training_data(
         parse_sources(["owner/name:en"]),
         byte_tokenizer(),
-        options=DataOptions(column="body", workers=1),
+        options=TextSettings(data_column="body", data_workers=1),
         token_limit=300,
     )
     assert 300 <= data.tokens < 500
@@ -97,7 +105,7 @@ def test_a_stream_is_read_no_further_than_the_run_needs(hub, monkeypatch):
 def test_what_is_missing_gets_one_line_that_says_what_there_is(hub, name, column, message, streaming):
     with pytest.raises(UserError, match=message) as caught:
         open_training_data(
-            parse_sources([name]), byte_tokenizer(), options=DataOptions(column=column, streaming=streaming)
+            parse_sources([name]), byte_tokenizer(), options=TextSettings(data_column=column, streaming=streaming)
         )
     assert "\n" not in str(caught.value)
 
@@ -137,9 +145,9 @@ def test_whether_a_hub_answers_is_told_at_once(monkeypatch):
 def test_a_part_of_a_split_is_not_streamed(hub):
     with pytest.raises(UserError, match=r"must be of train, test and cannot be streamed; add --no-streaming"):
         open_training_data(
-            parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=DataOptions(column="body")
+            parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=TextSettings(data_column="body")
         )
-    options = DataOptions(column="body", streaming=False)
+    options = TextSettings(data_column="body", streaming=False)
     assert (
         open_training_data(parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=options)
         .stores[0]

@@ -13,7 +13,7 @@
 
 from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.reading import wikitext_rows
-from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, DataOptions, Source, parse_source, parse_sources
+from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
 from edkm_cli.data.store import TokenStore
 from edkm_cli.data.text import load_documents, measured_split, require_held_out, tokenize
 from edkm_cli.data.training import TrainingData, open_training_data, overlaps, training_tokens, unchanged

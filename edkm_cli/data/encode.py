@@ -48,7 +48,7 @@ class Encoder:
     """Renders and tokenizes parts. Copied into worker processes; it holds no open files.
 
     Args:
-        column, train_on: as in `DataOptions`.
+        column, train_on: `data_column` and `train_on` of `TextSettings`.
         sampled: keep a share of the marks, for a source that is large.
     """
 

@@ -51,20 +51,6 @@ class Source:
         return self.kind == SELF
 
 
-@dataclass(frozen=True)
-class DataOptions:
-    """How data are read and laid out; see `edkm compress --help` for each. `streaming` None: all hub sets but the small
-    named ones. `workers` 0: all cores."""
-
-    column: str | None = None
-    streaming: bool | None = None
-    train_on: str = COMPLETIONS
-    packing: bool = False
-    long_records: str = SPLIT
-    workers: int = 0
-    rebuild: bool = False
-
-
 def suffix_of(path: Path) -> str:
     """`.jsonl` for `a.jsonl` and `a.jsonl.gz`; lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -12,9 +12,10 @@ from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
 
+from edkm_cli.config import TextSettings
 from edkm_cli.data import hub
 from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
-from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, DataOptions, Source, is_compressed, suffix_of
+from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, Source, is_compressed, suffix_of
 from edkm_cli.errors import UserError
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
@@ -39,7 +40,7 @@ def size_of(source: Source) -> int:
     return total
 
 
-def read_split(source: Source, split: str, options: DataOptions = DataOptions()) -> Iterator[Part]:  # noqa: B008 - frozen
+def read_split(source: Source, split: str, options: TextSettings = TextSettings()) -> Iterator[Part]:  # noqa: B008 - frozen
     """The parts of `train`, `test` (what is held out) or `all` of a source, in order.
 
     Raises UserError where it is missing, damaged, empty, or too small to be divided.
@@ -52,7 +53,7 @@ def read_split(source: Source, split: str, options: DataOptions = DataOptions())
     if source.kind == "builtin":
         text = Part(source.name, records=builtin_texts(source.name), joint="\n\n", begins=True)
         return _divided(iter([text]), split, source)
-    parts = read_files(source, options.column)
+    parts = read_files(source, options.data_column)
     if not is_whole(source) and split == ALL:
         return parts
     if not is_whole(source) and suffix_of(source.files[0]) == ".jsonl" and not is_compressed(source.files[0]):
@@ -60,7 +61,7 @@ def read_split(source: Source, split: str, options: DataOptions = DataOptions())
     return _divided(parts, split, source)
 
 
-def _hub_parts(source: Source, split: str, options: DataOptions) -> tuple[Iterator[Part], bool]:
+def _hub_parts(source: Source, split: str, options: TextSettings) -> tuple[Iterator[Part], bool]:
     """The parts of a hub set, and whether it has a split of its own for what is measured."""
     streaming = options.streaming
     if streaming is None:
@@ -136,7 +137,7 @@ def _texts_whole(parts: list[Part]) -> list[Part]:
     return joined
 
 
-def _lines_split(source: Source, split: str, options: DataOptions) -> Iterator[Part]:
+def _lines_split(source: Source, split: str, options: TextSettings) -> Iterator[Part]:
     """Of a large JSON Lines file: its first megabyte of lines, and where they end."""
     path = source.files[0]
     with refusing(source.option, path), open(path, "rb") as file:
@@ -151,7 +152,7 @@ def _lines_split(source: Source, split: str, options: DataOptions) -> Iterator[P
     held_out = sum(characters(part.load()) for part in first)
     for part in chain(
         line_ranges(path, cut, option=source.option),
-        read_files(replace(source, files=source.files[1:]), options.column),
+        read_files(replace(source, files=source.files[1:]), options.data_column),
     ):
         yield replace(part, held_out=held_out)
         held_out = 0

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from edkm_cli.allocator import return_free_blocks
+from edkm_cli.config import TextSettings
 from edkm_cli.data.encode import split_long
 from edkm_cli.data.reading import refusing
 from edkm_cli.data.records import render
-from edkm_cli.data.sources import PROSE, DataOptions, Source
+from edkm_cli.data.sources import PROSE, Source
 from edkm_cli.data.splits import ALL, TEST, WHOLE_BYTES, read_split
 from edkm_cli.errors import UserError
 
@@ -24,7 +25,7 @@ def load_documents(
     split: str | None = None,
     *,
     tokenizer: Any = None,
-    options: DataOptions = DataOptions(),  # noqa: B008 - frozen
+    options: TextSettings = TextSettings(),  # noqa: B008 - frozen
     characters: int | None = None,
 ) -> list[str]:
     """The documents (files, pages, records) of a source's `train`, `test` (held out) or `all`; None: what is measured.
@@ -43,7 +44,7 @@ def load_documents(
     size = 0
     for part in read_split(source, split, options):
         for number, record in enumerate(part.load()):
-            column = options.column if isinstance(record, Mapping) and options.column in record else None
+            column = options.data_column if isinstance(record, Mapping) and options.data_column in record else None
             documents = render(record, part.place(number), tokenizer=tokenizer, column=column, whole=True)
             if part.continues and texts:
                 texts[-1] += documents[0].text

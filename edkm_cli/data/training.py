@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edkm_cli.config import TextSettings
 from edkm_cli.data.blocks import Blocks
 from edkm_cli.data.cache import Say, cached_store, memory_store
 from edkm_cli.data.encode import Encoder
 from edkm_cli.data.marks import looked_for
 from edkm_cli.data.reading import refusing
-from edkm_cli.data.sources import DataOptions, Source, repeated
+from edkm_cli.data.sources import Source, repeated
 from edkm_cli.data.splits import TRAIN, WHOLE_BYTES, is_whole, read_split, size_of
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.errors import UserError
@@ -36,7 +37,7 @@ class TrainingData:
 
     sources: Sequence[Source]
     stores: Sequence[TokenStore]
-    options: DataOptions
+    options: TextSettings
     padding: int = 0
 
     @property
@@ -122,7 +123,7 @@ def open_training_data(
     sources: Sequence[Source],
     tokenizer: Any,
     *,
-    options: DataOptions = DataOptions(),  # noqa: B008 - frozen
+    options: TextSettings = TextSettings(),  # noqa: B008 - frozen
     token_limit: int | None = None,
     written: Mapping[str, TokenStore] | None = None,
     say: Say = lambda text: None,
@@ -163,10 +164,10 @@ def open_training_data(
     return TrainingData(sources, stores, options, int(padding or 0))
 
 
-def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int | None, say: Say) -> TokenStore:
+def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: int | None, say: Say) -> TokenStore:
     whole = is_whole(source)
     sampled = not whole and (source.kind != "files" or size_of(source) > WHOLE_BYTES)
-    encoder = Encoder(tokenizer, column=options.column, train_on=options.train_on, sampled=sampled)
+    encoder = Encoder(tokenizer, column=options.data_column, train_on=options.train_on, sampled=sampled)
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
@@ -174,8 +175,8 @@ def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int
         "store": FORMAT,
         "source": _identity(source),
         "tokenizer": tokenizer_sha256(tokenizer),
-        "encoding": {"column": options.column, "train_on": options.train_on},
-        "reading": {"column": options.column, "streaming": options.streaming},
+        "encoding": {"column": options.data_column, "train_on": options.train_on},
+        "reading": {"column": options.data_column, "streaming": options.streaming},
         "sampled": sampled,
         "token_limit": limit,
     }
@@ -195,9 +196,9 @@ def _open(source: Source, tokenizer: Any, options: DataOptions, token_limit: int
         settings,
         parts,
         encoder,
-        workers=options.workers or available_cpus(),
+        workers=options.data_workers or available_cpus(),
         token_limit=limit,
-        rebuild=options.rebuild,
+        rebuild=options.rebuild_cache,
         say=say,
     )
 

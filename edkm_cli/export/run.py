@@ -90,7 +90,7 @@ class Session:
                 stages=stages,
             )
             written = {data.SELF: NOT_WRITTEN} if self.writes_text else None
-            about: dict[str, Any] = {"options": data_options(config), "token_limit": token_limit, "say": say}
+            about: dict[str, Any] = {"options": config, "token_limit": token_limit, "say": say}
             self.data = data.open_training_data(self.sources, self.tokenizer, written=written, **about)
         self._overlap = data.overlaps(self.data, self._documents, say=say)
 
@@ -243,19 +243,6 @@ def model_digest(source: models.ModelSource, architecture: Any, world: World) ->
     return getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
 
 
-def data_options(config: TextSettings) -> data.DataOptions:
-    """How training data are read and laid out."""
-    return data.DataOptions(
-        column=config.data_column,
-        streaming=config.streaming,
-        train_on=config.train_on,
-        packing=config.packing,
-        long_records=config.long_records,
-        workers=config.data_workers,
-        rebuild=config.rebuild_cache,
-    )
-
-
 def evaluation_names(config: TextSettings, texts: Sequence[data.Source]) -> dict[str, str]:
     """What the measured texts are called in reports -> the source that they are or are held out of: each --eval-data, or
     a part of the first --data. A text that the model is yet to write cannot be measured on: `builtin` takes its place.
@@ -275,6 +262,6 @@ def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tok
         if not held_out:
             data.require_held_out(list(texts), source)
         documents[name] = data.load_documents(
-            source, "test" if held_out else None, tokenizer=tokenizer, options=data_options(config), characters=needed
+            source, "test" if held_out else None, tokenizer=tokenizer, options=config, characters=needed
         )
     return documents

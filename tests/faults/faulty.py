@@ -122,8 +122,8 @@ def _break_step(fault):
                 torch.empty(2**46)  # 280 TB
             if fault.kind == "memory":
                 raise MemoryError
-            loss = self._objective.loss
-            object.__setattr__(self._objective, "loss", lambda *arguments: loss(*arguments) * float("nan"))
+            loss = self.objective.loss
+            object.__setattr__(self.objective, "loss", lambda *arguments: loss(*arguments) * float("nan"))
         return step(self, number)
 
     loop._Training.step = broken
