@@ -27,6 +27,7 @@ from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
 from edkm_cli.models import config_digest
+from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
 
@@ -71,19 +72,14 @@ def write_text(
     """
     device = next(model.parameters()).device
     draws = _draws(sequences, length, torch.Generator(device).manual_seed(seed))
-    was_training = model.training
-    model.eval()
     write = _continue if _takes_our_cache(model) else _generate
     batches = _evenly(sequences, at_once(model, length))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
-    try:
-        with bfloat16_products(), bfloat16_linears(model), float32_attention(model):
-            for batch in batches:
-                ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
-                written.append(write(model, ids, length, draws[batch], steps).cpu())
-    finally:
-        model.train(was_training)
+    with evaluating(model), bfloat16_products(), bfloat16_linears(model), float32_attention(model):
+        for batch in batches:
+            ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
+            written.append(write(model, ids, length, draws[batch], steps).cpu())
     for _ in steps:
         pass
     return torch.cat(written)
@@ -169,13 +165,10 @@ def _generate(model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterat
         return torch.full_like(scores, -torch.inf).scatter_(1, sample(scores.float(), drawn), 0.0)
 
     # Nothing that the model's own settings add: penalties, tokens that end a text, an answer that is no tensor.
-    settings, model.generation_config = model.generation_config, GenerationConfig()
-    try:
+    with changed(model, generation_config=GenerationConfig()):
         return model.generate(
             ids, attention_mask=torch.ones_like(ids), max_length=length, do_sample=False, logits_processor=[draw]
         )
-    finally:
-        model.generation_config = settings
 
 
 def sample(logits: Tensor, uniform: Tensor) -> Tensor:

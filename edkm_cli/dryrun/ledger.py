@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from edkm_cli.nn.hooks import changed
 
 DEVICE, HOST = "device", "host"
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -128,24 +130,13 @@ class Ledger(TorchDispatchMode):
         for account in self.accounts.values():
             account.add(self.part, 0, phase)
 
-    @contextmanager
-    def under(self, part: str, *, place: str | None = None) -> Iterator[None]:
+    def under(self, part: str, *, place: str | None = None) -> AbstractContextManager[None]:
         """New storages belong to this part (and place) inside."""
-        before = self.part, self.place
-        self.part, self.place = part, place or self.place
-        try:
-            yield
-        finally:
-            self.part, self.place = before
+        return changed(self, part=part, place=place or self.place)
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> AbstractContextManager[None]:
         """Storages made inside are not entered; `move` does that."""
-        self._counting = False
-        try:
-            yield
-        finally:
-            self._counting = True
+        return changed(self, _counting=False)
 
     def move(self, tensors: Iterable[Tensor], part: str, *, place: str = DEVICE, share: float = 1.0) -> None:
         """Enter tensors under a part, wherever they were before, each storage once. One of several holders of a

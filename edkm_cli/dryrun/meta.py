@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
-from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.hooks import changed, hooked
 from edkm_cli.preflight import Launch
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
@@ -125,23 +125,13 @@ class Stage:
 
         return attention
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> AbstractContextManager[None]:
         """Inside, a run on a GPU works in host memory."""
-        self._place = HOST if self.launch.gpu else DEVICE
-        try:
-            yield
-        finally:
-            self._place = DEVICE
+        return changed(self, _place=HOST if self.launch.gpu else DEVICE)
 
-    @contextmanager
-    def on_shards(self) -> Iterator[None]:
+    def on_shards(self) -> AbstractContextManager[None]:
         """Inside, new storages are a process's share."""
-        self._share = self.launch.share
-        try:
-            yield
-        finally:
-            self._share = 1.0
+        return changed(self, _share=self.launch.share)
 
     # Which part a storage belongs to.
 
@@ -153,14 +143,9 @@ class Stage:
             return CLUSTERING
         return self._backward_part if in_backward else self.ledger.part
 
-    @contextmanager
-    def clustering(self) -> Iterator[None]:
+    def clustering(self) -> AbstractContextManager[None]:
         """Inside, what has the shape of a clustered weight belongs to clustering."""
-        before, self._clustering = self._clustering, True
-        try:
-            yield
-        finally:
-            self._clustering = before
+        return changed(self, _clustering=True)
 
     def label(self, model: Any) -> None:
         """Hook the modules that begin a part: decoder, head, clustered layers. A module is hooked once."""
@@ -203,13 +188,9 @@ class Stage:
         def cast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].to(torch.bfloat16), *inputs[1:])
 
-        self._autocast = torch.bfloat16 if enabled else None
-        layers = [m for m in model.modules() if isinstance(m, ClusteredLinear)] if enabled else []
-        try:
-            with hooked(layers, cast):
-                yield
-        finally:
-            self._autocast = None
+        layers = clustered_layers(model).values() if enabled else ()
+        with hooked(layers, cast), changed(self, _autocast=torch.bfloat16 if enabled else None):
+            yield
 
     @contextmanager
     def offload(self, model: nn.Module, enabled: bool) -> Iterator[None]:

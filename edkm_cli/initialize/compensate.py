@@ -30,7 +30,7 @@ from edkm_cli.granularity import FREE
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import evaluating, hooked
 
 _LAZY_COLUMNS = 128
 _DAMPING = 0.01
@@ -275,12 +275,9 @@ def compensate(
     layers = clustered_layers(model)
     progress = iter(track(range(len(layers)), "compensation", len(layers)))
     compensation = Compensation(world, progress=progress)
-    was_training = model.training
-    model.eval()
-    with hooked(layers.values(), compensation):
+    with evaluating(model), hooked(layers.values(), compensation):
         # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
         model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
     for _ in progress:  # layers that were not reached
         pass
-    model.train(was_training)
     compensation.keep()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import evaluating, hooked
 from edkm_cli.precision import bfloat16_products, sum_of_products
 from edkm_cli.progress import Track, no_progress
 
@@ -212,12 +212,11 @@ def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bo
 def _frozen(model: Any) -> Iterator[None]:
     """In evaluation mode, and no parameter asks for a gradient."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    was_training = model.training
-    model.eval().requires_grad_(False)
+    model.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        model.train(was_training)
         for name in trained:
             model.get_parameter(name).requires_grad_(True)
 

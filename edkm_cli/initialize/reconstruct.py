@@ -30,7 +30,7 @@ from edkm_cli.initialize.compensate import Compensation
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import LayerCall, hooked
+from edkm_cli.nn.hooks import LayerCall, changed, hooked
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 
@@ -131,15 +131,10 @@ class _Block:
     def exact_outputs(self, hidden: list[Tensor], corrections: Corrections) -> list[Tensor]:
         """Of the layer with its weights as they are, which is on record then."""
         self.module.eval()
-        for layer in self.layers:
-            layer.dense = True
-        try:
+        with changed(*self.layers, dense=True):
             corrections.find_residuals(self._run, hidden[0])
             with corrections.recording():
                 return [self._run(x) for x in hidden]
-        finally:
-            for layer in self.layers:
-                layer.dense = False
 
     @torch.no_grad()
     def outputs(self, hidden: Sequence[Tensor]) -> Tensor:

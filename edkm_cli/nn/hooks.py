@@ -1,4 +1,4 @@
-"""Forward hooks that are gone at the end of a block, and what the decoder layers of a model are called with."""
+"""What lasts as long as a block: forward hooks, attributes, evaluation; and what decoder layers are called with."""
 
 from __future__ import annotations
 
@@ -34,6 +34,30 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def changed(*targets: Any, **values: Any) -> Iterator[None]:
+    """Attributes of the targets have these values as long as the block lasts."""
+    before = [(target, name, getattr(target, name)) for target in targets for name in values]
+    try:
+        for target, name, _ in before:
+            setattr(target, name, values[name])
+        yield
+    finally:
+        for target, name, value in before:
+            setattr(target, name, value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode as long as the block lasts."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class LayerCall(NamedTuple):

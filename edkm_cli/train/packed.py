@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
+from edkm_cli.nn.hooks import evaluating
 
 _LENGTHS = (9, 12, 11)
 
@@ -28,11 +29,9 @@ def require_attention_within_documents(model: Any) -> None:
     documents = [torch.randint(0, vocabulary, (1, length), generator=generator).to(device) for length in _LENGTHS]
     positions = torch.cat([torch.arange(length, device=device) for length in _LENGTHS])[None]
     ids = torch.cat(documents, 1)
-    was_training = model.training
-    model.eval()
-    alone = torch.cat([_logits(model, document) for document in documents], 1)
-    packed, running = _logits(model, ids, positions), _logits(model, ids)
-    model.train(was_training)
+    with evaluating(model):
+        alone = torch.cat([_logits(model, document) for document in documents], 1)
+        packed, running = _logits(model, ids, positions), _logits(model, ids)
     leak, whole = float((packed - alone).abs().max()), float((running - alone).abs().max())
     if not leak <= 0.1 * whole:
         raise UserError(
