@@ -135,12 +135,7 @@ def _takes_our_cache(model: Any) -> bool:
 
 
 def _continue(
-    model: Any,
-    ids: Tensor,
-    length: int,
-    draws: Tensor,
-    steps: Iterator[Any],
-    new_tokens: int | None = None,
+    model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any], new_tokens: int | None = None
 ) -> Tensor:
     """`ids` (batch, 1) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
     from transformers.cache_utils import DynamicCache

@@ -79,11 +79,7 @@ def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
         "shard": (launch.processes > 1 and not launch.sharded, "--sharding full", {"sharding": "full"}),
         "offload": (trains and launch.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
         "held": (trains and not config.label_weight, "--assignments held", {"assignments": "held"}),
-        "dtype": (
-            choose_dtype(config.dtype, launch.device) == "float32",
-            "--dtype bfloat16",
-            {"dtype": "bfloat16"},
-        ),
+        "dtype": (choose_dtype(config.dtype, launch.device) == "float32", "--dtype bfloat16", {"dtype": "bfloat16"}),
         "data": (
             any(source.needs_model for source in data.parse_sources(config.data)),
             "--data FILE --label-weight 0" if trains else "--data FILE",

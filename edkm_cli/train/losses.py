@@ -174,9 +174,6 @@ class Objective:
         states = parts.states(**inputs_of(batch)).flatten(0, 1)
         taught = None if self.teacher is None else self.teacher.states(batch).flatten(0, 1)
         weights = _Weights.of(
-            labels.flatten(),
-            taught=taught is not None,
-            label_weight=self.label_weight,
-            masked=batch.labels is not None,
+            labels.flatten(), taught=taught is not None, label_weight=self.label_weight, masked=batch.labels is not None
         )
         return _chunked(states, parts.logits, taught, self.teacher, weights, parts.head_parameters())
