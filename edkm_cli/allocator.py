@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _LARGE_BYTES, _HUGE_BYTES = 256 * 1024, 32 * 2**20  # the second is the most that glibc takes
@@ -39,21 +40,16 @@ def _set(limits: dict[int, int]) -> None:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in _LIMITS):
         return
-    mallopt = _of_libc("mallopt")
-    if mallopt is not None:
-        for parameter, value in limits.items():
-            mallopt(parameter, value)
+    for parameter, value in limits.items():
+        _of_libc("mallopt", parameter, value)
 
 
 def return_free_blocks() -> None:
     """Give free blocks of the heap back to the system, small ones, too: after work of another kind than what follows."""
-    trim = _of_libc("malloc_trim")
-    if trim is not None:
-        trim(0)
+    _of_libc("malloc_trim", 0)
 
 
-def _of_libc(name: str) -> ctypes._NamedFuncPointer | None:
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows
-        return None
+def _of_libc(name: str, *arguments: int) -> None:
+    """Call a function of glibc, where there is one."""
+    with suppress(OSError, AttributeError, TypeError):  # TypeError: Windows
+        getattr(ctypes.CDLL(None), name)(*arguments)

@@ -32,15 +32,7 @@ from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.swap import decoder_bits_per_weight
-from edkm_cli.preflight import (
-    Launch,
-    RunPlan,
-    calibration_text,
-    choose_device,
-    needed_tokens,
-    plan_run,
-    start_batches,
-)
+from edkm_cli.preflight import Launch, RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_launch, train

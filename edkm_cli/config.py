@@ -138,9 +138,7 @@ class TrainingSettings:
         False, "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA
     )
     gradient_checkpointing: bool | None = setting(
-        None,
-        "Save memory: compute activations again in the backward pass; default: where assignments are held.",
-        SCALE,
+        None, "Save memory: compute activations again in the backward pass; default: where assignments are held.", SCALE
     )
     offload: str = setting(
         "none",
@@ -158,6 +156,19 @@ class TrainingSettings:
     log_with: tuple[str, ...] = setting(
         (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
     )
+
+    def step_sequences(self, processes: int = 1) -> int:
+        """Sequences that one optimizer step sees, over all processes."""
+        return self.batch_size * self.gradient_accumulation * processes
+
+    def trained_tokens(self, processes: int = 1) -> int:
+        """Tokens of all steps, over all processes."""
+        return self.steps * self.step_sequences(processes) * self.sequence_length
+
+    @property
+    def most_checkpoints(self) -> int:
+        """Of training on the disk at once, with one that is being written, and the best step's."""
+        return bool(self.steps) * ((self.keep + 1) * bool(self.save_every) + 2 * self.keep_best)
 
 
 @dataclass(frozen=True)
@@ -188,12 +199,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         COMPRESSION,
         check=Granularity.parse,
     )
-    lut_dtype: str = setting(
-        "float16",
-        "Number format of the lookup tables' entries.",
-        COMPRESSION,
-        choices=LUT_DTYPES,
-    )
+    lut_dtype: str = setting("float16", "Number format of the lookup tables' entries.", COMPRESSION, choices=LUT_DTYPES)
     lut_scale: float | None = setting(
         None, "Scale of all float8 tables, a power of two; default: one for each matrix.", COMPRESSION, positive=True
     )

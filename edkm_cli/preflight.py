@@ -26,6 +26,7 @@ from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
+from edkm_cli.settings import part_of
 from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
@@ -135,17 +136,7 @@ class RunPlan:
 
     @property
     def clustering(self) -> Clustering:
-        config = self.config
-        return Clustering(
-            bits=self.spec.bits,
-            granularity=self.spec.granularity,
-            lut_dtype=config.lut_dtype,
-            method=config.method,
-            mode=config.mode,
-            iterations=config.iterations,
-            lut_scale=config.lut_scale,
-            palette=config.palette,
-        )
+        return part_of(Clustering, self.config, bits=self.spec.bits)
 
     @property
     def average_bits(self) -> float | None:
@@ -167,10 +158,7 @@ class RunPlan:
         """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
         trains, and two moments, in float32)."""
         config, trained = self.config, self.parameters
-        kept = (config.keep + 1) * bool(config.steps and config.save_every) + 2 * bool(
-            config.steps and config.keep_best
-        )
-        kept *= 2 if config.compare_dense else 1
+        kept = config.most_checkpoints * (2 if config.compare_dense else 1)
         if config.assignments == "held" and not config.compare_dense:
             geometry, bits_of = self.spec.granularity, self.spec.bits_of
             sizes = ((geometry.groups(*swap.shape), bits_of(swap.name)) for swap in self.clustered)
@@ -181,11 +169,11 @@ class RunPlan:
     @property
     def step_sequences(self) -> int:
         """Sequences that one optimizer step sees, over all processes."""
-        return self.config.batch_size * self.config.gradient_accumulation * self.launch.processes
+        return self.config.step_sequences(self.launch.processes)
 
     @property
     def training_tokens(self) -> int:
-        return self.config.steps * self.step_sequences * self.config.sequence_length
+        return self.config.trained_tokens(self.launch.processes)
 
 
 def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]) -> CompressConfig:
@@ -205,8 +193,6 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded)
     rounds = launch.gpu and dtype == "float32"  # products of float32 weights
-    sequences = config.steps * config.batch_size * config.gradient_accumulation * launch.processes
-    trained = sequences * config.sequence_length
     # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
     # that, and the start chose the entries together.
     alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt
@@ -215,7 +201,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     return replace(
         config,
         start=start,
-        start_tokens=config.start_tokens or choose_start_tokens(trained),
+        start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(launch.processes)),
         allocation=allocation,
         embedding_bits=choose_embedding_bits(config, allocation),
         label_weight=labels,

@@ -63,7 +63,7 @@ def _alternatives(config: CompressConfig, launch: Launch) -> Iterator[tuple[set[
 
 def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
     """What could be changed, by name: (flags, settings)."""
-    sequences, trains = config.batch_size * config.gradient_accumulation, config.steps > 0
+    sequences, trains = config.step_sequences(), config.steps > 0
     candidates: dict[str, tuple[bool, str, dict[str, Any]]] = {
         "memory": (not launch.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
         "checkpoint": (

@@ -109,7 +109,7 @@ class Session:
         config, self.output = self.config, output
         self.identity = {
             **{key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)},
-            "sequences_per_step": config.batch_size * config.gradient_accumulation * self.world.size,
+            "sequences_per_step": config.step_sequences(self.world.size),
             "tokens_sha256": self.data.sha256,
             "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts),
             **resolved,

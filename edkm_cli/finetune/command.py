@@ -100,7 +100,7 @@ class _Run(PackedSession):
         config, reference = self.config, self.reference
         with self.clock.phase("load"):
             stages = ("compressed", *(("trained", "exported") if self.tables else ("adapted",)))
-            token_limit = int(1.1 * self._tokens()) + config.sequence_length
+            token_limit = int(1.1 * config.trained_tokens(self.world.size)) + config.sequence_length
             self.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
         resolved = {"model_sha256": self.digest(), "dtype": self.dtype}
         resolved |= {} if reference is None else {"reference_sha256": reference.sha256}
@@ -144,11 +144,6 @@ class _Run(PackedSession):
         assert rank is not None
         return add_adapter(model, rank=rank, alpha=config.lora_alpha or 2.0 * rank, targets=config.target_modules)
 
-    def _tokens(self) -> int:
-        config = self.config
-        sequences = config.batch_size * config.gradient_accumulation * self.world.size
-        return config.steps * sequences * config.sequence_length
-
     def plan(self, model: Any) -> dict[str, Any]:
         """What trains, how much of it, and on how much text."""
         trained = trained_parameters(model).values()
@@ -163,15 +158,14 @@ class _Run(PackedSession):
             ),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
             "steps": self.config.steps,
-            "training_tokens": self._tokens(),
+            "training_tokens": self.config.trained_tokens(self.world.size),
         }
 
     def _needed_bytes(self, model: Any) -> int:
         """The result, and checkpoints of what trains with two moments."""
-        kept = (self.config.keep + 1) * bool(self.config.save_every) + 2 * self.config.keep_best
         trained = sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters(model).values())
         result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
-        return result + 3 * kept * trained + _ROOM_BYTES
+        return result + 3 * self.config.most_checkpoints * trained + _ROOM_BYTES
 
     # On the first process: what was trained is written, read back and compared.
 

@@ -112,7 +112,7 @@ class _Run(PackedSession):
         self.adapter = adapter
         settings = part_of(TrainingSettings, config, save_every=0)
         self.settings = replace(settings, label_weight=choose_label_weight(settings, self.sources))
-        trained_tokens = config.steps * config.batch_size * config.sequence_length
+        trained_tokens = settings.trained_tokens()
         self.start_tokens = config.start_tokens or choose_start_tokens(trained_tokens)
         self.needed_tokens = max(self.start_tokens, int(1.1 * trained_tokens)) + config.sequence_length
 

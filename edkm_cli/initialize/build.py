@@ -34,6 +34,7 @@ from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import Rounded
+from edkm_cli.settings import part_of
 
 # Makes the model that is to be clustered, given `prepare` and `finish` by name: calls `prepare(path, part)` on each part
 # while its weights are whole (path "" is the model itself), then `finish(model)`, and returns the model.
@@ -70,14 +71,12 @@ class Recipe:
     @classmethod
     def of(cls, plan: RunPlan) -> Recipe:
         config = plan.config
-        return cls(
+        return part_of(
+            cls,
+            config,
             swaps=plan.swaps,
             spec=plan.spec,
             clustering=plan.clustering,
-            temperature=config.temperature,
-            importance=config.importance,
-            centroid_weighting=config.centroid_weighting,
-            seed=config.seed,
             average_bits=plan.average_bits,
             passes=config.start_passes if config.start == "reconstructed" else None,
             holds=config.assignments == "held" or plan.by_layer,

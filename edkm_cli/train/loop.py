@@ -195,7 +195,6 @@ class _Training:
             layer.commit()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        sequences = config.batch_size * config.gradient_accumulation * world.size
         return {
             "step": step + 1,
             "loss": loss,
@@ -203,7 +202,7 @@ class _Training:
             "gradient_norm": norm,
             "learning_rate": config.learning_rate * factor,
             **({"temperature": temperature} if temperature is not None else {}),
-            "tokens": (step + 1) * sequences * config.sequence_length,
+            "tokens": (step + 1) * config.step_sequences(world.size) * config.sequence_length,
             "seconds": time.perf_counter() - start,
         }
 

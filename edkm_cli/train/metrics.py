@@ -35,8 +35,14 @@ class Metrics:
             keep_metrics(path, first)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         if self._accelerator is not None:
-            settings = {name: value if _is_plain(value) else str(value) for name, value in asdict(config).items()}
-            accelerator.init_trackers("edkm", config=settings, init_kwargs=_tracker_options(path.parent, first))
+            plain = (bool, int, float, str)
+            settings = {
+                name: value if isinstance(value, plain) else str(value) for name, value in asdict(config).items()
+            }
+            # What trackers write goes with the run; steps that a resumed run repeats replace the former ones.
+            wandb = {} if "WANDB_DIR" in os.environ else {"dir": str(path.parent)}
+            options = {"tensorboard": {"purge_step": first + 1}, "wandb": wandb}
+            accelerator.init_trackers("edkm", config=settings, init_kwargs=options)
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -53,18 +59,6 @@ class Metrics:
             self._file.close()
         if self._accelerator is not None:
             self._accelerator.end_training()
-
-
-def _tracker_options(staging: Path, first: int) -> dict[str, dict[str, Any]]:
-    """What trackers write goes with the run; steps that a resumed run repeats replace the former ones."""
-    return {
-        "tensorboard": {"purge_step": first + 1},
-        "wandb": {} if "WANDB_DIR" in os.environ else {"dir": str(staging)},
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
 
 
 def keep_metrics(path: Path, steps: int) -> None:
