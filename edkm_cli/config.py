@@ -376,12 +376,9 @@ class CompressConfig(TrainingSettings, TextSettings):
         refuse([*faults(self), *contradictions(self)])
 
 
-_IN_COMPRESS = {of.name: of for of in fields(CompressConfig)}
-
-
 def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
     """A dataclass field that declares the option `name` of `edkm compress`, with what is different here."""
-    of = _IN_COMPRESS[name]
+    of = next(of for of in fields(CompressConfig) if of.name == name)
     about = replace(setting_of(of), **changes)
     return field(default=of.default if default is MISSING else default, metadata={"setting": about})
 
