@@ -85,7 +85,7 @@ def test_a_second_start_reads_what_the_first_wrote(large):
     assert said == [f"tokenizing {large}, once"]
 
 
-@pytest.mark.parametrize("change", ["data", "touch", "tokenizer", "template", "train_on", "column"])
+@pytest.mark.parametrize("change", ["data", "touch", "tokenizer", "template", "train_on", "data_column"])
 def test_whatever_decides_the_tokens_makes_another_store(large, change):
     opened(large)
     tokenizer, options = byte_tokenizer(), {}
@@ -101,7 +101,7 @@ def test_whatever_decides_the_tokens_makes_another_store(large, change):
     elif change == "template":
         tokenizer.chat_template = "{{ messages }}"
     else:
-        options = {change: {"train_on": "all", "column": "prompt"}[change]}
+        options = {change: {"train_on": "all", "data_column": "prompt"}[change]}
     said = []
     opened(large, said.append, tokenizer, **options)
     assert len(stores(large)) == 2
