@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from edkm_cli import data
-from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.machine import Machine
 from edkm_cli.dryrun.need import estimate, least, with_heap
 from edkm_cli.errors import UserError
@@ -22,7 +21,7 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
     fitting: list[dict[str, Any]] = []
     enough: list[set[str]] = []
     rehearsed = 0
-    for names, changes, launch in _alternatives(plan.asked, plan.launch):
+    for names, changes, launch in _alternatives(plan):
         if any(less <= names for less in enough):
             continue
         values = {key: value for _, settings in changes for key, value in settings.items()}
@@ -46,9 +45,9 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
     return fitting
 
 
-def _alternatives(config: CompressConfig, launch: Launch) -> Iterator[tuple[set[str], list[Change], Launch]]:
+def _alternatives(plan: RunPlan) -> Iterator[tuple[set[str], list[Change], Launch]]:
     """(names of the changes, the changes, where) in the order in which they are worth a try."""
-    changes = _changes(config, launch)
+    changes, config, launch = _changes(plan), plan.asked, plan.launch
     for names in _COMBINATIONS:
         if all(name in changes for name in names):
             sharded = launch.sharded or "shard" in names
@@ -61,8 +60,9 @@ def _alternatives(config: CompressConfig, launch: Launch) -> Iterator[tuple[set[
                 yield {"more"}, more, replace(launch, processes=processes, sharded=True)
 
 
-def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
+def _changes(plan: RunPlan) -> dict[str, Change]:
     """What could be changed, by name: (flags, settings)."""
+    config, launch = plan.asked, plan.launch
     sequences, trains = config.step_sequences(), config.steps > 0
     candidates: dict[str, tuple[bool, str, dict[str, Any]]] = {
         "memory": (not launch.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
@@ -81,7 +81,7 @@ def _changes(config: CompressConfig, launch: Launch) -> dict[str, Change]:
         "held": (trains and not config.label_weight, "--assignments held", {"assignments": "held"}),
         "dtype": (choose_dtype(config.dtype, launch.device) == "float32", "--dtype bfloat16", {"dtype": "bfloat16"}),
         "data": (
-            any(source.needs_model for source in data.parse_sources(config.data)),
+            plan.writes_text,
             "--data FILE --label-weight 0" if trains else "--data FILE",
             {"data": (data.BUILTIN,), **({"label_weight": 0.0} if trains else {})},
         ),
