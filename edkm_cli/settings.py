@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -30,6 +30,11 @@ from edkm_cli.errors import UserError
 PANELS = MODEL, COMPRESSION, TRAINING, DATA, VERDICT, TASKS, SCALE, OUTPUT = (
     "Model", "Compression", "Training", "Data", "Verdict", "Tasks", "Scale", "Output",
 )  # fmt: skip
+
+# Help texts of what several commands take.
+DEVICE = "Where to compute: auto, cpu, cuda or cuda:N."
+DTYPE = "Number format of the weights: float32, bfloat16 or float16."
+REMOTE_CODE = "Run the Python files that come with a model."
 
 _PREFIX = "configuration: "
 _MAX_YAML_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**18, 10_000, 100
@@ -168,11 +173,12 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if wanted == [int, str]:  # a number or a word
         kind = str if isinstance(value, str) and not value.isdigit() else int
         value = int(value) if kind is int and isinstance(value, str) else value
-    if kind == tuple[str, ...]:
-        items = [value] if isinstance(value, str) else value
-        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+    if get_origin(kind) is tuple:
+        of = get_args(kind)[0]
+        items = [value] if isinstance(value, of) else value
+        if isinstance(items, (list, tuple)) and all(isinstance(item, of) for item in items):
             return tuple(items)
-        raise ValueError(f"{name} must be a list of texts, got {shown(value)}")
+        raise ValueError(f"{name} must be a list of {'texts' if of is str else 'whole numbers'}, got {shown(value)}")
     if kind is float and not isinstance(value, bool):
         try:
             return float(value)

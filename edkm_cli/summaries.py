@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 
@@ -38,11 +39,8 @@ def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = []
     for line in lines:
-        cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        text.append("  ".join(cells).rstrip())
+        others = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        text.append("  ".join([line[0].ljust(widths[0]), *others]).rstrip())
     if header:
         text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)
@@ -68,9 +66,7 @@ def text_names(names: list[str]) -> list[str]:
     ['wiki.raw', 'held-out part of text.txt', 'c4']
     """
     before = "held-out part of "
-    short = [
-        before * name.startswith(before) + name.removeprefix(before).rstrip("/").rpartition("/")[2] for name in names
-    ]
+    short = [before * name.startswith(before) + name.removeprefix(before).rstrip("/").rsplit("/")[-1] for name in names]
     return short if len(set(short)) == len(names) else list(names)
 
 
@@ -83,22 +79,23 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
     """A row for each stage that was measured: its name, and for each text the perplexity and its ratio to the original's;
     then the distance of the last stage from the uncompressed model, where it was measured."""
     texts = texts_of(report)
-    rows = []
-    for stage, label in STAGES.items():
-        values = [text.get(stage) for text in texts]
-        if None not in values:
-            pairs = [
-                (f"{value:,.3f}", f"{value / text['original']:.2f}x" if "original" in text else "")
-                for value, text in zip(values, texts, strict=True)
-            ]
-            rows.append([label, *(cell for pair in pairs for cell in pair)])
+
+    def row(label: str, shown: Callable[[dict[str, Any]], tuple[str, str]]) -> list[str]:
+        return [label, *(cell for text in texts for cell in shown(text))]
+
+    def staged(text: dict[str, Any], stage: str) -> tuple[str, str]:
+        return f"{text[stage]:,.3f}", f"{text[stage] / text['original']:.2f}x" if "original" in text else ""
+
+    measured = [stage for stage in STAGES if all(text.get(stage) is not None for text in texts)]
+    rows = [row(STAGES[stage], partial(staged, stage=stage)) for stage in measured]
     if all("exported_over_dense" in text for text in texts):
-        ratios = [f"{text['exported_over_dense']:.2f}x" for text in texts]
-        rows.append(["compressed by uncompressed, both trained", *(cell for ratio in ratios for cell in ("", ratio))])
+        ratio = row(
+            "compressed by uncompressed, both trained", lambda text: ("", f"{text['exported_over_dense']:.2f}x")
+        )
+        rows.append(ratio)
     if all(text.get("kl_per_token") is not None for text in texts):
-        rows.append(["KL per token", *(cell for text in texts for cell in (f"{text['kl_per_token']:.4f}", ""))])
-        agreements = [f"{100 * text['top1_agreement']:.1f}%" for text in texts]
-        rows.append(["the same likeliest token", *(cell for agreement in agreements for cell in (agreement, ""))])
+        rows.append(row("KL per token", lambda text: (f"{text['kl_per_token']:.4f}", "")))
+        rows.append(row("the same likeliest token", lambda text: (f"{100 * text['top1_agreement']:.1f}%", "")))
     return rows
 
 
@@ -115,7 +112,9 @@ def windows_of(report: dict[str, Any]) -> str:
 def summary(report: dict[str, Any]) -> str:
     """What `edkm compress` prints at its end."""
     ratio = report["original_weights_bytes"] / report["weights_bytes"]
-    counts = f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed{_reasons(report)}"
+    reasons = Counter(entry["reason"] for entry in report["skipped"])
+    counts = f"{len(report['swapped'])} compressed, {len(report['skipped'])} left uncompressed"
+    counts += f" ({'; '.join(f'{count}: {reason}' for reason, count in reasons.items())})" * bool(reasons)
     return _ended(
         f"{report['model']} -> {report['output']}",
         report,
@@ -174,12 +173,6 @@ def _data(facts: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _reasons(report: dict[str, Any]) -> str:
-    """Why modules were not compressed: each reason once, with the number of modules."""
-    reasons = Counter(entry["reason"] for entry in report["skipped"])
-    return f" ({'; '.join(f'{count}: {reason}' for reason, count in reasons.items())})" if reasons else ""
-
-
 def plan_summary(plan: dict[str, Any]) -> str:
     """What `--dry-run` prints."""
     shapes = [
@@ -231,13 +224,10 @@ def _proposals(plan: dict[str, Any]) -> list[str]:
     """The settings that would fit, one in each line."""
     if plan["fits"]:
         return []
-    rows = [
-        [
-            entry["flags"] + (f" on {entry['processes']} GPUs" if entry["processes"] != plan["processes"] else ""),
-            megabytes(entry["total_bytes"]),
-        ]
-        for entry in plan["proposals"]
-    ]
+    rows = []
+    for entry in plan["proposals"]:
+        gpus = f" on {entry['processes']} GPUs" if entry["processes"] != plan["processes"] else ""
+        rows.append([entry["flags"] + gpus, megabytes(entry["total_bytes"])])
     if not rows:
         return ["          none of the other settings tried fits either"]
     return ["would fit", *_indented(table(rows))]
@@ -339,10 +329,9 @@ def task_rows(results: dict[str, dict[str, Any]], recovery: dict[str, dict[str, 
     for task, key, value, error in metrics_of(results):
         beside = []
         if recovery is not None and (row := recovery.get(task, {}).get(key)):
-            shares = [
-                f"{100 * row[name]:.1f}%" if row.get(name) is not None else "" for name in ("recovery", "lost", "won")
-            ]
-            beside = [shown(row["reference"], row["reference_stderr"]), *shares]
+            shares = [row.get(name) for name in ("recovery", "lost", "won")]
+            beside = [shown(row["reference"], row["reference_stderr"])]
+            beside += ["" if share is None else f"{100 * share:.1f}%" for share in shares]
         elif recovery is not None:
             beside = [""] * 4
         facts = results[task]

@@ -7,12 +7,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from safetensors.torch import load_file
 
 from edkm_cli.hf import load
 from edkm_cli.report.build import build_report
+from edkm_cli.report.charts import bars
 from edkm_cli.report.layers import measure_weights, place
-from edkm_cli.report.markup import Markup, tag
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 
 HOSTILE = "<script>alert('x')</script>\x00\"&"
@@ -312,13 +313,14 @@ class TestErrors:
         assert "--output" in refused("report", copied, "--output", tmp_path)
 
 
-def test_markup_escapes_all_but_itself():
-    inner = tag("b", "a < b & c")
-    assert inner == "<b>a &lt; b &amp; c</b>"
-    assert tag("p", inner, "<i>", title='"x"', class_="k", aria_label=None) == (
-        '<p title="&quot;x&quot;" class="k"><b>a &lt; b &amp; c</b>&lt;i&gt;</p>'
-    )
-    assert isinstance(inner, Markup)
+def test_charts_escape_all_but_themselves():
+    drawn = bars([("a < b & c", [("", 1.0, "c1")], "<i>")], title='"x"')
+    assert "a &lt; b &amp; c" in drawn
+    assert "&lt;i&gt;" in drawn
+    tree = ElementTree.fromstring(drawn)
+    assert tree.get("aria-label") == '"x"'
+    assert next(tree.iter("text")).text == "a < b & c"
+    assert isinstance(drawn, Markup)
 
 
 def test_places_in_the_model():

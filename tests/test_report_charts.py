@@ -10,7 +10,6 @@ from edkm_cli.report.charts import (
     Axis,
     Series,
     bars,
-    figure,
     heat_map,
     histogram,
     line_chart,
@@ -19,6 +18,7 @@ from edkm_cli.report.charts import (
     thin,
     ticks,
 )
+from edkm_cli.report.markup import figure
 
 
 def test_lines_are_drawn_to_scale():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from edkm_cli.cli.options import Device, Dtype, JsonFile, RemoteCode, check_json_target, configured, finish, stamped
+from edkm_cli.cli.options import JsonFile, RemoteCode, check_json_target, configured, finish, option, stamped
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.ownership import input_paths, replace_file
-from edkm_cli.settings import OUTPUT
+from edkm_cli.settings import DEVICE, DTYPE, OUTPUT, REMOTE_CODE, setting
 
 Model = Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")]
 
@@ -22,10 +23,7 @@ def eval_command(
     settings: EvalConfig,
     model: Model,
     page: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the verdict as an HTML page, with --reference.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option(OUTPUT, "Write the verdict as an HTML page, with --reference.", metavar="FILE")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -54,7 +52,7 @@ def eval_command(
 def inspect_command(
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all tensors and compare them with what export recorded.")
+        bool, option(None, "Read all tensors and compare them with what export recorded.", "--verify")
     ] = False,
     trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
@@ -77,15 +75,12 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="File for the page; default: report.html in DIRECTORY.", show_default=False
-        ),
+        option(None, "File for the page; default: report.html in DIRECTORY.", "--output", "-o", metavar="FILE"),
     ] = None,
     weights: Annotated[
-        bool,
-        typer.Option("--weights/--no-weights", help="Compare the weights with those of the original model (slower)."),
+        bool, option(None, "Compare the weights with those of the original model (slower).", "--weights/--no-weights")
     ] = True,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    open_page: Annotated[bool, option(None, "Open the page in a browser.", "--open")] = False,
     trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -104,39 +99,41 @@ def report_command(
         webbrowser.open(Path(result["page"]).as_uri())
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """How `edkm generate` writes."""
+
+    max_new_tokens: int = setting(256, "Most tokens of an answer.", "", minimum=1)
+    chat: bool = setting(False, "Treat the prompt as a user's message.", "")
+    system: str | None = setting(
+        None, "System message of a conversation, before the first message; implies --chat.", ""
+    )
+    sample: bool = setting(False, "Choose tokens at random by their probabilities, not the likeliest one.", "")
+    temperature: float | None = setting(
+        None, "Lower is closer to the likeliest token (0.7); implies --sample.", "", minimum=0.01
+    )
+    top_p: float | None = setting(
+        None, "Choose among the likeliest tokens of this probability; implies --sample.", "", minimum=0.01, maximum=1
+    )
+    dequantize: bool | None = setting(
+        None,
+        "Decode the weights once, or compute from packed ones; default: packed where that is faster.",
+        "",
+        "--dequantize/--packed",
+    )
+    dtype: str = setting("bfloat16", DTYPE, "")
+    device: str = setting("auto", DEVICE, "")
+    seed: int = setting(0, "Seed of --sample.", "")
+    trust_remote_code: bool = setting(False, REMOTE_CODE, "")
+
+
+@configured(_Writing)
 def generate_command(
+    settings: _Writing,
     model: Model,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; without it, a conversation in the terminal.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System message of a conversation, before the first message; implies --chat.")
-    ] = None,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Choose tokens at random by their probabilities, not the likeliest one.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.01, help="Lower is closer to the likeliest token (0.7); implies --sample.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, max=1.0, help="Choose among the likeliest tokens of this probability; implies --sample."
-        ),
-    ] = None,
-    dequantize: Annotated[
-        bool | None,
-        typer.Option(
-            "--dequantize/--packed",
-            help="Decode the weights once, or compute from packed ones; default: packed where that is faster.",
-        ),
-    ] = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
-    trust_remote_code: RemoteCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Continue a text, or talk, with a compressed or uncompressed model."""
@@ -146,24 +143,24 @@ def generate_command(
 
     if prompt is not None and not prompt:
         raise UserError("the prompt must not be empty; give a text to continue")
-    chosen = sample or temperature is not None or top_p is not None
-    sampling = Sampling(temperature or 0.7, top_p or 1.0) if chosen else None
-    talks = prompt is None or chat or system is not None
+    chosen = settings.sample or settings.temperature is not None or settings.top_p is not None
+    talks = prompt is None or settings.chat or settings.system is not None
     writer = load_writer(
         model,
         chat=talks,
-        dequantize=dequantize,
-        dtype=dtype,
-        device=choose_device(device),
-        seed=seed,
-        trust_remote_code=trust_remote_code,
+        dequantize=settings.dequantize,
+        dtype=settings.dtype,
+        device=choose_device(settings.device),
+        seed=settings.seed,
+        trust_remote_code=settings.trust_remote_code,
     )
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "system": settings.system}
+    options["sampling"] = Sampling(settings.temperature or 0.7, settings.top_p or 1.0) if chosen else None
     options["emit"] = partial(typer.echo, nl=False)
     if prompt is None:
-        result = converse(writer, system=system, ask=_ask, **options)
+        result = converse(writer, ask=_ask, **options)
     else:
-        result = generate_text(writer, prompt, chat=talks, system=system, **options)
+        result = generate_text(writer, prompt, chat=talks, **options)
     finish("", stamped(result), json_file)
 
 

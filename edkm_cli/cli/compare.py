@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, require_model
+from edkm_cli.cli.options import JsonFile, check_json_target, configured, finish, option, require_model
 from edkm_cli.export.ownership import run_paths
 from edkm_cli.research.compare.config import CompareConfig, build_compare_config
 from edkm_cli.settings import OUTPUT
@@ -15,9 +15,7 @@ from edkm_cli.settings import OUTPUT
 @configured(CompareConfig, build_compare_config)
 def compare_command(
     settings: CompareConfig,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", metavar="", help="Measure again what is finished.", rich_help_panel=OUTPUT)
-    ] = False,
+    overwrite: Annotated[bool, option(OUTPUT, "Measure again what is finished.", "--overwrite")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""

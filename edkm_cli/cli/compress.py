@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.cli.options import (
     JsonFile,
@@ -15,6 +13,7 @@ from edkm_cli.cli.options import (
     configured,
     finish,
     first_process,
+    option,
     require_model,
     stamped,
 )
@@ -30,27 +29,12 @@ def compress_command(
     overwrite: Overwrite = False,
     resume: Resume = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            metavar="",
-            help="Only print what would be done, and what memory it takes.",
-            rich_help_panel=SCALE,
-        ),
+        bool, option(SCALE, "Only print what would be done, and what memory it takes.", "--dry-run")
     ] = False,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --dry-run: memory of each GPU, such as 24GiB.",
-            rich_help_panel=SCALE,
-            show_default=False,
-        ),
+        str | None, option(SCALE, "With --dry-run: memory of each GPU, such as 24GiB.", metavar="SIZE")
     ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="With --dry-run: number of GPUs.", rich_help_panel=SCALE, show_default=False),
-    ] = None,
+    gpus: Annotated[int | None, option(SCALE, "With --dry-run: number of GPUs.", metavar="N")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""

@@ -15,6 +15,7 @@ from edkm_cli.cli.options import (
     configured,
     finish,
     first_process,
+    option,
     stamped,
 )
 from edkm_cli.export.ownership import run_paths
@@ -38,9 +39,7 @@ def _finetune(
     directory: Directory,
     overwrite: Overwrite = False,
     resume: Resume = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Only print what would be trained.", rich_help_panel=SCALE)
-    ] = False,
+    dry_run: Annotated[bool, option(SCALE, "Only print what would be trained.", "--dry-run")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""

@@ -7,50 +7,31 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from edkm_cli import __version__
 from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, replace_file, require_apart, require_replaceable
-from edkm_cli.settings import MODEL, OUTPUT, PANELS, from_mapping, setting_of
+from edkm_cli.settings import MODEL, OUTPUT, PANELS, REMOTE_CODE, from_mapping, setting_of
 
 _Config = TypeVar("_Config")
 
+
+def option(panel: str | None, help: str, *flags: str, metavar: str = "") -> Any:
+    """What `Annotated` takes for an option of a command, under the heading `panel` of its help; a switch has no metavar."""
+    return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+
+
 JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the machine-readable result to this file.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-    ),
+    Path | None, option(OUTPUT, "Write the machine-readable result to this file.", "--json", metavar="FILE")
 ]
-Device = Annotated[str, typer.Option(metavar="TEXT", help="Where to compute: auto, cpu, cuda or cuda:N.")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that come with a model.")]
-Dtype = Annotated[str, typer.Option(metavar="TEXT", help="Number format of the weights: float32, bfloat16 or float16.")]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite", metavar="", help="Replace what --output holds, once the result is whole.", rich_help_panel=OUTPUT
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume", metavar="", help="Continue the unfinished run of --output, if there is one.", rich_help_panel=OUTPUT
-    ),
-]
+RemoteCode = Annotated[bool, option(None, REMOTE_CODE, "--trust-remote-code")]
+Overwrite = Annotated[bool, option(OUTPUT, "Replace what --output holds, once the result is whole.", "--overwrite")]
+Resume = Annotated[bool, option(OUTPUT, "Continue the unfinished run of --output, if there is one.", "--resume")]
 _CONFIG_FILE = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with these settings; flags override it.",
-        rich_help_panel=MODEL,
-        show_default=False,
-    ),
+    Path | None, option(MODEL, "YAML file with these settings; flags override it.", metavar="FILE")
 ]
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
@@ -70,14 +51,12 @@ def configured(
         def parsed(**values: Any) -> None:
             flags = {of.name: _given(values, of) for of in fields(kind)}  # type: ignore[arg-type]
             if build is None:
-                command(
-                    from_mapping(kind, {name: value for name, value in flags.items() if value is not None}), **values
-                )
-                return
+                given = {name: value for name, value in flags.items() if value is not None}
+                return command(from_mapping(kind, given), **values)
             config = values.pop("config")
             settings = build(config, flags)
             require_apart("--output", Path(settings.output), input_paths("--config", config))  # type: ignore[attr-defined]
-            command(settings, **values)
+            return command(settings, **values)
 
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         file = [] if build is None else [_parameter("config", _CONFIG_FILE)]
@@ -117,9 +96,9 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(kind)
     for of in fields(kind):
         about, hint = setting_of(of), hints[of.name]
-        repeats = hint == tuple[str, ...]
+        repeats = get_origin(hint) is tuple
         kinds = [one for one in get_args(hint) if one is not type(None)] or [hint]
-        single = str if repeats or str in kinds else kinds[0]
+        single = str if str in kinds else kinds[0]
         flags, name = about.flags, of.name.replace("_", "-")
         if of.default is False:
             flags = flags or (f"--{name}",)
@@ -127,14 +106,8 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
                 f"no_{of.name}",
                 Annotated[bool | None, typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)],
             )
-        option = typer.Option(
-            *flags,
-            help=_help_text(of, repeats),
-            metavar=_METAVARS[single],
-            rich_help_panel=about.panel,
-            show_default=False,
-        )
-        yield _parameter(of.name, Annotated[(list[str] if repeats else single) | None, option])
+        shown = option(about.panel, _help_text(of, repeats), *flags, metavar=_METAVARS[single])
+        yield _parameter(of.name, Annotated[(list[single] if repeats else single) | None, shown])
 
 
 def _help_text(of: Field[Any], repeats: bool) -> str:

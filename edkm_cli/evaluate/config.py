@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edkm_cli.settings import DATA, MODEL, SCALE, TASKS, VERDICT, faults, refuse, setting
+from edkm_cli.settings import DATA, DEVICE, DTYPE, MODEL, REMOTE_CODE, SCALE, TASKS, VERDICT, faults, refuse, setting
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class EvalConfig:
     )
     batch_size: int = setting(1, "Sequences in a forward pass, for tasks.", TASKS, minimum=1)
     speed: bool = setting(False, "Measure tokens per second as well.", SCALE)
-    dtype: str = setting("float32", "Number format of the weights: float32, bfloat16 or float16.", SCALE)
-    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
-    trust_remote_code: bool = setting(False, "Run the Python files that come with a model.", MODEL)
+    dtype: str = setting("float32", DTYPE, SCALE)
+    device: str = setting("auto", DEVICE, SCALE)
+    trust_remote_code: bool = setting(False, REMOTE_CODE, MODEL)
 
     def __post_init__(self) -> None:
         nothing = "--tasks must name at least one task, for example piqa,hellaswag; got nothing"

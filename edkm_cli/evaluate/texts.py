@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from edkm_cli.distributed import ALONE, World
-from edkm_cli.evaluate.perplexity import Perplexity, perplexity
+from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import Recorder, Reference, RememberedPredictions
 from edkm_cli.progress import Track, no_progress
 
@@ -100,9 +100,11 @@ class Measurements:
         by_text = {}
         for text in self.texts:
             about = f" of {text.name}" if len(self.texts) > 1 else ""
-            measured = self._of_text(
+            measured = perplexity(
                 model,
-                text,
+                text.tokens,
+                context=self._context,
+                max_windows=self._max_windows,
                 world=world,
                 reference=reference,
                 track=self._track if stage else no_progress,
@@ -111,9 +113,6 @@ class Measurements:
             )
             by_text[text.name] = {name: getattr(measured, name) for name in ("perplexity", *DISTANCES)}
         return by_text
-
-    def _of_text(self, model: Any, text: MeasuredText, **options: Any) -> Perplexity:
-        return perplexity(model, text.tokens, context=self._context, max_windows=self._max_windows, **options)
 
     @property
     def perplexity(self) -> dict[str, float | None]:
@@ -129,33 +128,23 @@ class Measurements:
         `dense`, and `exported_over_dense` what compression costs."""
         rows = []
         for text in self.texts:
-            facts = text.facts(context=self._context, max_windows=self._max_windows)
-            perplexities = {stage: self._of(stage, text.name, "perplexity") for stage in self._stages}
+            row = text.facts(context=self._context, max_windows=self._max_windows)
+            row |= {stage: self._of(stage, text.name, "perplexity") for stage in self._stages}
+            rows.append(row)
             if ORIGINAL not in self._stages:  # nothing to be compared with
-                rows.append({**facts, **perplexities})
                 continue
-            stages = {
-                stage: {name: self._of(stage, text.name, name) for name in DISTANCES}
-                for stage in self._stages[1:]
-                if stage in self._measured
-            }
-            dense, exported = (self._of(stage, text.name, "perplexity") for stage in (DENSE, "exported"))
-            equally = {} if dense is None else {"dense": dense}
-            if dense is not None and exported is not None:
-                equally["exported_over_dense"] = exported / dense
+            dense = self._of(DENSE, text.name, "perplexity")
+            row |= {} if dense is None else {"dense": dense}
+            if dense is not None and row.get("exported") is not None:
+                row["exported_over_dense"] = row["exported"] / dense
+            later = [stage for stage in self._stages[1:] if stage in self._measured]
+            stages = {stage: {name: self._of(stage, text.name, name) for name in DISTANCES} for stage in later}
             compared = [figures for figures in stages.values() if figures["kl_per_token"] is not None]
+            row |= compared[-1] if compared else dict.fromkeys(DISTANCES)
             if dense is not None:
                 stages[DENSE] = {name: self._of(DENSE, text.name, name) for name in DISTANCES}
-            rows.append(
-                {
-                    **facts,
-                    **perplexities,
-                    **equally,
-                    **(compared[-1] if compared else dict.fromkeys(DISTANCES)),
-                    "stages": stages,
-                    **({"not_compared": self._why_not} if self._why_not else {}),
-                }
-            )
+            row["stages"] = stages
+            row |= {"not_compared": self._why_not} if self._why_not else {}
         return rows
 
     def state(self) -> dict[str, Any]:

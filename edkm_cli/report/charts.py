@@ -1,8 +1,8 @@
-"""Charts as SVG text: lines, bars, stacked bars, a heat map, histograms with ticks.
+"""Charts as SVG text: lines, bars, stacked bars, a heat map, histograms with ticks. Here is their geometry; charts.jinja
+writes it.
 
-Sizes are in user units of the SVG, which scales to the width it is given. Colours come from the page's style sheet by
-class (`c1`, `c2` ... are its palette, `muted` its grey), so that light and dark need no second drawing. Every mark that
-stands for a number has it as a tooltip; the page gives each chart a table as well.
+Every mark that stands for a number has it as a tooltip; the page gives each chart a table as well. Colours are classes of
+the style sheet (`c1`, `c2` ... are its palette, `muted` its grey), so that light and dark need no second drawing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
 
 from edkm_cli.export.ownership import GENERATOR, replace_file
-from edkm_cli.report.markup import Markup, join, style, tag
+from edkm_cli.report.markup import chart, figure
 
 Point = tuple[float, float]
 _MOST_POINTS = 600
@@ -44,23 +47,6 @@ class Axis:
     def __call__(self, value: float) -> float:
         low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         return self.start + (value - low) / ((high - low) or 1.0) * (self.end - self.start)
-
-
-def figure(value: float) -> str:
-    """A number for people: four significant digits, thousands separated, powers of ten below 0.001.
-
-    >>> [figure(value) for value in (1234567, 3.14159, 0.000217)]
-    ['1,234,567', '3.142', '2.17e-4']
-    """
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
-    size = abs(value)
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}".rstrip("0").rstrip(".")
 
 
 def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
@@ -122,39 +108,26 @@ def line_chart(
         low, high = low / 1.1, high * 1.1
     x = Axis(min(xs), max(xs), 56, width - 14)
     y = Axis(low, high, height - 26, 26, log)
-    marks = log_ticks(low, high) if log else ticks(low, high)
-    parts = [tag("text", y_label + (" (log scale)" if log else ""), x=4, y=13, class_="axis-label")]
-    for value in marks:
-        parts.append(tag("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
-        parts.append(tag("text", figure(value), x=x.start - 8, y=y(value) + 4, class_="tick end"))
     beside = 4 + 7 * len(x_label) + 16  # a figure there would stand on the label
-    for value in ticks(x.low, x.high, wanted=8):
-        if x(value) > beside:
-            parts.append(tag("text", figure(value), x=x(value), y=height - 6, class_="tick middle"))
-    parts.append(tag("text", x_label, x=4, y=height - 6, class_="axis-label"))
-    for s in drawn:
-        parts.append(_line(s, x, y, x_label))
-    return _svg(title, width, height, *parts)
+    return chart(
+        "line_chart", title=title, width=width, height=height, x=x, y=y, x_label=x_label, y_label=y_label, series=drawn,
+        rows=log_ticks(low, high) if log else ticks(low, high),
+        columns=[value for value in ticks(x.low, x.high, wanted=8) if x(value) > beside],
+    )  # fmt: skip
 
 
-def _line(series: Series, x: Axis, y: Axis, x_label: str) -> Markup:
-    places = [(x(a), y(b)) for a, b in series.points]
-    path = "M" + " L".join(f"{a:.1f} {b:.1f}" for a, b in places)
-    parts = [tag("path", d=path, class_=f"line {series.shape} stroke-{series.colour}")]
-    if series.shape != "faint":
-        radius = 3.2 if series.shape == "dots" else 2.2
-        lone = series.shape == "dots" or len(places) == 1
-        for (a, b), (px, py) in zip(series.points, places, strict=True):
-            tip = tag("title", f"{series.label}, {x_label} {figure(a)}: {figure(b)}")
-            look = f"fill-{series.colour}" if lone else "hit"
-            parts.append(tag("circle", tip, cx=px, cy=py, r=radius if lone else 5.0, class_=look))
-    return join(*parts)
+def lines(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, height: int = 260, named: bool = False
+) -> dict[str, Any]:
+    """A chart of the page's width, `chart`, and its `legend`, where there are several lines or they must be `named`."""
+    entries = [(one.label, one.colour) for one in series if one.shape != "faint"]
+    drawn = line_chart(series, title=title, x_label=x_label, y_label=y_label, width=1000, height=height)
+    return {"chart": drawn, "legend": entries if named or len(series) > 1 else []}
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """(label, colour) pairs as a line of swatches above a chart."""
-    return tag("p", *(join(tag("i", class_=f"swatch bg-{colour}"), label, " ") for label, colour in entries),
-               class_="legend")  # fmt: skip
+def line_colour(index: int) -> str:
+    """Of the lines of several texts; further texts are grey."""
+    return ("c1", "c2", "c3")[index] if index < 3 else "muted"
 
 
 def bars(
@@ -181,39 +154,37 @@ def bars(
     line = None if reference is None else x(reference)
     drawn = []
     for index, ((label, parts, note), total) in enumerate(zip(rows, totals, strict=True)):
-        top, place = tall * index + 6, x.start
-        middle = top + thick / 2 + 5
-        drawn.append(tag("text", label, x=x.start - 12, y=middle, class_="bar-label end"))
+        place, boxes = x.start, []
         for name, value, colour in parts:
             length = x(value) - x.start
-            tip = tag("title", f"{label}{name and f', {name}'}: {show(value)} {note}".rstrip())
-            drawn.append(
-                tag("rect", tip, x=place, y=top, width=max(length, 0.5), height=thick, class_=f"fill-{colour}")
-            )
-            if name and length > max(_wide(name), _wide(show(value))) + 16:
-                drawn.append(tag("text", name, x=place + 8, y=top + 17, class_="on-bar"))
-                drawn.append(tag("text", show(value), x=place + 8, y=top + 32, class_="on-bar quiet"))
+            tip = f"{label}{name and f', {name}'}: {show(value)} {note}".rstrip()
+            named = bool(name) and length > max(_wide(name), _wide(show(value))) + 16
+            boxes.append({"place": place, "width": max(length, 0.5), "colour": colour, "tip": tip, "named": named,
+                          "name": name, "value": show(value)})  # fmt: skip
             place += length
         if line is not None and place - 4 < line < place + after:  # the figure stands behind the line, not under it
             place = line
-        words = join(
-            tag("tspan", show(total), class_="strong"), tag("tspan", note, dx=8, class_="quiet") if note else None
-        )
-        drawn.append(tag("text", words, x=place + 8, y=middle, class_="bar-label"))
-    if line is not None:
-        drawn.append(tag("line", x1=line, x2=line, y1=0, y2=tall * len(rows), class_="reference"))
+        row = {
+            "top": tall * index + 6,
+            "label": label,
+            "parts": boxes,
+            "place": place,
+            "total": show(total),
+            "note": note,
+        }
+        drawn.append(row)
     below = ", ".join([caption] * bool(caption) + ["log scale from 1"] * log)
-    height = tall * len(rows) + (18 if below else 4)
-    if below:
-        drawn.append(tag("text", below, x=x.start, y=height - 6, class_="axis-label"))
-    return _svg(title, width, height, *drawn)
+    bottom = tall * len(rows)
+    return chart("bars", title=title, width=width, height=bottom + (18 if below else 4), start=x.start, thick=thick,
+                 rows=drawn, line=line, bottom=bottom, below=below)  # fmt: skip
 
 
-def save(chart: Markup, path: str | Path) -> None:
+def save(drawn: Markup, path: str | Path) -> None:
     """Write a chart as a file of its own."""
-    start, end, rest = chart.partition(">")
+    start, end, rest = str(drawn).partition(">")
     start = start.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    replace_file(Path(path), f"{start}{end}<desc>{GENERATOR}</desc>{style()}{rest}\n")
+    sheet = "<style>" + (Path(__file__).parent / "style.css").read_text(encoding="utf-8") + "</style>"
+    replace_file(Path(path), f"{start}{end}<desc>{GENERATOR}</desc>{sheet}{rest}\n")
 
 
 def _wide(words: str) -> float:
@@ -235,39 +206,29 @@ def heat_map(
 
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
-    left, right, tall = 110, 84, 24
+    left, right = 110, 84
     wide = min((width - left - right) / max(len(columns), 1), 72.0)
-    end = left + wide * len(columns) + right
-    scale = _strength([value for value, _ in values.values()])
-    parts = [tag("text", "mean", x=end - 4, y=12, class_="tick end")]
     every = max(1, math.ceil(len(columns) / 16))
-    for number, column in enumerate(columns):
-        if number % every == 0:
-            parts.append(tag("text", column, x=left + (number + 0.5) * wide, y=12, class_="tick middle"))
-    for line, row in enumerate(rows):
-        top = 20 + line * (tall + 2)
-        parts.append(tag("text", row, x=left - 10, y=top + 16, class_="bar-label end"))
-        known = [values[row, column][0] for column in columns if (row, column) in values]
-        for number, column in enumerate(columns):
-            if (row, column) in values:
-                value, tip = values[row, column]
-                parts.append(tag("rect", tag("title", tip), x=left + number * wide, y=top, width=wide - 1.5, height=tall,
-                                 rx=2, class_="fill-c1", fill_opacity=scale(value)))  # fmt: skip
-        parts.append(tag("text", show(sum(known) / len(known)), x=end - 4, y=top + 16, class_="bar-label end strong"))
-    return _svg(title, width, 22 + len(rows) * (tall + 2), *parts)
+    cells = {
+        row: [(place, *values[row, column]) for place, column in enumerate(columns) if (row, column) in values]
+        for row in rows
+    }
+    return chart(
+        "heat_map", title=title, width=width, height=22 + len(rows) * 26, left=left, wide=wide,
+        end=left + wide * len(columns) + right, rows=rows, columns=list(enumerate(columns))[::every], values=cells,
+        means={row: sum(value for _, value, _ in known) / len(known) for row, known in cells.items()},
+        scale=_strength([value for value, _ in values.values()]), show=show,
+    )  # fmt: skip
+
+
+def scale_of(values: Sequence[float], *, show: Callable[[float], str]) -> Markup:
+    """The key of a heat map."""
+    return chart("scale_of", scale=_strength(values), show=show)
 
 
 def _strength(values: Sequence[float]) -> Axis:
     """How strongly a heat map colours a value."""
     return Axis(min(values), max(values), 0.08, 1.0, wants_log(values))
-
-
-def scale_of(values: Sequence[float], *, show: Callable[[float], str]) -> Markup:
-    """The key of a heat map."""
-    scale = _strength(values)
-    steps = [tag("i", class_="swatch bg-c1", style=f"opacity:{0.08 + 0.92 * n / 5:.2f}") for n in range(6)]
-    note = " (log scale)" if scale.log else ""
-    return tag("p", show(scale.low), " ", *steps, " ", show(scale.high), note, class_="legend scale")
 
 
 def histogram(
@@ -291,27 +252,14 @@ def histogram(
     outline = f"M{edges[0]:.1f} {base}"
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
         outline += f" L{start:.1f} {y(count):.1f} L{end:.1f} {y(count):.1f}"
-    parts = [tag("path", d=f"{outline} L{edges[-1]:.1f} {base} Z", class_="hill")]
-    few = len(entries) <= MOST_LINES
+    few, drawn = len(entries) <= MOST_LINES, []
     for number, (start, middle, end) in enumerate(entries):
-        tip = tag(
-            "title",
-            f"entry {number}: {figure(middle)}" + (f" ({figure(start)} to {figure(end)})" if end > start else ""),
-        )
+        spread = f" ({figure(start)} to {figure(end)})" if end > start else ""
         a, b = (min(max(x(value), x.start), x.end) for value in (start, end))
-        if b > a and few:
-            parts.append(tag("rect", tip, x=a, y=base + 3 + 5 * (number % 2), width=max(b - a, 1.0),
-                             height=4, rx=2, class_="band"))  # fmt: skip
-        if low <= middle <= high:
-            parts.append(tag("line", tip, x1=x(middle), x2=x(middle), y1=4 if few else base + 2,
-                             y2=base + (3 if few else 12),
-                             class_="entry" if few else "entry thin"))  # fmt: skip
-    parts.append(tag("line", x1=x.start, x2=x.end, y1=base, y2=base, class_="base"))
-    for value in ticks(low, high, wanted=4):
-        parts.append(tag("text", figure(value), x=x(value), y=height - 6, class_="tick middle"))
-    return _svg(title, width, height, *parts)
-
-
-def _svg(title: str, width: int, height: int, *parts: object) -> Markup:
-    return tag("svg", *parts, role="img", aria_label=title, viewBox=f"0 0 {width} {height}", class_="chart",
-               style=f"--width:{width}px")  # fmt: skip
+        band = max(b - a, 1.0) if b > a and few else 0
+        at = x(middle) if low <= middle <= high else None
+        drawn.append({"tip": f"entry {number}: {figure(middle)}{spread}", "start": a, "band": band, "middle": at})
+    return chart(
+        "histogram", title=title, width=width, height=height, x=x, base=base, few=few, entries=drawn,
+        outline=f"{outline} L{edges[-1]:.1f} {base} Z", marks=ticks(low, high, wanted=4),
+    )  # fmt: skip

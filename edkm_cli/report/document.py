@@ -1,61 +1,53 @@
-"""The sections of the page, in order. Each is a function from the files of a run to markup."""
+"""What the page about a run shows, section by section: each is a function from the files of a run to what run.jinja lays
+out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edkm_cli.export.ownership import GENERATOR
-from edkm_cli.report.charts import MOST_LINES, Series, bars, figure, heat_map, histogram, legend, line_chart, scale_of
+from markupsafe import Markup
+
+from edkm_cli.report.charts import MOST_LINES, Series, bars, heat_map, histogram, line_chart, lines, scale_of
 from edkm_cli.report.layers import Histogram, Weights, place
-from edkm_cli.report.markup import Markup, section, style, table, tag, unfold
+from edkm_cli.report.markup import figure, render
 from edkm_cli.report.read import RunFiles, number
 from edkm_cli.report.texts import fixed, perplexity_section
 from edkm_cli.summaries import STAGES, duration, megabytes, text_names
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page can load nothing, whatever a file put into it
 _MODES = {
     "straight-through": "the loss is that of the weights as they will be exported",
     "hard": "the loss is that of the weights as they will be exported",
     "soft": "the loss is that of soft weights; the hard loss is that of the weights as they would be exported",
 }
+_ERRORS = (
+    "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
+    "weights, so this includes both what rounding lost and what training changed."
+)
+_COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")
 
 
 def page(run: RunFiles, weights: Weights | None) -> str:
     """The whole page about a run. `weights` is None for a run that is not finished, or where they were not asked for."""
-    sections = [perplexity_section(run), training_section(run), *weights_sections(weights), settings_section(run)]
-    return document(
-        run.name, header(run), tag("main", tiles(run), *sections), footer(f"{run.directory}. Made by edkm report")
+    units = (("bits", " bits"), ("granularity", ""), ("lut_dtype", " tables"), ("mode", ""))
+    shown = [f"{run.settings[key]}{unit}" for key, unit in units if run.settings.get(key) is not None]
+    return render(
+        "run",
+        name=run.name,
+        command="edkm report",
+        state=None if run.finished else "not finished",
+        kind=" · ".join(shown),
+        sentence=_sentence(run),
+        made=f"{run.directory}. Made by edkm report",
+        shown=tiles(run),
+        perplexity=perplexity_section(run),
+        training=training_section(run),
+        size=size_section(weights) if weights else None,
+        missing=weights.missing if weights else None,
+        errors=error_map(weights.errors, "Error by layer", _ERRORS, "Relative squared error") if weights else None,
+        tables=histogram_section(weights.histograms) if weights and not weights.missing else None,
+        settings=settings_section(run),
     )
-
-
-def document(name: str, *content: object) -> str:
-    """A page, which loads nothing."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="generator", content=GENERATOR),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", f"{name}: edkm report"),
-        style(),
-    )
-    return "<!DOCTYPE html>\n" + tag("html", head, tag("body", *content), lang="en") + "\n"
-
-
-def header(run: RunFiles) -> Markup:
-    """Name, kind and the result in a sentence."""
-    settings = run.settings
-    kind = " · ".join(
-        f"{settings[key]}{unit}"
-        for key, unit in (("bits", " bits"), ("granularity", ""), ("lut_dtype", " tables"), ("mode", ""))
-        if settings.get(key) is not None
-    )
-    state = None if run.finished else tag("span", "not finished", class_="state")
-    return tag(
-        "header", tag("p", "edkm report", state, class_="over"), tag("h1", run.name), tag("p", kind, class_="over"),
-        tag("p", _sentence(run), class_="lead"),
-    )  # fmt: skip
 
 
 def _sentence(run: RunFiles) -> str:
@@ -76,8 +68,8 @@ def _sentence(run: RunFiles) -> str:
     return f"{smaller.capitalize()}, {trained}; the perplexity is {', '.join(parts)}."
 
 
-def tiles(run: RunFiles) -> Markup:
-    """The headline figures."""
+def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
+    """The headline figures: name, value, and what more is to say."""
     report, measured = run.report, run.perplexity
     shown: list[tuple[str, str, str]] = []
     last = next((stage for stage in ("exported", "trained", "start", "original") if stage in measured), None)
@@ -104,19 +96,10 @@ def tiles(run: RunFiles) -> Markup:
             ("tokens", f"{int(run.metrics[-1].get('tokens', 0)):,}", "trained on so far"),
             ("time left", duration(left), f"{sum(seconds) / max(len(seconds), 1):.2f} s a step"),
         ]  # fmt: skip
-    return tiles_of(shown)
+    return shown
 
 
-def tiles_of(shown: Sequence[tuple[str, str, str]]) -> Markup:
-    """Headline figures: name, value, and what more is to say."""
-    drawn = (
-        tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", more, class_="more"), class_="tile")
-        for name, value, more in shown
-    )
-    return tag("dl", *drawn, class_="tiles")
-
-
-def training_section(run: RunFiles) -> Markup | None:
+def training_section(run: RunFiles) -> dict[str, Any] | None:
     """Loss (soft and hard, where there are both), learning rate, gradient norm."""
     metrics, settings = run.metrics, run.settings
     loss, hard = _points(metrics, "loss"), _points(metrics, "hard_loss")
@@ -130,25 +113,21 @@ def training_section(run: RunFiles) -> Markup | None:
     if hard:
         series.append(Series("hard loss (weights as exported)", hard, "c2", "dots"))
     target = _objective(settings)
-    side = [
-        _small_chart(metrics, "learning_rate", "learning rate", "c3", log=False),
-        _small_chart(metrics, "gradient_norm", "gradient norm", "muted"),
-    ]
+    side = [("learning_rate", "c3", False), ("gradient_norm", "muted", None)]
     soft = settings.get("mode") != "straight-through"  # which knows no temperature
     if soft and len({record.get("temperature") for record in metrics}) > 1:
-        side.append(_small_chart(metrics, "temperature", "temperature", "c2"))
+        side.append(("temperature", "c2", None))
     columns = ["step", *(key for key in _COLUMNS if any(key in record for record in metrics))]
     every = max(1, len(metrics) // 50)
-    rows = [[_cell(record.get(key)) for key in columns] for record in [*metrics[:-1:every], metrics[-1]]]
-    return section(
-        "Training",
-        f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point for each step')}.",
-        legend([(one.label, one.colour) for one in series if one.shape != "faint"]),
-        tag("figure", line_chart(series, title=f"Training loss by step: {target}", x_label="step", y_label="loss",
-                                 width=1000, height=300)),
-        tag("div", *side, class_="pair"),
-        unfold("as a table", table(rows, header=columns, caption=f"Every {every} steps" if every > 1 else "Each step")),
-    )  # fmt: skip
+    title = f"Training loss by step: {target}"
+    return {
+        "note": f"Trained on {target}; {_MODES.get(str(settings.get('mode')), 'one point for each step')}.",
+        "drawn": lines(series, title=title, x_label="step", y_label="loss", height=300, named=True),
+        "side": [_small_chart(metrics, *one) for one in side if _points(metrics, one[0])],
+        "header": columns,
+        "rows": [[_cell(record.get(key)) for key in columns] for record in [*metrics[:-1:every], metrics[-1]]],
+        "caption": f"Every {every} steps" if every > 1 else "Each step",
+    }
 
 
 def _objective(settings: Mapping[str, Any]) -> str:
@@ -162,64 +141,31 @@ def _objective(settings: Mapping[str, Any]) -> str:
     return f"{learnt} plus {'' if labels == 1 else f'{labels:g} times '}the next-token loss"
 
 
-_COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")
+def _small_chart(metrics: list[dict[str, float]], key: str, colour: str, log: bool | None) -> Markup:
+    name = key.replace("_", " ")
+    series = [Series(name, _points(metrics, key), colour)]
+    return line_chart(series, title=f"{name} by step", x_label="step", y_label=name, log=log, width=490, height=180)
 
 
-def _small_chart(
-    metrics: list[dict[str, float]], key: str, name: str, colour: str, *, log: bool | None = None
-) -> Markup | None:
-    points = _points(metrics, key)
-    if not points:
-        return None
-    chart = line_chart([Series(name, points, colour)], title=f"{name} by step", x_label="step", y_label=name,
-                       log=log, width=490, height=180)  # fmt: skip
-    return tag("figure", chart)
-
-
-def weights_sections(weights: Weights | None) -> list[Markup | None]:
-    """Size, errors and histograms of the weights."""
-    if weights is None:
-        return []
-    if weights.missing:
-        missing = section("Weights", f"Errors and histograms need the original weights: {weights.missing}.")
-        return [size_section(weights), missing]
-    return [size_section(weights), error_section(weights.errors), histogram_section(weights.histograms)]
-
-
-def size_section(weights: Weights) -> Markup:
+def size_section(weights: Weights) -> dict[str, Any]:
     """Two bars on one scale: bytes by part, in 16 bits and compressed."""
     colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
     both = [("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes)]
     stacks = [
         (label, [(part, float(size), colours[part]) for part, size in parts.items()], "") for label, parts in both
     ]
-    rows: list[list[object]] = [
-        [f"{label}: {part}", f"{size:,}", f"{size / max(sum(parts.values()), 1):.1%}"]
+    rows = [
+        (f"{label}: {part}", f"{size:,}", f"{size / max(sum(parts.values()), 1):.1%}")
         for label, parts in both
         for part, size in parts.items()
     ]
-    return section(
-        "Size",
-        "Bytes of the weights by part, on one scale.",
-        legend([("decoder linears, indices", "c1"), ("lookup tables", "c2"), ("embeddings", "c3"), ("dense rest", "muted")]),
-        tag("figure", bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes)),
-        unfold("as a table", table(rows, header=["part", "bytes", "share"], caption="Bytes by part")),
-    )  # fmt: skip
+    return {"chart": bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes), "rows": rows}
 
 
-def error_section(errors: Mapping[str, float]) -> Markup:
-    """The error of each linear's weights."""
-    return error_map(
-        errors,
-        "Error by layer",
-        "Relative squared error of each linear against the original weights, ||w - w'||² / ||w||². Training also moves "
-        "weights, so this includes both what rounding lost and what training changed.",
-        "Relative squared error",
-    )
-
-
-def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) -> Markup:
-    """A heat map of layers by kinds of projection, from module paths and errors."""
+def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) -> dict[str, Any] | None:
+    """A heat map of layers by kinds of projection, from module paths and errors; None where there are none."""
+    if not errors:
+        return None
     cells: dict[tuple[str, str], list[str]] = {}
     for name in errors:
         cells.setdefault(place(name), []).append(name)
@@ -229,77 +175,63 @@ def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) 
         values[where] = (mean, f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {_percent(mean)}")
     kinds, columns = (list(dict.fromkeys(axis)) for axis in zip(*cells, strict=True))
     worst = sorted(errors, key=lambda name: -errors[name])[:3]
-    return section(
-        title,
-        f"{note} Largest: " + ", ".join(f"{name} {_percent(errors[name])}" for name in worst) + ".",
-        scale_of([value for value, _ in values.values()], show=_percent),
-        tag("figure", heat_map(kinds, columns, values, title=f"{caption} by projection and layer", show=_percent)),
-        unfold("as a table", table([[name, _percent(error)] for name, error in errors.items()],
-                                   header=["linear", caption.lower()], caption=caption)),
-    )  # fmt: skip
+    return {
+        "title": title,
+        "note": f"{note} Largest: " + ", ".join(f"{name} {_percent(errors[name])}" for name in worst) + ".",
+        "scale": scale_of([value for value, _ in values.values()], show=_percent),
+        "chart": heat_map(kinds, columns, values, title=f"{caption} by projection and layer", show=_percent),
+        "caption": caption,
+        "rows": [(name, _percent(error)) for name, error in errors.items()],
+    }
 
 
-def histogram_section(histograms: Sequence[Histogram]) -> Markup:
+def histogram_section(histograms: Sequence[Histogram]) -> dict[str, Any] | None:
     """Small multiples: kinds of projection down, first, middle and last layer across."""
     rows = []
     many = any(entry.luts > 1 for entry in histograms)
-    panels: dict[str, list[Markup]] = {}
+    panels: dict[str, list[tuple[str, str, Markup]]] = {}
     for entry in histograms:
         kind, layer = place(entry.name)
         chart = histogram(entry.counts, entry.low, entry.high, entry.entries, title=f"Weights of {entry.name}")
-        panels.setdefault(kind, []).append(tag("div", tag("h3", tag("b", kind), f" layer {layer}"), chart))
+        panels.setdefault(kind, []).append((kind, layer, chart))
         middles = [figure(middle) for _, middle, _ in entry.entries]
         shown = ", ".join(middles) if len(middles) <= 16 else f"{len(middles)} from {middles[0]} to {middles[-1]}"
-        rows.append([f"{kind}, layer {layer}", f"{entry.luts:,}", shown])
+        rows.append((f"{kind}, layer {layer}", f"{entry.luts:,}", shown))
     bands = many and any(len(entry.entries) <= MOST_LINES for entry in histograms)
     tables = "the median of each entry over the layer's lookup tables" if many else "the entries of the lookup table."
     tables += "; the bars below them span the middle half of its values." if bands else "." if many else ""
-    return section(
-        "Weights and their lookup tables",
-        f"Areas: the original weights, four standard deviations to either side. Lines: {tables}",
-        legend(
-            [("original weights", "hill"), ("table entries", "c2"), *([("their spread", "c2 pale")] if bands else [])]
-        ),
-        *(tag("div", *row, class_="triple") for row in panels.values()),
-        unfold("as a table", table(rows, header=["linear", "tables", "entries (median)"], caption="Table entries")),
-    )
+    legend = [("original weights", "hill"), ("table entries", "c2"), ("their spread", "c2 pale")]
+    return {
+        "note": f"Areas: the original weights, four standard deviations to either side. Lines: {tables}",
+        "legend": legend if bands else legend[:2],
+        "panels": list(panels.values()),
+        "rows": rows,
+    }
 
 
-def settings_section(run: RunFiles) -> Markup | None:
-    """Everything that is needed to repeat the run."""
+def settings_section(run: RunFiles) -> dict[str, Any] | None:
+    """Everything that is needed to repeat the run: captions and rows of tables."""
     report = run.report
     settings = list(run.settings.items())
     half = -(-len(settings) // 2)
-    blocks = [_facts("Settings", dict(settings[:half])), _facts("", dict(settings[half:]))]
+    facts = [("Settings", _facts(dict(settings[:half]))), ("", _facts(dict(settings[half:])))]
     if report:
-        blocks += [_facts("Versions", report["versions"]), _facts("Hardware", report.get("hardware"))]
-        blocks.append(_facts("Seconds by phase", report["seconds"]))
-        dense = [[str(entry.get("name")), str(entry.get("reason"))] for entry in report["skipped"]]
-        if dense:
-            blocks.append(tag("div", table(dense, header=["", ""], caption="Left uncompressed, and why")))
-    blocks = [block for block in blocks if block]
-    said = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left uncompressed." if report else ""
-    return (
-        section("Settings, versions and hardware", said, tag("div", *blocks, class_="pair facts")) if blocks else None
-    )
+        shown = {"Versions": "versions", "Hardware": "hardware", "Seconds by phase": "seconds"}
+        facts += [(caption, _facts(report.get(key))) for caption, key in shown.items()]
+        dense = [(str(entry.get("name")), str(entry.get("reason"))) for entry in report["skipped"]]
+        facts.append(("Left uncompressed, and why", dense))
+    note = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left uncompressed." if report else ""
+    return {"note": note, "facts": facts} if any(rows for _, rows in facts) else None
 
 
-def _facts(caption: str, values: Any) -> Markup | None:
-    if not isinstance(values, dict) or not values:
-        return None
-    return tag(
-        "div", table([[key, _setting(value)] for key, value in values.items()], header=["", ""], caption=caption)
-    )
+def _facts(values: Any) -> list[tuple[str, str]]:
+    return [(key, _setting(value)) for key, value in values.items()] if isinstance(values, dict) else []
 
 
 def _setting(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None else figure(value) if isinstance(value, float) else str(value)
-
-
-def footer(words: str) -> Markup:
-    return tag("footer", f"{words}; this page loads nothing from anywhere else.")
 
 
 def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, float]]:

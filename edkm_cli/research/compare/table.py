@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from markupsafe import Markup
+
 from edkm_cli.report.charts import bars
-from edkm_cli.report.markup import Markup
 from edkm_cli.research.compare.config import OURS, UNCOMPRESSED
 from edkm_cli.summaries import megabytes, table, text_names
 
