@@ -114,15 +114,14 @@ def _write(
     return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
 
 
-def _encode(writer: Writer, text: str, *, special: bool) -> dict[str, Tensor]:
-    inputs = writer.tokenizer(text, return_tensors="pt", add_special_tokens=special).to(writer.model.device)
+def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tensor]:
+    """The model's inputs for a text, or for the messages of a conversation."""
+    plain = isinstance(given, str)
+    if not plain:
+        given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     inputs.pop("token_type_ids", None)
     return dict(inputs)
-
-
-def _templated(writer: Writer, messages: list[dict[str, str]]) -> dict[str, Tensor]:
-    text = writer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return _encode(writer, text, special=False)
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
@@ -141,9 +140,9 @@ def generate_text(
 ) -> dict[str, Any]:
     """The result of `edkm generate` with a prompt: greedy where `sampling` is None."""
     if chat:
-        inputs = _templated(writer, [*_opening(system), {"role": "user", "content": prompt}])
+        inputs = _encode(writer, [*_opening(system), {"role": "user", "content": prompt}])
     else:
-        inputs = _encode(writer, prompt, special=True)
+        inputs = _encode(writer, prompt)
         emit(prompt)
     answer, tokens, seconds = _write(writer, inputs, max_new_tokens, sampling, emit)
     return {
@@ -171,7 +170,7 @@ def converse(
         if not message.strip():
             continue
         messages.append({"role": "user", "content": message})
-        answer, count, took = _write(writer, _templated(writer, messages), max_new_tokens, sampling, emit)
+        answer, count, took = _write(writer, _encode(writer, messages), max_new_tokens, sampling, emit)
         emit("\n")
         messages.append({"role": "assistant", "content": answer})
         tokens, seconds = tokens + count, seconds + took

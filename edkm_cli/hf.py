@@ -8,7 +8,6 @@ files and refuses a checkpoint that does not fit; or import this module first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,9 @@ class EdkmQuantizer(HfQuantizer):
     quantization_config: EdkmConfig
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
-        stored = stored_names(checkpoint_files) if checkpoint_files else None
+        stored = None
+        if checkpoint_files:
+            stored = {name for file in checkpoint_files for name, *_ in header(Path(file), remedy=AGAIN)}
         foreign = foreign_modules(model, stored) if stored is not None else set()
         self.quantization_config.spec = named_as(model, self.quantization_config.spec)
         palettize_skeleton(model, self.quantization_config.spec, stays=foreign.__contains__)
@@ -74,7 +75,8 @@ class EdkmQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """LUTs and scales keep the dtype they are stored in, whatever `dtype` the model is loaded with."""
-        if any(str(target).endswith((".lut", ".scale", ".lut_scale")) for target in _targets(converter)):
+        targets = getattr(converter, "target_patterns", None) or []
+        if any(str(target).endswith((".lut", ".scale", ".lut_scale")) for target in targets):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -112,11 +114,6 @@ def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
     )
 
 
-def stored_names(files: Iterable[str | Path]) -> set[str]:
-    """The tensor names of safetensors files. Raises UserError for a file that is none."""
-    return {name for file in files for name, *_ in header(Path(file), remedy=AGAIN)}
-
-
 def foreign_modules(model: Any, stored: set[str]) -> set[str]:
     """Linears and embeddings that the checkpoint does not know, because the model has another head than was compressed:
     they are outside the base model, are not its output embedding, and the files hold nothing of them."""
@@ -145,10 +142,6 @@ def require_stored(model: Any, stored: set[str], foreign: set[str]) -> None:
     for name in model.state_dict():
         if name not in known and name not in tied and not name.startswith(outside) and not absent.search(name):
             raise UserError(f"{name} is missing from the checkpoint; {AGAIN}")
-
-
-def _targets(converter: Any) -> list[str]:
-    return list(getattr(converter, "target_patterns", None) or [])
 
 
 def _check_loaded(name: str, module: nn.Module) -> None:
@@ -205,18 +198,17 @@ def load_source(
     Raises UserError if the model cannot be had, or cannot be decoded.
     """
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    if not dequantize or source.gguf_file:
-        return models.load_dense(source, progress=False, **options)
-    config = models.load_config(source, trust_remote_code=trust_remote_code, may_be_quantized=True)
-    method = quantization_method(config)
-    if method == QUANT_METHOD:
-        # Decoded in float32 and rounded once.
-        model = load(source.location, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        model.dequantize()
-        model.to(getattr(torch, dtype))
-        model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
-        return model.to(device).eval()
-    if method == FP8:
-        config.quantization_config["dequantize"] = True
-        return models.load_dense(source, progress=False, may_be_quantized=True, config=config, **options)
+    if dequantize and not source.gguf_file:
+        config = models.load_config(source, trust_remote_code=trust_remote_code, may_be_quantized=True)
+        method = quantization_method(config)
+        if method == QUANT_METHOD:
+            # Decoded in float32 and rounded once.
+            model = load(source.location, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model.dequantize()
+            model.to(getattr(torch, dtype))
+            model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
+            return model.to(device).eval()
+        if method == FP8:
+            config.quantization_config["dequantize"] = True
+            options |= {"may_be_quantized": True, "config": config}
     return models.load_dense(source, progress=False, **options)

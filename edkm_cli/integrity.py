@@ -116,7 +116,7 @@ def expected_tensors(
         # A palettized module registers its dense one's parameters first; tied ones and biases that stay None count, too.
         with no_larger_than(directory, tensors=limit, remedy=AGAIN):
             model = skeleton(config, spec, trust_remote_code=trust_remote_code)
-        hidden = sum(_bytes(buffer) for _, buffer in model.named_non_persistent_buffers())
+        hidden = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
         if hidden > _MAX_BUFFER_BYTES:
             raise UserError(
                 f"{directory}/config.json describes a model that needs {hidden} bytes beside its weights, more than the "
@@ -138,10 +138,6 @@ def describe_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict
         text = _describe(tensor.dtype, tuple(tensor.shape))
         described[name] = text if path in packed and leaf != "bias" else _FLOATING.sub("floating", text)
     return described
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def stored_tensors(directory: Path) -> dict[str, str]:

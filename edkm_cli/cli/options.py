@@ -107,7 +107,7 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
                 Annotated[bool | None, typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)],
             )
         shown = option(about.panel, _help_text(of, repeats), *flags, metavar=_METAVARS[single])
-        yield _parameter(of.name, Annotated[(list[single] if repeats else single) | None, shown])
+        yield _parameter(of.name, Annotated[(list[single] if repeats else single) | None, shown])  # type: ignore[valid-type]
 
 
 def _help_text(of: Field[Any], repeats: bool) -> str:

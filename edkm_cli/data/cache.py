@@ -77,7 +77,8 @@ def cached_store(
         if directory.exists():
             say(f"the tokens in {directory} {'are made again' if rebuild else 'are damaged, and are made again'}")
             shutil.rmtree(directory, ignore_errors=True)
-        _build(directory, settings, parts(), encoder, workers=workers, token_limit=token_limit)
+        encoded = encoded_parts(parts(), encoder, workers=workers)
+        _build(directory, settings, encoded, encoder.dtype, token_limit)
         store = open_store(directory, settings)
     if store is None:
         raise UserError(f"tokens written to {directory} do not read back as written; check the disk")
@@ -85,13 +86,7 @@ def cached_store(
 
 
 def _build(
-    directory: Path,
-    settings: dict[str, Any],
-    parts: Iterator[Part],
-    encoder: Encoder,
-    *,
-    workers: int,
-    token_limit: int | None,
+    directory: Path, settings: dict[str, Any], encoded: Iterator[Encoded], dtype: Any, token_limit: int | None
 ) -> None:
     for left in directory.parent.glob(f"{directory.name}.*.tmp"):  # of runs that died: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
@@ -99,9 +94,9 @@ def _build(
     writer = None
     try:
         staging.mkdir()
-        writer = StoreWriter(staging, encoder.dtype)
-        for encoded in encoded_parts(parts, encoder, workers=workers):
-            writer.append(encoded)
+        writer = StoreWriter(staging, dtype)
+        for part in encoded:
+            writer.append(part)
             if token_limit is not None and writer.counts.tokens >= token_limit:
                 break
         writer.close(settings)
@@ -120,13 +115,9 @@ def _build(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def memory_store(parts: Iterable[Part], encoder: Encoder, *, token_limit: int | None = None) -> TokenStore:
+def memory_store(parts: Iterable[Part], encoder: Encoder) -> TokenStore:
     """A store of a small source, made in this process."""
-    encoded = []
-    for part in parts:
-        encoded.append(encoder.encode(part))
-        if token_limit is not None and sum(one.counts.tokens for one in encoded) >= token_limit:
-            break
+    encoded = [encoder.encode(part) for part in parts]
     return_free_blocks()
     return in_memory(encoded, encoder.dtype)
 

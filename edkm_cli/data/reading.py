@@ -104,31 +104,28 @@ def read_files(source: Source, column: str | None = None) -> Iterator[Part]:
 
 
 @contextmanager
-def refusing(option: str, path: Path) -> Iterator[None]:
-    """Whatever makes a file unreadable becomes a UserError of one line."""
+def refusing(option: str, path: Path, place: str = "") -> Iterator[None]:
+    """Whatever makes a file, or a `place` in it, unreadable becomes a UserError of one line."""
     try:
         yield
     except (EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
-        raise _refusal(error, option, path, str(path)) from error
-
-
-def _refusal(error: Exception, option: str, path: Path, where: str) -> UserError:
-    if isinstance(error, UnicodeDecodeError):
-        return UserError(f"{option} must be UTF-8 text, but {where} is not ({error.reason}); convert it first")
-    if isinstance(error, OSError) and error.errno and error.strerror:
-        return UserError(f"{option} file cannot be read: {error.filename or path} ({error.strerror})")
-    if isinstance(error, (ValueError, RecursionError)):
+        where, reason = f"{path}{place and f', {place}'}", " ".join(str(error).split())
         kind, remedy = _KINDS.get(suffix_of(path), ("text", "mend the file"))
-        return UserError(f"{option} must be {kind}, but {where} is not ({' '.join(str(error).split())}); {remedy}")
-    return UserError(f"{option} file is damaged or incomplete: {path} ({error}); fetch it again")
+        if isinstance(error, UnicodeDecodeError):
+            text = f"{option} must be UTF-8 text, but {where} is not ({error.reason}); convert it first"
+        elif isinstance(error, OSError) and error.errno and error.strerror:
+            text = f"{option} file cannot be read: {error.filename or path} ({error.strerror})"
+        elif isinstance(error, (ValueError, RecursionError)):
+            text = f"{option} must be {kind}, but {where} is not ({reason}); {remedy}"
+        else:
+            text = f"{option} file is damaged or incomplete: {path} ({error}); fetch it again"
+        raise UserError(text) from error
 
 
 def _parsed(line: bytes, option: str, path: Path, place: str) -> Any:
     """One record of JSON Lines. Raises UserError that says where it is."""
-    try:
+    with refusing(option, path, place):
         return json.loads(line.removeprefix(_BOM).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _refusal(error, option, path, f"{path}, {place}") from error
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,24 +13,23 @@ _PREFILL_TOKENS = 512
 _RUNS = 3
 
 
+def _seconds(run: Callable[[], object], ids: Tensor) -> float:
+    """How long `run` takes on the device of `ids`."""
+    start = time.perf_counter()
+    run()
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    return time.perf_counter() - start
+
+
 @torch.no_grad()
 def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
-    """Tokens per second of greedy generation after a prompt (tokens,) int64, the prompt's own time left out."""
+    """Tokens per second of greedy generation after a prompt (tokens,) int64, the prompt's time left out."""
     ids = prompt.to(model.device)[None]
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
 
     def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        if ids.is_cuda:
-            torch.cuda.synchronize(ids.device)
-        return time.perf_counter() - start
+        return _seconds(lambda: model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options), ids)
 
     seconds(2)  # caches and kernels warm up
     first = min(seconds(1) for _ in range(_RUNS))
@@ -41,14 +41,8 @@ def prefill_speed(model: Any, tokens: Tensor) -> float:
     """Tokens per second of reading a prompt, of at most 512 of `tokens` (n,), up to its first new token."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", _PREFILL_TOKENS)
     ids = tokens[: min(_PREFILL_TOKENS, limit)].to(model.device)[None]
-    best = float("inf")
-    for turn in range(_RUNS + 1):
-        start = time.perf_counter()
-        model(ids, logits_to_keep=1, use_cache=True)
-        if ids.is_cuda:
-            torch.cuda.synchronize(ids.device)
-        best = min(best, time.perf_counter() - start) if turn else best
-    return ids.shape[1] / best
+    times = [_seconds(lambda: model(ids, logits_to_keep=1, use_cache=True), ids) for _ in range(_RUNS + 1)]
+    return ids.shape[1] / min(times[1:])  # the first warms up
 
 
 def resident_bytes(model: nn.Module) -> int:

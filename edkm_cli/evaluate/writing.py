@@ -7,7 +7,7 @@ how near the models are, and how the rest reads is counted: whether it repeats i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -51,15 +51,14 @@ def write(model: Any, tokenizer: Any, asked: Sequence[Prompt], *, track: Track =
     ends = _ends(model)
     plain = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, pad_token_id=0, eos_token_id=ends or None)
     written: dict[int, list[int]] = {}
-    batches = list(_batches(ids))
+    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # those of a batch are of nearly the same length
+    batches = [order[first : first + _AT_ONCE] for first in range(0, len(order), _AT_ONCE)]
     for batch in track(batches, "writing", len(batches)):
         width = max(len(ids[index]) for index in batch)
         rows = [[0] * (width - len(ids[index])) + ids[index] for index in batch]
         mask = [[0] * (width - len(ids[index])) + [1] * len(ids[index]) for index in batch]
-        given = {"input_ids": rows, "attention_mask": mask}
-        output = model.generate(
-            **{name: torch.tensor(value, device=model.device) for name, value in given.items()}, generation_config=plain
-        )
+        given, attended = (torch.tensor(value, device=model.device) for value in (rows, mask))
+        output = model.generate(given, attention_mask=attended, generation_config=plain)
         for index, row in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(row) if token in ends), len(row))
             written[index] = row[: end + 1]
@@ -114,12 +113,6 @@ def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer(prompt.text)["input_ids"]
-
-
-def _batches(ids: list[list[int]]) -> Iterator[list[int]]:
-    """Numbers of prompts that are written after together, of nearly the same length."""
-    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
-    return (order[first : first + _AT_ONCE] for first in range(0, len(order), _AT_ONCE))
 
 
 def _ends(model: Any) -> list[int]:

@@ -10,7 +10,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import replace_file, require_replaceable
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.document import page
-from edkm_cli.report.layers import Weights, measure_weights
+from edkm_cli.report.layers import measure_weights
 from edkm_cli.report.read import RunFiles, read_run
 
 
@@ -43,25 +43,13 @@ def build_report(
             track=track,
         )
     replace_file(target, page(run, measured))
-    return {
-        "directory": str(run.directory),
-        "page": str(target),
-        "finished": run.finished,
-        "steps_done": len(run.metrics),
-        "perplexity": run.perplexity,
-        **_shown(measured),
-    }
-
-
-def _shown(weights: Weights | None) -> dict[str, Any]:
-    if weights is None:
-        return {}
-    return {
-        "bytes": weights.stored_bytes,
-        "original_bytes": weights.original_bytes,
-        "layers": [{"name": name, "relative_squared_error": error} for name, error in weights.errors.items()],
-        **({"missing": weights.missing} if weights.missing else {}),
-    }
+    result = {"directory": str(run.directory), "page": str(target), "finished": run.finished}
+    result |= {"steps_done": len(run.metrics), "perplexity": run.perplexity}
+    if measured is not None:
+        errors = [{"name": name, "relative_squared_error": error} for name, error in measured.errors.items()]
+        result |= {"bytes": measured.stored_bytes, "original_bytes": measured.original_bytes, "layers": errors}
+        result |= {"missing": measured.missing} if measured.missing else {}
+    return result
 
 
 def _target(run: RunFiles, output: str | Path | None) -> Path:

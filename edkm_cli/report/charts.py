@@ -21,6 +21,8 @@ from edkm_cli.report.markup import chart, figure
 
 Point = tuple[float, float]
 _MOST_POINTS = 600
+_WIDTH = 1000  # of the page
+_PANEL = (320, 122)  # width and height of a histogram
 MOST_LINES = 32  # LUT entries that a histogram has room to draw as lines
 
 
@@ -121,7 +123,7 @@ def lines(
 ) -> dict[str, Any]:
     """A chart of the page's width, `chart`, and its `legend`, where there are several lines or they must be `named`."""
     entries = [(one.label, one.colour) for one in series if one.shape != "faint"]
-    drawn = line_chart(series, title=title, x_label=x_label, y_label=y_label, width=1000, height=height)
+    drawn = line_chart(series, title=title, x_label=x_label, y_label=y_label, width=_WIDTH, height=height)
     return {"chart": drawn, "legend": entries if named or len(series) > 1 else []}
 
 
@@ -137,7 +139,6 @@ def bars(
     show: Callable[[float], str] = figure,
     reference: float | None = None,
     caption: str = "",
-    width: int = 1000,
 ) -> Markup:
     """Horizontal bars of (label, parts, note) on one scale, all positive, with a line at `reference`.
 
@@ -149,7 +150,7 @@ def bars(
     stacked = any(len(parts) > 1 for _, parts, _ in rows)
     log = not stacked and wants_log(totals, ratio=8.0) and min(totals) > 1
     after = max(_wide(show(total) + "  " + note) for total, (_, _, note) in zip(totals, rows, strict=True)) + 20
-    x = Axis(1.0 if log else 0.0, max(totals), max(_wide(label) for label, _, _ in rows) + 16, width - after, log)
+    x = Axis(1.0 if log else 0.0, max(totals), max(_wide(label) for label, _, _ in rows) + 16, _WIDTH - after, log)
     tall, thick = (56, 40) if stacked else (34, 23)
     line = None if reference is None else x(reference)
     drawn = []
@@ -175,7 +176,7 @@ def bars(
         drawn.append(row)
     below = ", ".join([caption] * bool(caption) + ["log scale from 1"] * log)
     bottom = tall * len(rows)
-    return chart("bars", title=title, width=width, height=bottom + (18 if below else 4), start=x.start, thick=thick,
+    return chart("bars", title=title, width=_WIDTH, height=bottom + (18 if below else 4), start=x.start, thick=thick,
                  rows=drawn, line=line, bottom=bottom, below=below)  # fmt: skip
 
 
@@ -199,7 +200,6 @@ def heat_map(
     *,
     title: str,
     show: Callable[[float], str],
-    width: int = 1000,
 ) -> Markup:
     """Cells coloured by their value between the smallest and the largest, with each row's mean at its end; on a logarithmic
     scale where one value would leave the others without colour.
@@ -207,14 +207,14 @@ def heat_map(
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
     left, right = 110, 84
-    wide = min((width - left - right) / max(len(columns), 1), 72.0)
+    wide = min((_WIDTH - left - right) / max(len(columns), 1), 72.0)
     every = max(1, math.ceil(len(columns) / 16))
     cells = {
         row: [(place, *values[row, column]) for place, column in enumerate(columns) if (row, column) in values]
         for row in rows
     }
     return chart(
-        "heat_map", title=title, width=width, height=22 + len(rows) * 26, left=left, wide=wide,
+        "heat_map", title=title, width=_WIDTH, height=22 + len(rows) * 26, left=left, wide=wide,
         end=left + wide * len(columns) + right, rows=rows, columns=list(enumerate(columns))[::every], values=cells,
         means={row: sum(value for _, value, _ in known) / len(known) for row, known in cells.items()},
         scale=_strength([value for value, _ in values.values()]), show=show,
@@ -232,20 +232,14 @@ def _strength(values: Sequence[float]) -> Axis:
 
 
 def histogram(
-    counts: Sequence[float],
-    low: float,
-    high: float,
-    entries: Sequence[tuple[float, float, float]],
-    *,
-    title: str,
-    width: int = 320,
-    height: int = 122,
+    counts: Sequence[float], low: float, high: float, entries: Sequence[tuple[float, float, float]], *, title: str
 ) -> Markup:
     """A histogram over equal bins from `low` to `high`, and LUT entries (from, middle, to) drawn into it.
 
     An entry is a line at its middle; where many LUTs share the panel, a band below the axis spans from..to, those of
     neighbours in two lanes. More than `MOST_LINES` entries are ticks below the axis, without bands.
     """
+    width, height = _PANEL
     x, base = Axis(low, high, 6, width - 6), height - 34
     y = Axis(0.0, max(*counts, 1.0), base, 4)
     edges = [x(low + (high - low) * index / len(counts)) for index in range(len(counts) + 1)]

@@ -18,14 +18,13 @@ from edkm_cli.settings import shown
 from edkm_cli.summaries import STAGES, texts_of
 
 _REMEDY = "run edkm compress again"
+# What each of a report's keys must be.
 _NUMBERS = (
     "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight", "steps",
     "training_tokens",
 )  # fmt: skip
-_CONTAINERS = {
-    "model": str, "perplexity": dict, "evaluation": dict, "seconds": dict, "config": dict, "versions": dict,
-    "swapped": list, "skipped": list,
-}  # fmt: skip
+_CONTAINERS = {"model": str, "swapped": list, "skipped": list}
+_CONTAINERS |= dict.fromkeys(("perplexity", "evaluation", "seconds", "config", "versions"), dict)
 
 
 @dataclass(frozen=True)
@@ -130,21 +129,16 @@ def _texts_so_far(mark: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _checked_report(path: Path) -> dict[str, Any]:
     report = read_json(path, remedy=_REMEDY)
-    faults = [
-        f"{key} must be a number from 0, got {shown(report.get(key))[:40]}"
-        for key in _NUMBERS
-        if (value := number(report.get(key))) is None or value < 0
-    ]
-    faults += [
-        f"{key} must be a {kind.__name__}, got {shown(report.get(key))[:40]}"
-        for key, kind in _CONTAINERS.items()
-        if not isinstance(report.get(key), kind)
-    ]
-    faults += [
-        f"{key} must list objects"
-        for key in ("swapped", "skipped")
-        if isinstance(report.get(key), list) and not all(isinstance(entry, dict) for entry in report[key])
-    ]
+    faults = []
+    for key in _NUMBERS:
+        if (value := number(report.get(key))) is None or value < 0:
+            faults.append(f"{key} must be a number from 0, got {shown(report.get(key))[:40]}")
+    for key, kind in _CONTAINERS.items():
+        value = report.get(key)
+        if not isinstance(value, kind):
+            faults.append(f"{key} must be a {kind.__name__}, got {shown(value)[:40]}")
+        elif kind is list and not all(isinstance(entry, dict) for entry in value):
+            faults.append(f"{key} must list objects")
     if report.get("weights_bytes") == 0:
         faults.append("weights_bytes must be positive, got 0")
     if faults:
