@@ -26,6 +26,7 @@ from edkm_cli.export.run import Session, model_digest
 from edkm_cli.format import write_json
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
+from edkm_cli.initialize.compensate import few_tokens
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
@@ -78,6 +79,7 @@ class Run(Session):
         rehearse_export(plan.skeleton, plan.swaps, plan.spec, plan.clustering, trust_remote_code=trust)
         resolved = plan.config
         super().__init__(resolved, plan.texts, world, watch, dtype=resolved.dtype, mixed=resolved.mixed_precision)
+        self.few_tokens: dict[str, int] = {}  # of experts that few tokens of the start's reached
         for warning in plan.warnings:
             watch.say(f"WARNING: {warning}")
 
@@ -195,6 +197,8 @@ class Run(Session):
                     model = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
                 self.plan = plan.after_start(model)
                 kept.write(model, self.plan.spec.module_bits)
+        if config.start != "kmeans":
+            self.few_tokens = few_tokens(model, self.watch.say)
         if not config.steps:
             self.dense_format.settle(model)
         return model
@@ -266,6 +270,7 @@ class Run(Session):
             **({"offload": offloaded} if offloaded else {}),
             "swapped": [swap.to_mapping() for swap in plan.swaps if not swap.reason],
             "skipped": [swap.to_mapping() for swap in plan.swaps if swap.reason],
+            **({"few_tokens": self.few_tokens} if plan.spec.split_experts else {}),
             "resolved": plan.resolved,
             **facts,
         }

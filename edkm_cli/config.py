@@ -225,6 +225,12 @@ class CompressConfig(TrainingSettings, TextSettings):
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
     )
+    experts: str = setting(
+        "compressed",
+        "What becomes of the experts of a mixture-of-experts model.",
+        COMPRESSION,
+        choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full and vLLM"},
+    )
     method: str = setting(
         "edkm",
         "How clustering is computed.",

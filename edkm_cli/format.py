@@ -27,8 +27,9 @@ from edkm_cli.settings import shown
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
 SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
-PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
 MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
+PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
+EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 
@@ -57,7 +58,8 @@ class QuantizationSpec:
 
     `embedding_bits` 16 stands for dense embeddings, for which the file has null. `embedding_group` columns of an embedding
     share a scale; None: a whole row. `module_bits` holds the bits of the linears that have others than `bits`.
-    `granularity` may be given as the file has it, a text. `format_version` 0 stands for the lowest that can hold the rest.
+    `split_experts`: each expert's matrices are linears. `granularity` may be given as the file has it, a text.
+    `format_version` 0 stands for the lowest that can hold the rest.
     """
 
     bits: int
@@ -69,11 +71,13 @@ class QuantizationSpec:
     embedding_group: int | None = None
     module_bits: dict[str, int] = field(default_factory=dict)
     palette: str = FREE
+    split_experts: bool = False
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
+        versions = (EXPERTS_VERSION,) if self.split_experts else versions
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -94,6 +98,7 @@ class QuantizationSpec:
         if group is not None and (not _is_within(group, 1) or not self.packs_embeddings):
             faults.append(f"embedding_group must be a positive number, with embedding_bits, got {group!r}")
         faults += _module_bits_faults(self.module_bits)
+        faults += [] if self.split_experts in (True, False) else ["split_experts must be true or false"]
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
         except UserError as error:
@@ -118,17 +123,14 @@ class QuantizationSpec:
             values["format_version"] = None  # 0 means today's only inside the program
         if values["embedding_bits"] == DENSE_BITS:
             raise UserError(f"quantization_config: embedding_bits must be 2 to {MAX_BITS} or null, got {DENSE_BITS}")
-        if values["embedding_bits"] is None:
-            values["embedding_bits"] = DENSE_BITS
-        return cls(**values)
+        embedding_bits = values.pop("embedding_bits")
+        return cls(embedding_bits=DENSE_BITS if embedding_bits is None else embedding_bits, **values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """As config.json has it: what versions 1 and 2 do not know is left out of them."""
+        """As config.json has it: what a version does not know is left out of it."""
         mapping = {"quant_method": QUANT_METHOD, **asdict(self), "granularity": str(self.granularity)}
         mapping["embedding_bits"] = self.embedding_bits if self.packs_embeddings else None
-        unused: tuple[str, ...] = () if self.format_version >= MIXED_VERSION else ("embedding_group", "module_bits")
-        unused += () if self.format_version >= PALETTE_VERSION else ("palette",)
-        return {key: value for key, value in mapping.items() if key not in unused}
+        return {key: value for key, value in mapping.items() if _SINCE.get(key, 0) <= self.format_version}
 
     def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
         """The same, with these bits of linears by module path, in the lowest version that can hold them."""
@@ -198,7 +200,8 @@ class QuantizationSpec:
         }
 
 
-_OPTIONAL = {"skipped", "embedding_group", "module_bits", "palette"}
+_SINCE = {"embedding_group": 3, "module_bits": 3, "palette": PALETTE_VERSION, "split_experts": EXPERTS_VERSION}
+_OPTIONAL = {"skipped", *_SINCE}
 
 
 def _module_bits_faults(value: Any) -> list[str]:
@@ -332,7 +335,7 @@ def write_checksums(directory: Path, names: Iterable[str]) -> None:
 def verify_checksums(directory: str | Path) -> None:
     """Check every file that checksums.json names. Raises UserError for a missing, truncated or altered one.
 
-    A directory without the file passes: `save_pretrained` elsewhere does not copy it.
+    A directory without it passes: `save_pretrained` elsewhere does not copy it.
     """
     directory = Path(directory)
     listing = directory / CHECKSUMS
@@ -372,8 +375,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a temporary file, fsync, rename. NaN and Inf become null. Where it cannot be written, no
-    temporary file stays."""
+    """Write JSON atomically, or leave no file: a temporary one, fsync, rename. NaN and Inf become null."""
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "w", encoding="utf-8") as file:

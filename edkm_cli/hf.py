@@ -25,6 +25,7 @@ from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.model_files import FP8, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
 from edkm_cli.progress import quiet_bars
+from edkm_cli.runtime.experts import split_experts
 from edkm_cli.runtime.one_token import shorten
 from edkm_cli.runtime.palettized import PALETTIZED
 
@@ -57,6 +58,8 @@ class EdkmQuantizer(HfQuantizer):
         if checkpoint_files:
             stored = {name for file in checkpoint_files for name, *_ in header(Path(file), remedy=AGAIN)}
         foreign = foreign_modules(model, stored) if stored is not None else set()
+        if self.quantization_config.spec.split_experts:  # before anything is found by its name
+            split_experts(model)
         self.quantization_config.spec = named_as(model, self.quantization_config.spec)
         palettize_skeleton(model, self.quantization_config.spec, stays=foreign.__contains__)
         if stored is not None:
@@ -83,6 +86,7 @@ class EdkmQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
         dequantize_model(model, getattr(torch, name))
+        model.__dict__.pop("_weight_conversions", None)  # it has the names of its family again
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -206,6 +210,8 @@ def load_source(
             model = load(source.location, dtype=torch.float32, trust_remote_code=trust_remote_code)
             model.dequantize()
             model.to(getattr(torch, dtype))
+            if source.splits:
+                split_experts(model)
             model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
             return model.to(device).eval()
         if method == FP8:

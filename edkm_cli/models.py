@@ -46,13 +46,14 @@ def check_dtype(dtype: str) -> None:
 @dataclass(frozen=True)
 class ModelSource:
     """A model to load. `location` is a directory or a hub id; `architecture` is known for aliases, so that a dry run
-    needs no hub."""
+    needs no hub. Where it `splits` experts, each of their matrices is a linear (`edkm_cli.runtime.experts`)."""
 
     name: str
     location: str
     gguf_file: str | None = None
     is_local: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
+    splits: bool = True
 
     @property
     def path(self) -> Path | None:
@@ -191,6 +192,8 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from edkm_cli.runtime.experts import split_experts
+
     kind = getattr(config, "model_type", "")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
         raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
@@ -200,9 +203,12 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
     try:
         with torch.device("meta"), limit:
             # A copy: building a model leaves its mark on the configuration.
-            return transformers.AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
+            if source.splits:
+                split_experts(model)
+            return model
     except UserError:
         raise
     except Exception as error:
@@ -245,6 +251,8 @@ def load_dense(
     """
     import torch
 
+    from edkm_cli.runtime.experts import split_experts
+
     _require_local(source)
     if not may_be_quantized and not source.gguf_file:
         load_config(source, trust_remote_code=trust_remote_code)
@@ -257,8 +265,9 @@ def load_dense(
         else:
             options = {} if config is None else {"config": config}
             model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target, **options)
-    model.config._name_or_path = source.name
-    model.config.dtype = target
+    model.config._name_or_path, model.config.dtype = source.name, target
+    if source.splits:
+        split_experts(model)
     return model.to(device).eval()
 
 

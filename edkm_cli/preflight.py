@@ -26,6 +26,7 @@ from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
+from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
 from edkm_cli.targets import check_model
 
@@ -246,7 +247,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     if like is not None:
         source, architecture, skeleton = like.source, like.architecture, like.skeleton
     else:
-        source = models.resolve(config.model)
+        source = replace(models.resolve(config.model), splits=config.experts == "compressed")
         compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
         if compressed and not config.dequantize:
             raise UserError(
@@ -269,7 +270,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         planned = plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip)
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if launch.sharded:
-        _require_divisible(config, texts)
+        _require_divisible(config, texts, swaps)
     check_geometry(swaps, Granularity.parse(config.granularity))
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
@@ -290,7 +291,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     )
 
 
-def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> None:
+def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swaps: Sequence[Swap]) -> None:
     """Raises UserError for what cannot be done with parameters that are divided over processes."""
     tables_beside_weights = trains_luts(config.mode, config.iterations)
     why = ""
@@ -298,6 +299,11 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source]) -> 
         why = "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first"
     elif any(source.needs_model for source in texts):
         why = "--data self is written by a model that is whole, but --sharding full divides it; give other --data"
+    elif any(is_expert(swap.name) for swap in swaps):
+        why = (
+            "--sharding full needs layers that each process calls alike, but experts are not; use --experts dense, or "
+            "--sharding none"
+        )
     elif config.allocation == SENSITIVITY:
         uniform = "--allocation uniform" if isinstance(config.bits, int) else "a whole number of --bits"
         why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"

@@ -66,6 +66,7 @@ FAMILIES: dict[str, dict] = {
     "qwen3_moe": {**_EXPERTS, **_HEAD, "num_experts": 4},
     "olmoe": {**_EXPERTS, "num_experts": 4},
     "gpt_oss": {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, **_ROPE},
+    "glm4_moe": {**_EXPERTS, **_HEAD, "n_routed_experts": 4, "n_shared_experts": 1},
     "gpt_neox": {},
     "falcon": {},
     "smollm3": {},

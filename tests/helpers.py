@@ -24,6 +24,7 @@ from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
+from edkm_cli.runtime.experts import Experts, split_experts
 from edkm_cli.train import losses
 
 
@@ -86,12 +87,25 @@ def tiny_qwen():
 
 
 def cluster(
-    model, *, bits=3, granularity="row:1", lut_dtype="float16", embedding_bits=8, skip=(), mixed=None, **options
+    model,
+    *,
+    bits=3,
+    granularity="row:1",
+    lut_dtype="float16",
+    embedding_bits=8,
+    skip=(),
+    mixed=None,
+    experts=True,
+    **options,
 ):
-    """Swap a model in place as `compress` does; returns (model in evaluation mode, spec). `mixed`: more of the spec."""
+    """Swap a model in place as `compress` does; returns (model in evaluation mode, spec). `mixed`: more of the spec; without
+    `experts` these stay dense."""
+    if experts:
+        split_experts(model)
     swaps = plan_swaps(model, embedding_bits=embedding_bits, skip=skip)
     skipped = [s.name for s in swaps if s.reason]
-    spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, skipped, **(mixed or {}))
+    mixed = {**(mixed or {}), "split_experts": any(isinstance(module, Experts) for module in model.modules())}
+    spec = QuantizationSpec(bits, granularity, lut_dtype, embedding_bits, skipped, **mixed)
     initialize(model, Recipe(swaps, spec, Clustering(bits, granularity, lut_dtype, **options), temperature=0.05))
     return model.eval(), spec
 

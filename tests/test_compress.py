@@ -197,8 +197,7 @@ def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, tex
     router = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert before[router].dtype == torch.float32
     assert {router, "model.norm.weight"} <= set(kept)
-    experts = [after[f"model.layers.1.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")]  # fused
-    assert {tensor.dtype for tensor in experts} == {torch.bfloat16}
+    assert "model.layers.1.mlp.experts.down_proj.3.indices" in after
     for name in kept:
         assert after[name].dtype == before[name].dtype, name
         assert steps or torch.equal(after[name], before[name]), name

@@ -1,5 +1,7 @@
 """Every family of models: read whole, swapped, exported, loaded and decoded again, the same tensors and logits."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
@@ -9,6 +11,7 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
+from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from families import FAMILIES, family
 from helpers import byte_tokenizer, cluster, export
 
@@ -24,7 +27,9 @@ def check(model_type, dtype, folder):
     with torch.no_grad():
         original = model(ids).logits
         dense = models.load_dense(models.resolve(str(folder / "dense")), dtype=str(dtype).removeprefix("torch."))
-        read = dense.state_dict()
+        fused = copy.deepcopy(dense)
+        fuse_experts(fused)
+        read = fused.state_dict()
         assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
         # Where a tensor lies in memory may decide how experts' products are summed.
         assert (dense(ids).logits.float() - original.float()).norm() <= limit * original.float().norm()
@@ -39,7 +44,11 @@ def check(model_type, dtype, folder):
         written = loaded.generate(ids[:1], max_new_tokens=2, min_new_tokens=2, do_sample=False)
         assert written.shape == (1, 19)
         loaded.dequantize()
-        assert (loaded(ids).logits.float() - snapped.float()).norm() <= limit * snapped.float().norm()
+        decoded = loaded(ids).logits
+        assert (decoded.float() - snapped.float()).norm() <= limit * snapped.float().norm()
+        loaded.save_pretrained(folder / "decoded")  # as its family stores it
+        again = AutoModelForCausalLM.from_pretrained(folder / "decoded", dtype=dtype)(ids).logits
+        assert (again.float() - decoded.float()).norm() <= limit * decoded.float().norm()
 
 
 @pytest.mark.parametrize("model_type", FAST)
@@ -160,13 +169,21 @@ def test_a_model_without_linears_is_refused_with_what_it_has_instead():
         plan_swaps(model, embedding_bits=8)
 
 
-def test_what_stays_dense_is_said_for_fused_experts_too():
-    model = family("mixtral")
-    kept = [swap for swap in plan_swaps(model, embedding_bits=8) if swap.role == OTHER]
-    experts = [swap for swap in kept if "MixtralExperts" in swap.reason]
-    assert len(experts) == 4  # two layers, two fused weights each
-    dense = sum(torch.Size(swap.shape).numel() for swap in kept)
-    assert dense > 0.4 * sum(parameter.numel() for parameter in model.parameters())
+EXPERTS = [name for name, sizes in FAMILIES.items() if any("expert" in key for key in sizes)]
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_all_experts_of_a_family_are_compressed_and_no_router(model_type):
+    model = family(model_type)
+    split_experts(model)
+    assert any(isinstance(module, Experts) for module in model.modules())
+    swaps = {swap.name: swap for swap in plan_swaps(model, embedding_bits=8)}
+    kept = {name: swap for name, swap in swaps.items() if swap.reason and swap.role in ("linear", OTHER)}
+    assert not [name for name in kept if is_expert(name) or "experts" in name]
+    routers = [name for name, p in model.named_parameters() if "rout" in name or name.endswith(".gate.weight")]
+    assert routers
+    for name in routers:
+        assert name in kept or name.removesuffix(".weight") in kept or model.get_parameter(name).dim() == 1, name
 
 
 def test_a_time_step_that_is_not_called_stays_dense():

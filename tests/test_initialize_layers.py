@@ -20,6 +20,7 @@ from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.swap import plan_swaps
+from edkm_cli.runtime.experts import split_experts
 from families import FAMILIES, family
 from helpers import settings, tiny_llama, tiny_qwen
 
@@ -196,6 +197,7 @@ def test_each_family_is_read_layer_by_layer_or_not_at_all(kind, tmp_path):
     layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu")
     if layers is None:
         return
+    split_experts(model)
     ids = texts(1, 16)[0]
     with layers.at_hand() as lent, torch.no_grad():
         assert torch.equal(lent(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)

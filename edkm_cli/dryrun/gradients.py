@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.data import Batch
-from edkm_cli.dryrun.ledger import Ledger
+from edkm_cli.dryrun.ledger import STANDS_FOR, Ledger, stands_for
 from edkm_cli.dryrun.meta import GRADIENTS, META, SHARDING
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.parts import Parts
@@ -20,8 +20,8 @@ _REDUCED_LAYERS = 2
 
 
 def size_bytes(tensors: Any) -> int:
-    """Bytes of some tensors, each counted."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of some tensors, each counted, and those that it stands for."""
+    return sum(tensor.numel() * tensor.element_size() * stands_for(tensor) for tensor in tensors)
 
 
 def layer_bytes(model: Any) -> int:
@@ -33,7 +33,8 @@ def rounded_bytes(model: Any, *, alone: bool) -> int:
     """What linears in bfloat16 take more (`bfloat16_linears`), of layers `alone` instead of their float32 weights."""
     head = model.get_output_embeddings()
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    return sum((-2 if alone and linear is not head else 2) * linear.weight.numel() for linear in linears)
+    weights = [(linear.weight, -2 if alone and linear is not head else 2) for linear in linears]
+    return sum(more * weight.numel() * stands_for(weight) for weight, more in weights)
 
 
 class Gradients:
@@ -68,6 +69,7 @@ class Gradients:
         """Gradients as an earlier micro-batch leaves them."""
         for parameter in self._trained:
             parameter.grad = torch.empty_like(parameter)
+            setattr(parameter.grad, STANDS_FOR, stands_for(parameter))
             self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._launch.share)
 
     def restore(self) -> None:
@@ -80,6 +82,7 @@ class Gradients:
         if self._buckets:
             parameter.grad = None
             return
+        setattr(parameter.grad, STANDS_FOR, stands_for(parameter))
         self._ledger.move([parameter.grad], GRADIENTS)
         layer = self._layers.get(id(parameter), [])
         if layer and all(other.grad is not None for other in layer):

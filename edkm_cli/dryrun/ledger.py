@@ -23,11 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edkm_cli.nn.hooks import changed
 
 DEVICE, HOST = "device", "host"
+STANDS_FOR = "stands_for"  # attribute of a tensor: how many like it there are in a run, itself included
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+def stands_for(tensor: Tensor) -> int:
+    """How many tensors of a run this one stands for."""
+    return getattr(tensor, STANDS_FOR, 1)
 
 
 @dataclass
@@ -139,14 +145,15 @@ class Ledger(TorchDispatchMode):
         return changed(self, _counting=False)
 
     def move(self, tensors: Iterable[Tensor], part: str, *, place: str = DEVICE, share: float = 1.0) -> None:
-        """Enter tensors under a part, wherever they were before, each storage once. One of several holders of a
-        storage keeps a `share` of it."""
+        """Enter tensors under a part, wherever they were before, each storage once, as often as it `stands_for` others.
+        One of several holders of a storage keeps a `share` of it."""
         for tensor in tensors:
             self._enter(tensor)
             storage = tensor.untyped_storage()
             entry = self._entries[storage._cdata]
             self.accounts[entry.place].add(entry.part, -entry.size, self.phase)
-            entry.place, entry.part, entry.size = place, part, self._rounded(storage.nbytes(), share)
+            size = self._rounded(storage.nbytes(), share * stands_for(tensor))
+            entry.place, entry.part, entry.size = place, part, size
             self.accounts[place].add(part, entry.size, self.phase)
 
     def holds(self, tensor: Tensor, place: str) -> bool:

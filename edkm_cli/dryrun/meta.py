@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
+from edkm_cli.dryrun.ledger import DEVICE, HOST, STANDS_FOR, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import changed, hooked
 from edkm_cli.preflight import Launch
+from edkm_cli.runtime.experts import Experts
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CLUSTERING = "activations", "logits", "clustering"
@@ -43,6 +44,7 @@ class Stage:
         self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if launch.gpu else 1)
         self.ledger.part = ACTIVATIONS
         self._shapes = set(shapes)
+        self._experts: dict[torch.Size, int] = {}  # shape of an expert's matrix -> for how many of a block it stands
         self._backward_part = ACTIVATIONS
         self._clustering, self._place, self._share = False, DEVICE, 1.0
         self._autocast: torch.dtype | None = None
@@ -140,6 +142,8 @@ class Stage:
         in_backward = node is not None and not torch.is_grad_enabled()
         clustered = "ClusteredLinear" in node.name() or self._clustering if in_backward else self._clustering
         if clustered and tensor.shape in self._shapes:
+            if torch.is_grad_enabled() and not in_backward:  # it is kept for the gradient, as those of all experts are
+                self.ledger.share = self._share * self._experts.get(tensor.shape, 1)
             return CLUSTERING
         return self._backward_part if in_backward else self.ledger.part
 
@@ -148,7 +152,8 @@ class Stage:
         return changed(self, _clustering=True)
 
     def label(self, model: Any) -> None:
-        """Hook the modules that begin a part: decoder, head, clustered layers. A module is hooked once."""
+        """Hook the modules that begin a part: decoder, head, clustered layers. A module is hooked once. What the one expert
+        of a block has stands for that of all."""
         head = model.get_output_embeddings()
         hooks = [(model.base_model, self._enter_decoder), (head, self._enter_head)]
         for module, hook in hooks:
@@ -160,6 +165,10 @@ class Stage:
                 module.register_forward_pre_hook(self._enter_clustered)
                 module.register_forward_hook(self._leave_clustered)
                 module._labelled = True  # type: ignore[assignment]
+            for linears in module.matrices().values() if isinstance(module, Experts) else ():
+                self._experts[torch.Size((linears[0].out_features, linears[0].in_features))] = module.count
+                for tensor in (*linears.parameters(), *linears.buffers()):
+                    setattr(tensor, STANDS_FOR, module.count)
 
     def _enter_decoder(self, module: nn.Module, inputs: Any) -> None:
         self.ledger.part = ACTIVATIONS

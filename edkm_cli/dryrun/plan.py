@@ -7,8 +7,8 @@ proposed. A run uses the same rehearsal to decide whether it can keep freed memo
 
 from __future__ import annotations
 
-import copy
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from edkm_cli.integrity import skeleton_tensors
 from edkm_cli.nn.allocation import SENSITIVITY
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight, palettize_skeleton
 from edkm_cli.preflight import RunPlan, plan_run
+from edkm_cli.runtime.experts import with_one_expert
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
@@ -103,13 +104,25 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
 
 def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
-    target = copy.deepcopy(plan.skeleton)
+    target = with_one_expert(plan.skeleton)
+    modules = dict(target.named_modules())
+    there = {name: bits for name, bits in plan.spec.module_bits.items() if name in modules}
     with torch.device("meta"):
-        palettize_skeleton(target, plan.spec)
+        palettize_skeleton(target, replace(plan.spec, module_bits=there))
     dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
     sizes = {name: dtype.itemsize for name, _ in target.named_parameters()}
     stored = skeleton_tensors(target)
-    return sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())
+    size = sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())
+    for swap in plan.swaps:
+        if swap.role == LINEAR and swap.name not in modules:  # an expert after the first
+            bias = modules[f"{swap.name.rpartition('.')[0]}.0"].bias
+            size += dtype.itemsize * (0 if bias is None else bias.numel())
+            if swap.reason:
+                size += dtype.itemsize * swap.shape[0] * swap.shape[1]
+            else:
+                tensors = plan.spec.linear_tensors(*swap.shape, layer=swap.name)
+                size += sum(kind.itemsize * math.prod(shape) for kind, shape in tensors.values())
+    return size
 
 
 def _by_part(peak: Peak) -> dict[str, int]:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.compensation import compensation_bytes
+from edkm_cli.dryrun.experts import OneExpert
 from edkm_cli.dryrun.gradients import Gradients, Taught, layer_bytes, rounded_bytes, size_bytes
-from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
+from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak, stands_for
 from edkm_cli.dryrun.meta import (
     ACTIVATIONS,
     CLUSTERING,
@@ -69,10 +70,11 @@ class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
     def __init__(self, plan: RunPlan, *, stored_bytes: int):
-        self.plan, self.config, self.launch = plan, plan.config, plan.launch
-        self._stored_bytes, self._skeleton = stored_bytes, plan.skeleton
-        self._stage = Stage(plan.launch, (swap.shape for swap in plan.clustered))
-        self._ledger = self._stage.ledger
+        self._stage = Stage(plan.launch, {swap.shape for swap in plan.clustered})
+        self._ledger, self._host = self._stage.ledger, HOST if plan.launch.gpu else DEVICE
+        self._experts = OneExpert(plan, self._ledger)
+        self.plan, self.config, self.launch = self._experts.plan, plan.config, plan.launch
+        self._stored_bytes, self._skeleton = stored_bytes, self.plan.skeleton
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
         self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
@@ -81,7 +83,7 @@ class Rehearsal:
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
-        with self._stage:
+        with self._stage, self._experts:
             if self.plan.writes_text:
                 self._write(self._load(whole=True))
             dense = self._load(whole=not self._streams)
@@ -133,12 +135,12 @@ class Rehearsal:
             model = copy.deepcopy(self._skeleton)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
+        self._stage.label(model)
         model.config.dtype = getattr(torch, dtype)
         shared = {id(weight) for weight in ([] if whole else self._share_layers(model))}
         rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
         self._ledger.move(rest, WEIGHTS, share=self.launch.share)
         self._ledger.move(model.buffers(), WEIGHTS)
-        self._stage.label(model)
         return model.eval()
 
     def _write(self, model: Any) -> None:
@@ -197,8 +199,7 @@ class Rehearsal:
             if self._streams:
                 return self._collect_by_layer(model, names, batches, **options)
             found = collect_importance(model, names, batches, **options)
-        place = HOST if self.launch.gpu else DEVICE
-        self._ledger.move(found.values(), CLUSTERING, place=place, share=self.launch.share)
+        self._ledger.move(self._experts.for_all(found), CLUSTERING, place=self._host, share=self.launch.share)
         self._ledger.begin("start")
         return found
 
@@ -211,10 +212,10 @@ class Rehearsal:
         entries = sum(table_numbers(self.plan.spec.palette, bits) for bits in tried)
 
         def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
-            self._ledger.move(importance.values(), CLUSTERING)
+            self._ledger.move(self._experts.for_all(importance), CLUSTERING)
             for name in importance:  # tables with each number of bits that the linear may get
                 tables = torch.empty(self.plan.spec.granularity.groups(*layer_shapes[name]), entries, device=META)
-                self._ledger.move([tables], CLUSTERING, place=HOST if self.launch.gpu else DEVICE)
+                self._ledger.move(self._experts.for_all({name: tables}), CLUSTERING, place=self._host)
                 self._tables.append(tables)
             importance.clear()
 
@@ -277,8 +278,7 @@ class Rehearsal:
             if grid.palette != FREE:
                 scratch = search_bytes(grid, weight.numel(), size)
             copied = size_bytes([weight]) if self.launch.gpu else 0
-            place = HOST if self.launch.gpu else DEVICE
-            held = self._ledger.more(copied + scratch, CLUSTERING, place=place)
+            held = self._ledger.more(copied + scratch, CLUSTERING, place=self._host)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
                 grid.start(weight, granularity=granularity, importance=importance)
         return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
@@ -288,7 +288,8 @@ class Rehearsal:
         average = self.plan.average_bits
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
         hidden = getattr(self._skeleton.config, "hidden_size", 0)
-        size = compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrections is not None)
+        corrected = corrections is not None and inputs[0].dim() == 3  # experts get a choice of the tokens
+        size = compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrected)
         with self._ledger.more(size, CLUSTERING):
             pass
         if corrections is not None:
@@ -337,8 +338,11 @@ class Rehearsal:
             parts = Parts(model, whole=self.launch.sharded)
             with self._stage.offload(model, config.offload == "cpu"):
                 (objective.loss(parts, ids) / config.gradient_accumulation).backward()
-            if config.mode == "soft":
-                self._hard_loss(model, parts, objective, ids)
+            if config.mode == "soft":  # the loss with weights as they are exported is measured, too
+                model.eval()
+                with torch.no_grad():
+                    objective.loss(parts, ids)
+                model.train()
             gradients.restore()
             torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
             for layer in clustered_layers(model).values():
@@ -351,17 +355,11 @@ class Rehearsal:
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
 
-    @torch.no_grad()
-    def _hard_loss(self, model: Any, parts: Parts, objective: Objective, ids: Tensor) -> None:
-        model.eval()
-        objective.loss(parts, ids)
-        model.train()
-
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:
         """As `build_optimizer`. On a GPU a step needs nothing beside its state: AdamW is fused there."""
         config = self.config
         if self.launch.gpu:
-            state, scratch = state_bytes(trained)
+            state, scratch = state_bytes([one for one in trained for _ in range(stands_for(one))])
             held.enter_context(self._ledger.more(int(state * self.launch.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]

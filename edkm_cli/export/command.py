@@ -60,6 +60,8 @@ def export_model(
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
+    if source.spec.split_experts and to != "dense":
+        raise UserError(f"--to {to} holds no experts, but {directory} has some; use --to dense")
     if to in TARGETS:
         require_fit(to, source)
     form.check(source, options)

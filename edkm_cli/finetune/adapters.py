@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
+from edkm_cli.runtime.experts import is_expert
 
 ALL_LINEAR = "all-linear"
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,7 +21,8 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     """A peft model that trains low-rank updates of linears of `model`, which it changes in place. A fresh one changes no
     output. Updates are float32, A is drawn from PyTorch's generator.
 
-    `targets` are ends of module paths (`q_proj`, `layers.0.mlp.up_proj`), or `all-linear`: all but the output embedding.
+    `targets` are ends of module paths (`q_proj`, `layers.0.mlp.up_proj`), or `all-linear`: all but the output embedding
+    and packed experts, each of which sees few tokens.
 
     Raises UserError for a target that is none.
     """
@@ -31,11 +33,14 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
             raise UserError(
                 f"--target-modules must name linears of the model ({there}) or {ALL_LINEAR}, got {target!r}"
             )
-    everything = ALL_LINEAR in targets
+    named: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets)
+    if named == ALL_LINEAR and any(is_expert(name) for name in names):
+        head = model.get_output_embeddings()
+        named = [name for name in names if not is_expert(name) and model.get_submodule(name) is not head]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
-        target_modules=ALL_LINEAR if everything else list(targets),
+        target_modules=named,
         bias="none",
         task_type="CAUSAL_LM",
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edkm_cli import kernels
 from edkm_cli.clustering import lookup, nearest_indices
@@ -29,7 +29,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
-from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.clustered import ClusteredLinear, LutLayer, clustered_layers, lut_layers
 from edkm_cli.nn.hooks import evaluating, hooked
 
 _LAZY_COLUMNS = 128
@@ -37,6 +37,8 @@ _DAMPING = 0.01
 _DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
 _ROUNDS = 2  # of tables fitted and choices improved; a third changes one choice in a hundred
 _MOST_ENTRIES = 64  # of a table that is improved: more leave little to gain, and each is tried
+# Of an expert, which gets some of the tokens: of fewer the errors of a row would be made up for on these tokens alone.
+_LEAST_TOKENS_A_COLUMN = 0.25
 _SWEEPS = 4  # over the columns in each round: most choices settle in two
 
 
@@ -146,6 +148,26 @@ def _improve(indices: Tensor, layer: ClusteredLinear, wanted: Tensor, hessian: T
     kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
 
 
+def gets_too_few(layer: LutLayer) -> bool:
+    """Whether this is an expert's matrix that too few tokens reach to compensate it, or to train it on them."""
+    if layer.tokens is None or layer.tokens.is_meta:
+        return False
+    return int(layer.tokens) < layer.in_features * _LEAST_TOKENS_A_COLUMN
+
+
+def few_tokens(model: nn.Module, say: Callable[[str], None]) -> dict[str, int]:
+    """Tokens of the experts' matrices that `gets_too_few` is true of, by name; what that means is said."""
+    layers: dict[str, Any] = {name: layer for name, layer in lut_layers(model).items() if gets_too_few(layer)}
+    few = {name: int(layer.tokens) for name, layer in layers.items()}
+    if few:
+        least = min(few, key=few.__getitem__)
+        say(
+            f"{len(few)} matrices of experts got too few tokens to be compensated, and start as k-means leaves them (the "
+            f"fewest: {few[least]}, {least}); more --start-tokens reach more of them"
+        )
+    return few
+
+
 class Compensation:
     """The hook before each layer. Layers that follow each other with one input share its factor.
 
@@ -167,6 +189,11 @@ class Compensation:
         if layer in self._done:  # a module that is used twice
             return
         self._done.add(layer)
+        if layer.tokens is not None:
+            layer.tokens.fill_(inputs[0].numel() // layer.in_features)
+        if gets_too_few(layer):
+            next(self._progress, None)
+            return
         with torch.autocast(layer.weight.device.type, enabled=False):
             self._compensate(layer, inputs)
         next(self._progress, None)

@@ -80,7 +80,9 @@ class Corrections:
         """Keep what the modules get in passes of the uncompressed layer, one text each."""
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._exact.setdefault(module, []).append(_entering(args, kwargs))
+            entering = _entering(args, kwargs)
+            if entering.dim() == 3:  # experts get a choice of the tokens, see `target`
+                self._exact.setdefault(module, []).append(entering)
 
         with hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield

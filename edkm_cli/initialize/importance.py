@@ -8,6 +8,7 @@ gradient of the weight and gives a sample for every token instead of every seque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,10 @@ from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.hooks import evaluating, hooked
 from edkm_cli.precision import bfloat16_products, sum_of_products
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.experts import is_expert
 
+# Tokens that an expert must get, or its squared gradients are those of single tokens: all its weights count alike then.
+_LEAST_TOKENS = 32
 IMPORTANCES = ("gradient", "activation", "none")
 _LOGITS = 2**25  # at a time: 130 MB, as much again for their gradient
 
@@ -35,14 +39,17 @@ class _Collector:
 
     def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World, moments: Sequence[str] = ()):
         self.sums: dict[str, Tensor] = {}
+        self.tokens = dict.fromkeys(layers, 0)
         self.counts = True
         self._waiting: dict[str, list[Tensor]] | None = None
         self._kind, self._world, self._moments = kind, world, moments
+        self._layers = layers
         self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
 
     def _hook(self, name: str) -> Any:
         def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in); the square is taken when needed
+            self.tokens[name] += x.shape[0] if self.counts else 0
             if name in self._moments and self._waiting is not None:
                 self._waiting.setdefault(name, []).append(inputs[0].detach())
             elif name in self._moments:
@@ -80,6 +87,32 @@ class _Collector:
             value = torch.zeros_like(value)
         value = value.cpu()
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+
+    def means(self, tokens: int) -> dict[str, Tensor]:
+        """Over all processes, by `tokens`. The weights of an expert that got too few all count alike, as those of
+        the sibling that counts least do on average."""
+        split = self._world.sharded and self._kind == "gradient"
+        for name in self._layers:  # one that this process's tokens did not reach takes part with zeros
+            if is_expert(name) and name not in self.sums:
+                shape = self._layers[name].weight.shape[self._kind == "activation" :]
+                self.sums[name] = torch.zeros(shape, device="meta" if self._layers[name].weight.is_meta else "cpu")
+        # In place: the sums of a 7B model are 26 GB.
+        found = {
+            name: (value if split and name not in self._moments else self._world.sum(value)).div_(max(tokens, 1))
+            for name, value in sorted(self.sums.items())
+        }
+        experts = [name for name in found if is_expert(name) and not found[name].is_meta]
+        counts = torch.tensor([float(self.tokens[name]) for name in experts], device="cpu")
+        reached = self._world.sum(counts).tolist() if experts else []
+        means: dict[str, float] = {}
+        for name, count in zip(experts, reached, strict=True):
+            if count >= _LEAST_TOKENS:
+                block = name.rpartition(".")[0]
+                means[block] = min(float(found[name].mean()), means.get(block, math.inf))
+        for name, count in zip(experts, reached, strict=True):
+            if count < _LEAST_TOKENS:
+                found[name].fill_(means.get(name.rpartition(".")[0], 1.0))
+        return found
 
     def __enter__(self) -> _Collector:
         return self
@@ -121,13 +154,7 @@ def collect_importance(
     with _Collector(hooked, kind, world, moments) as collector, _frozen(model), bfloat16_products():
         for batch, collector.counts in track(turns, "calibration", len(turns)):
             _run(model, batch.to(world.device), kind)
-    tokens = sum(batch.numel() for batch in batches)
-    split = world.sharded and kind == "gradient"
-    # In place: the sums of a 7B model are 26 GB.
-    return {
-        name: (value if split and name not in moments else world.sum(value)).div_(max(tokens, 1))
-        for name, value in sorted(collector.sums.items())
-    }
+    return collector.means(sum(batch.numel() for batch in batches))
 
 
 def collect_by_layer(
@@ -146,7 +173,7 @@ def collect_by_layer(
     What is found of a layer goes to `take(path, layer, importance)` while its weights are there; layers come in any order.
     Returns the products of the inputs of `moments`, linears outside of the decoder layers.
     """
-    gradient, tokens = kind == "gradient", max(sum(batch.numel() for batch in batches), 1)
+    gradient, tokens = kind == "gradient", sum(batch.numel() for batch in batches)
     turns = [(batch.to(world.device), counts) for batch, counts in world.turns(batches)]
     passes = len(layers.paths) * (2 if gradient else 1)
     progress = iter(track(range(passes), "calibration", passes))
@@ -155,9 +182,6 @@ def collect_by_layer(
     def collector(path: str) -> _Collector:
         inside = [name for name in names if name.startswith(f"{path}.")] if path else moments
         return _Collector({name: model.get_submodule(name) for name in inside}, kind, world, moments)
-
-    def means(collector: _Collector) -> dict[str, Tensor]:
-        return {name: world.sum(value).div_(tokens) for name, value in sorted(collector.sums.items())}
 
     with _frozen(model), bfloat16_products():
         with torch.no_grad():
@@ -170,12 +194,12 @@ def collect_by_layer(
                         inputs.push(hidden[index])
                     hidden[index] = run(layer, hidden[index], call)
                 if not gradient:
-                    take(path, layer, means(sums))
+                    take(path, layer, sums.means(tokens))
             next(progress, None)
         with collector("") as sums:
             for index, (batch, sums.counts) in enumerate(turns):
                 hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=sums)
-            found = means(sums)
+            found = sums.means(tokens)
         for path, call in reversed(calls) if gradient else ():
             entered = [inputs.pop(world.device) for _ in turns][::-1]
             with layers.whole(path) as layer, collector(path) as sums:
@@ -184,7 +208,7 @@ def collect_by_layer(
                     with torch.enable_grad():
                         output = run(layer, start, call)
                     hidden[index] = torch.autograd.grad(output, start, hidden[index])[0]
-                take(path, layer, means(sums))
+                take(path, layer, sums.means(tokens))
             next(progress, None)
     return found
 

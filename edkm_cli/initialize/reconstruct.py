@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.compensate import Compensation
+from edkm_cli.initialize.compensate import Compensation, gets_too_few
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
@@ -184,8 +184,9 @@ class _Block:
     def _parameters(self) -> list[dict[str, Any]]:
         """The optimizer's groups, one for each parameter: clustered weights, their tables, norms and biases. Linears that
         were skipped keep their weights."""
-        rates = {id(layer.weight): _WEIGHTS_RATE for layer in self.layers}
-        rates |= {id(layer.centroids): _LUTS_RATE for layer in self.layers}
+        trained_layers = [layer for layer in self.layers if not gets_too_few(layer)]
+        rates = {id(layer.weight): _WEIGHTS_RATE for layer in trained_layers}
+        rates |= {id(layer.centroids): _LUTS_RATE for layer in trained_layers}
         trained = [p for p in self.module.parameters() if id(p) in rates or p.dim() == 1]
         return [{"params": [p], "peak": rates.get(id(p), _REST_RATE) * _size(p)} for p in trained]
 

@@ -13,7 +13,8 @@ from edkm_cli import model_files, models
 from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
-from edkm_cli.model_files import TensorFiles, require_unquantized
+from edkm_cli.initialize.stored import StoredModel
+from edkm_cli.model_files import require_unquantized
 from edkm_cli.nn.decoder import decoder_layers
 
 
@@ -61,7 +62,7 @@ def open_layers(
         return None
     model, reader, tied = _empty(source, dtype, trainable=True, trust_remote_code=trust_remote_code)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if not names - tied <= reader.tensors.keys() or getattr(model, "_keep_in_fp32_modules", None):
+    if not all(name in reader for name in names - tied) or getattr(model, "_keep_in_fp32_modules", None):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
     _read(model, "", reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
@@ -78,7 +79,7 @@ def open_layers(
 
 def _empty(
     source: models.ModelSource, dtype: torch.dtype, *, trainable: bool, trust_remote_code: bool
-) -> tuple[Any, TensorFiles, set[str]]:
+) -> tuple[Any, StoredModel, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -93,13 +94,13 @@ def _empty(
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
-    reader = TensorFiles(directory)
+    reader = StoredModel(model, directory, split=source.splits)
     tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
     return model, reader, {name for name in tied if name not in reader}
 
 
 def _read(
-    module: nn.Module, prefix: str, reader: TensorFiles, dtype: torch.dtype, device: str, leave: Any = ()
+    module: nn.Module, prefix: str, reader: StoredModel, dtype: torch.dtype, device: str, leave: Any = ()
 ) -> None:
     """Fill the parameters that are still empty, all but those in `leave`, and the buffers that files hold."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -121,11 +122,10 @@ def _read(
                 owner._buffers[leaf] = reader.get(name).to(buffer.device, buffer.dtype)  # a router's correction, say
 
 
-def _refuse_unexpected(model: Any, reader: TensorFiles) -> None:
+def _refuse_unexpected(model: Any, reader: StoredModel) -> None:
     """Raises UserError for a tensor that the model has no place for, but those that its family is known to carry."""
-    known = set(model.state_dict())
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
-    strangers = sorted(name for name in reader.tensors if name not in known and not ignored.search(name))
+    strangers = [name for name in reader.strangers() if not ignored.search(name)]
     if strangers:
         raise UserError(
             f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too; check that "

@@ -31,6 +31,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.experts import is_expert
 
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
 _MOST_BITS = 4  # above, errors are small everywhere
@@ -68,6 +69,7 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
         embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
+        split_experts=any(is_expert(swap.name) for swap in swaps),
     )
     linears = [swap for swap in swaps if swap.clustered]
     average: float = config.bits

@@ -29,6 +29,7 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.kernels import from_groups, to_groups
+from edkm_cli.runtime.experts import is_expert
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class LutLayer(nn.Module):
     clustering: Clustering
     centroids: nn.Parameter
     bias: nn.Parameter | None
+    name: str
+    tokens: Tensor | None  # of an expert: how many reached it when it was to be compensated, an int64
 
     def codes(self) -> Tensor:
         """The entry of each weight, (out, in) uint8, as a row of `lut()`."""
@@ -154,6 +157,8 @@ class ClusteredLinear(LutLayer):
         kept = None if importance is None else nn.Parameter(importance.detach(), requires_grad=False)
         self.register_parameter("importance", kept)
         self.dense = False
+        counted = torch.zeros((), dtype=torch.int64, device=weight.device) if is_expert(name) else None
+        self.register_buffer("tokens", counted)
         # Where the dense reference's saved tensors go (a context made from the weight); the trainer may set it.
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
         self._memo: tuple[tuple[object, ...], Tensor] | None = None

@@ -46,6 +46,7 @@ class HeldLinear(LutLayer):
         self.out_features, self.in_features = indices.shape[0], in_features
         self.clustering, self.name = clustering, name
         self.register_buffer("indices", indices)
+        self.register_buffer("tokens", None)
         self.centroids = nn.Parameter(centroids.detach().float())
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
 
@@ -59,6 +60,7 @@ class HeldLinear(LutLayer):
             packed = pack(layer.codes(), bits)
         about: dict[str, Any] = {"in_features": columns, "name": layer.name, "dtype": layer.weight.dtype}
         held = cls(packed, layer.centroids, layer.bias, layer.clustering, **about)
+        held.tokens = layer.tokens
         return held.train(layer.training)
 
     @classmethod

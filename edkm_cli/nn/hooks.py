@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.runtime.experts import with_one_expert
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def layers_form_a_chain(skeleton: Any) -> bool:
     Where they get more of it, as gemma3n's an embedding of each token, that comes from parameters and carries a gradient;
     masks and positions are the same for all texts of a shape.
     """
-    model = copy.deepcopy(skeleton).eval()  # a pass may leave tensors in it
+    model = with_one_expert(skeleton).eval()  # a copy: a pass may leave tensors in it
     first = next(iter(decoder_layers(model).values()))
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")

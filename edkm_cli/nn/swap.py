@@ -19,6 +19,7 @@ from torch import nn
 from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity
+from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from edkm_cli.runtime.palettized import (
     PALETTIZED,
     PalettizedEmbedding,
@@ -91,6 +92,8 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
         if not reason and _is_time_step(model, name):
             reason = "a Mamba time step, which multiplies by the weight and is not called"
+        if not reason and not is_expert(name) and _is_router(model, name):
+            reason = "a router, which chooses experts"
         swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
@@ -116,6 +119,14 @@ def _is_time_step(model: nn.Module, name: str) -> bool:
     """Whether this is `dt_proj` of a Mamba block, which has `x_proj` beside it."""
     path, _, leaf = name.rpartition(".")
     return leaf == "dt_proj" and hasattr(model.get_submodule(path), "x_proj")
+
+
+def _is_router(model: nn.Module, name: str) -> bool:
+    """Whether this linear gives a number for each of the experts beside it."""
+    path = name.rpartition(".")[0]
+    blocks: list[Any] = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
+    experts = [child for block in blocks for child in block.children() if isinstance(child, Experts)]
+    return any(model.get_submodule(name).out_features == child.count for child in experts)
 
 
 def _other_matrices(path: str, module: nn.Module) -> list[Swap]:
@@ -228,6 +239,8 @@ def palettize_skeleton(
 
     `stays(path)` says of a linear or embedding that the checkpoint does not know it, so that it stays as it is.
     """
+    if spec.split_experts:
+        split_experts(model)
     tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     skipped, unknown = set(spec.skipped), set(spec.module_bits)
@@ -280,6 +293,7 @@ def dequantize_model(model: Any, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PALETTIZED):
             model.set_submodule(name, to_dense(module, dtype))
+    fuse_experts(model)
     if tied and isinstance(head, PalettizedHead):
         head_name, embedding_name = names[id(head)], names[id(embedding)]
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight

@@ -234,12 +234,11 @@ class _Training:
 
 def average_gradients(model: Any, world: World) -> None:
     """Over the processes of a model that each has whole: of held assignments, those of tables and norms only."""
-    if world.size == 1:
-        return
     for parameter in model.parameters():
-        if parameter.requires_grad:  # one that this process's tokens did not use, an expert's, takes part with zeros
+        if parameter.requires_grad:  # one that no token used, an expert's, takes part with zeros
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            world.sum(parameter.grad).div_(world.size)
+            if world.size > 1:
+                world.sum(parameter.grad).div_(world.size)
 
 
 def require_finite(what: str, value: float, step: int) -> None:

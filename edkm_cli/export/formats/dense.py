@@ -23,6 +23,7 @@ from edkm_cli.export.formats.folder import read_tensors, write_config, write_ten
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress, quiet_bars
+from edkm_cli.runtime.experts import joined, split_experts
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _AUTO = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}
@@ -44,7 +45,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
 
     def parts(make: Any) -> Iterator[dict[str, Tensor]]:
         for _, names in groupby(source.tensors, key=_layer):
-            yield _in_files(conversions, {name: make(name) for name in names})
+            yield _in_files(conversions, joined(source.model, {name: make(name) for name in names}))
 
     meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")))
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for part in meta for name, tensor in part.items()}
@@ -72,9 +73,11 @@ def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    if not _conversions(empty):
+    converts = _conversions(empty)
+    if not (split_experts(empty) or converts):
         return read_tensors(folder)
     model = _from_pretrained(folder, options)
+    split_experts(model)
     tied = set(model.all_tied_weights_keys)
     return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
 

@@ -1,0 +1,86 @@
+"""Experts as linears: the same model, and a start that says which of them the text does not reach."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.compensate import few_tokens
+from edkm_cli.initialize.importance import collect_importance
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.swap import plan_swaps
+from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
+from families import family
+
+IDS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "llama4_text", "jamba"])
+@torch.no_grad()
+def test_split_experts_compute_what_their_family_computes_and_are_fused_again(model_type):
+    model = family(model_type)
+    wanted, tensors = model(IDS).logits, copy.deepcopy(model.state_dict())
+    assert split_experts(model)
+    assert not split_experts(model)
+    assert torch.allclose(model(IDS).logits, wanted, atol=1e-5)
+    fuse_experts(model)
+    assert torch.equal(model(IDS).logits, wanted)
+    found = model.state_dict()
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def unreached():
+    """A Mixtral whose router never chooses expert 3 of the first layer."""
+    model = family("mixtral")
+    split_experts(model)
+    router = model.model.layers[0].mlp.gate
+    router.forward = without(router.forward, 3)
+    return model
+
+
+def without(forward, expert):
+    def changed(*args):
+        logits, weights, chosen = forward(*args)
+        others = (chosen + 1) % 3
+        taken = torch.where((others == chosen.flip(-1)), (others + 1) % 3, others)
+        return logits, weights, torch.where(chosen == expert, taken, chosen)
+
+    return changed
+
+
+def test_only_experts_that_are_chosen_are_called():
+    model = unreached()
+    called = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_expert(name):
+            module.register_forward_hook(lambda *_, name=name: called.add(name))
+    with torch.no_grad():
+        model(IDS)
+    first = {name for name in called if name.startswith("model.layers.0.")}
+    assert {name.rpartition(".")[2] for name in first} == {"0", "1", "2"}
+
+
+def test_an_expert_that_no_token_reaches_counts_as_the_least_of_its_siblings_and_is_named():
+    model = unreached()
+    swaps = plan_swaps(model, embedding_bits=8)
+    names = [swap.name for swap in swaps if swap.clustered]
+    importance = collect_importance(model, names, [IDS.repeat(8, 1)], kind="gradient")
+    path = "model.layers.0.mlp.experts.down_proj"
+    lone = importance[f"{path}.3"]
+    assert lone.unique().numel() == 1
+    assert torch.isclose(lone[0, 0], min(importance[f"{path}.{index}"].mean() for index in range(3)))
+    before = model.get_submodule(f"{path}.3").weight.detach().clone()
+    spec = QuantizationSpec(3, "row:1", "float16", 8, split_experts=True)
+    recipe = Recipe(swaps, spec, Clustering(3, "row:1", "float16"), importance="gradient")
+    made = initialize(model, recipe, calibration=[IDS.repeat(8, 1)], fitting=[IDS])
+    clustered = made[0] if isinstance(made, tuple) else made
+    assert torch.equal(clustered.get_submodule(f"{path}.3").weight, before)
+    said = []
+    few = few_tokens(clustered, said.append)
+    assert few[f"{path}.3"] == 0
+    assert "too few tokens" in said[0]
+    assert any(isinstance(module, Experts) for module in clustered.modules())
