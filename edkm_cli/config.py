@@ -6,7 +6,6 @@ Nothing here imports torch, so `--help` and the checks of a configuration are in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from edkm_cli.settings import (
     faults,
     from_mapping,
     read_yaml,
+    ready_file,
     refuse,
     setting,
     setting_of,
@@ -31,28 +31,6 @@ from edkm_cli.settings import (
 from edkm_cli.targets import TARGETS
 
 CHECKPOINTS = "checkpoints"  # of training, in the unfinished result
-
-
-def configs_directory() -> Path:
-    """Where models.yaml and the ready configurations are: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    beside = package.parent / "configs"
-    return beside if (beside / "models.yaml").is_file() else package / "configs"
-
-
-def cache_directory() -> Path:
-    """Everything that is kept between runs: $EDKM_CACHE, or edkm/ in the user's cache directory."""
-    if os.environ.get("EDKM_CACHE"):
-        return Path(os.environ["EDKM_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
-
-
-def ready_file(path: str | Path) -> Path:
-    """A file as it was named; where there is none, the one of edkm's own that `configs/FILE` or FILE names."""
-    named = Path(path).expanduser()
-    shipped = configs_directory() / named.name
-    own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
-    return shipped if own else named
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import cache_directory, configs_directory
 from edkm_cli.distributed import local
 from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
@@ -31,6 +30,7 @@ from edkm_cli.model_files import (
     settle_ties,
 )
 from edkm_cli.progress import no_warnings, quiet_bars
+from edkm_cli.settings import cache_directory, configs_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _AT_ONCE = 2**22  # weights

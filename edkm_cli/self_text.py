@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.settings import cache_directory
 
 # No divisor of the length of blocks: most blocks then begin inside a sequence. The first token of a text gets activations a
 # thousand times as large as all others, whatever it is, and the model must not be fitted to those of two tokens alone.

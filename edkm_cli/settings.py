@@ -16,6 +16,7 @@ of the command (`edkm_cli.cli.options`). To add an option, add a field.
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -42,6 +43,28 @@ MAX_WHOLE = 2**40  # of any setting: seeds are multiplied, and tensors take 64 b
 _Config = TypeVar("_Config", bound=Any)
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
+
+
+def configs_directory() -> Path:
+    """Where models.yaml and the ready configurations are: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    beside = package.parent / "configs"
+    return beside if (beside / "models.yaml").is_file() else package / "configs"
+
+
+def cache_directory() -> Path:
+    """Everything that is kept between runs: $EDKM_CACHE, or edkm/ in the user's cache directory."""
+    if os.environ.get("EDKM_CACHE"):
+        return Path(os.environ["EDKM_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
+
+
+def ready_file(path: str | Path) -> Path:
+    """A file as it was named; where there is none, the one of edkm's own that `configs/FILE` or FILE names."""
+    named = Path(path).expanduser()
+    shipped = configs_directory() / named.name
+    own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
+    return shipped if own else named
 
 
 @dataclass(frozen=True)

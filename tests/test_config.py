@@ -4,11 +4,11 @@ from dataclasses import fields
 
 import pytest
 
-from edkm_cli.config import CompressConfig, build_config, configs_directory
+from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.data import parse_source
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.settings import read_yaml, setting_of
+from edkm_cli.settings import configs_directory, read_yaml, setting_of
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 import edkm_cli
 from edkm_cli.errors import UserError
+from edkm_cli.finetune.adapters import add_adapter
 from edkm_cli.finetune.recluster import cluster_again, decoded_copy
 from edkm_cli.format import read_spec
 from edkm_cli.nn.clustered import Clustering, clustered_layers
@@ -19,10 +19,10 @@ FORMATS = [
 ]
 
 
-def again(directory, *, updated, targets="all-linear"):
+def again(directory, *, updated, targets=("all-linear",)):
     torch.manual_seed(0)
     packed = edkm_cli.load(directory, dtype=torch.float32)
-    model = get_peft_model(packed, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    model = add_adapter(packed, rank=4, alpha=8, targets=tuple(targets))
     if updated:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -14,7 +14,6 @@ import torch
 
 import edkm_cli
 from edkm_cli import data, models
-from edkm_cli.config import configs_directory
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.charts import save
@@ -25,6 +24,7 @@ from edkm_cli.research.compare import worker as compare_worker
 from edkm_cli.research.compare.command import command, compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.research.compare.table import draw, format_table
+from edkm_cli.settings import configs_directory
 from helpers import refused, run
 from processes import PATIENCE_SECONDS
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import edkm_cli
-from edkm_cli.config import build_config, configs_directory
+from edkm_cli.config import build_config
 from edkm_cli.research.compare.config import build_compare_config
+from edkm_cli.settings import configs_directory
 from processes import PATIENCE_SECONDS, wait_for_steps
 
 ROOT = Path(__file__).parent.parent

@@ -27,12 +27,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from edkm_cli.allocator import return_free_blocks
-from edkm_cli.config import cache_directory
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
 from edkm_cli.errors import UserError
 from edkm_cli.format import sync
+from edkm_cli.settings import cache_directory
 
 Say = Callable[[str], None]
 

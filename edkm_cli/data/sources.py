@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edkm_cli.config import ready_file
 from edkm_cli.errors import UserError
+from edkm_cli.settings import ready_file
 
 BUILTIN, PROSE, WIKITEXT2, ALPACA, SELF = "builtin", "builtin-prose", "wikitext2", "alpaca", "self"
 COMPLETIONS, EVERYTHING = "completions", "all"  # what of records is learnt

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli import __version__
-from edkm_cli.config import CHECKPOINTS, cache_directory
+from edkm_cli.config import CHECKPOINTS
 from edkm_cli.errors import UserError
+from edkm_cli.settings import cache_directory
 
 MARKER, FILES = "edkm-run.json", "edkm-files.json"
 GENERATOR = f"edkm {__version__}"

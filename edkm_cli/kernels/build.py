@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from edkm_cli.config import cache_directory
 from edkm_cli.kernels import levels
+from edkm_cli.settings import cache_directory
 
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.config import as_in_compress, ready_file
+from edkm_cli.config import as_in_compress
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import METHODS as BASELINES
 from edkm_cli.settings import (
@@ -33,6 +33,7 @@ from edkm_cli.settings import (
     faults,
     from_mapping,
     read_yaml,
+    ready_file,
     refuse,
     setting,
     shown,
