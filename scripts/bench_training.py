@@ -51,7 +51,7 @@ from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.build import Recipe, Steps, initialize
 from edkm_cli.kernels import to_groups
 from edkm_cli.nn.parts import Parts
 from edkm_cli.preflight import Launch, RunPlan, choose_device, choose_dtype, plan_run
@@ -145,7 +145,7 @@ def build(plan: RunPlan, variant: str) -> tuple[Any, Objective]:
         others = [swap for swap in plan.swaps if not swap.clustered]
         recipe = replace(recipe, swaps=others, holds=False)
     teacher = KeptStates(model, config) if plan.distills else None
-    model = initialize(model, recipe, start=quick_start)
+    model = initialize(model, recipe, steps=Steps(tables=quick_start))
     return model, Objective(teacher, config.label_weight or 0.0)
 
 

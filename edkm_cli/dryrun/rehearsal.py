@@ -40,7 +40,7 @@ from edkm_cli.dryrun.meta import (
 )
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
-from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.build import Recipe, Steps, initialize
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
 from edkm_cli.initialize.layers import Layers
@@ -174,6 +174,7 @@ class Rehearsal:
         text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
         batches = calibration_text(calibration, plan)[: 1 if self.launch.gpu else 2]
+        steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
             model = initialize(
@@ -183,11 +184,7 @@ class Rehearsal:
                 fitting=start_batches(text, plan),
                 build=self._rebuild if self.launch.sharded else None,
                 world=World(device="meta"),
-                collect=self._collect,
-                start=self._kmeans,
-                compensating=self._compensate,
-                reconstructing=self._reconstruct,
-                rounding_of=self._rounding_of,
+                steps=steps,
             )
         self._tables.clear()
         self._settle(model)

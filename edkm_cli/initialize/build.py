@@ -87,6 +87,17 @@ class Recipe:
         return [swap for swap in self.swaps if swap.clustered]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The costly steps of a start, for a rehearsal, or whoever needs them done otherwise: called as these functions are."""
+
+    collect: Callable[..., dict[str, Tensor]] = collect_importance
+    tables: Callable[..., Tensor] = shared_kmeans_start
+    compensate: Callable[..., None] = compensate
+    reconstruct: Callable[..., None] = reconstruct
+    rounding: Callable[..., dict[str, Rounded]] = compensating_rounding
+
+
 def initialize(
     dense: Any,
     recipe: Recipe,
@@ -96,11 +107,7 @@ def initialize(
     build: Build | None = None,
     world: World = ALONE,
     track: Track = no_progress,
-    collect: Callable[..., dict[str, Tensor]] = collect_importance,
-    start: Callable[..., Tensor] = shared_kmeans_start,
-    compensating: Callable[..., None] = compensate,
-    reconstructing: Callable[..., None] = reconstruct,
-    rounding_of: Callable[..., dict[str, Rounded]] = compensating_rounding,
+    steps: Steps = Steps(),
 ) -> Any:
     """The clustered model. All processes of `world` call this alike.
 
@@ -110,18 +117,15 @@ def initialize(
         fitting: token ids that weights are compensated or reconstructed on, all of one shape; None leaves them as they
             are.
         build: makes the model anew part by part, for one that is sharded and never whole.
-        collect, start, compensating, reconstructing, rounding_of: the costly steps, for a rehearsal or a measurement that
-            needs them done otherwise; called as `collect_importance`, `shared_kmeans_start`, `compensate`, `reconstruct`
-            and `compensating_rounding` are.
 
     Raises UserError where calibration inputs or weights are not finite.
     """
     names = [swap.name for swap in recipe.clustered]
     head = output_embedding(recipe.swaps)
-    importance = collect(
+    importance = steps.collect(
         dense, names, list(calibration), kind=recipe.importance, moments=head, world=world, track=track
     )
-    rounding = rounding_of(recipe.swaps, {name: importance.pop(name) for name in head if name in importance})
+    rounding = steps.rounding(recipe.swaps, {name: importance.pop(name) for name in head if name in importance})
     average = recipe.average_bits
     if average is not None:
         bits = world.on_main(lambda: allocate(dense, recipe.clustered, importance, recipe.spec, average, track=track))
@@ -130,7 +134,13 @@ def initialize(
     def prepare(path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
         cluster_linears(
-            part, recipe, importance, prefix=prefix, world=world, start=start, track=no_progress if path else track
+            part,
+            recipe,
+            importance,
+            prefix=prefix,
+            world=world,
+            start=steps.tables,
+            track=no_progress if path else track,
         )
 
     def finish(model: Any) -> None:
@@ -140,9 +150,9 @@ def initialize(
 
     model = (build or _in_place(dense))(prepare=prepare, finish=finish)
     if fitting is not None and recipe.passes is None:
-        compensating(model, list(fitting), world=world, track=track)
+        steps.compensate(model, list(fitting), world=world, track=track)
     elif fitting is not None:
-        reconstructing(model, list(fitting), passes=recipe.passes, seed=recipe.seed, world=world, track=track)
+        steps.reconstruct(model, list(fitting), passes=recipe.passes, seed=recipe.seed, world=world, track=track)
     if recipe.holds:
         hold(model)
     return model
@@ -260,8 +270,8 @@ def _tables(
 
 def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
     """As `initialize`, with what is kept in place of what it computes. `recipe` has the bits of all linears."""
-    nothing: dict[str, Any] = {"collect": lambda *_, **__: {}, "rounding_of": lambda *_, **__: {}}
-    model = initialize(dense, recipe, start=no_tables, **nothing, **options)
+    nothing = Steps(collect=lambda *_, **__: {}, tables=no_tables, rounding=lambda *_, **__: {})
+    model = initialize(dense, recipe, steps=nothing, **options)
     kept.fill(model)
     return model
 
