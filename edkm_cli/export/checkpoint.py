@@ -115,16 +115,18 @@ def is_remote(model: nn.Module) -> bool:
 
 
 def announced_tensors(
-    model: Any, spec: QuantizationSpec, dense: DenseFormat | None = None
+    model: Any, spec: QuantizationSpec, dense: DenseFormat | None = None, target: Any = None
 ) -> tuple[Any, dict[str, Tensor]]:
     """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
+    `target` is the former, where it is there already.
 
     Raises AttributeError for a tensor that the model does not have.
     """
     if dense is None:
         dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
         dense = DenseFormat(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
-    target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=is_remote(model))
+    if target is None:
+        target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=is_remote(model))
     tensors = skeleton_tensors(target)
     for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
         tensors[name] = _like(model, name, like, dense)

@@ -18,7 +18,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, cluster_linears, no_tables
 from edkm_cli.integrity import describe_tensors, expected_tensors
 from edkm_cli.nn.clustered import Clustering
-from edkm_cli.nn.swap import Swap, palettize_embeddings
+from edkm_cli.nn.swap import Swap, palettize_embeddings, palettize_skeleton
 
 
 def rehearse_export(
@@ -33,11 +33,12 @@ def rehearse_export(
 
     Raises UserError naming what does not fit.
     """
-    model = copy.deepcopy(model)
+    model, target = copy.deepcopy(model), copy.deepcopy(model)
     cluster_linears(model, Recipe(swaps, spec, clustering), start=no_tables)
     palettize_embeddings(model, swaps, spec, rounded=None)
     try:
-        target, announced = announced_tensors(model, spec)
+        palettize_skeleton(target, spec)
+        _, announced = announced_tensors(model, spec, target=target)
         with tempfile.TemporaryDirectory(prefix="edkm-rehearsal-") as folder:
             write_config(target, spec, Path(folder))
             copy_code(model, Path(folder))
