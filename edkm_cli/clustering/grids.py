@@ -28,7 +28,7 @@ _GROUPS = 1 << 14  # worked on at a time
 # Scales that are tried, as shares of the one at which entries reach the largest weight.
 _SHARES = tuple(0.55 + 0.05 * step for step in range(12))
 _SHARES_E2M1 = tuple(0.7 + 0.06 * step for step in range(16))  # whose outer entries are far apart
-_REFITS = 2  # of a scale to the entries that weights chose
+_REFITS = 3  # of a scale to the entries that weights chose
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Grid:
         self, weight: Tensor, *, granularity: Granularity, importance: Tensor | None = None, name: str = "weight"
     ) -> Tensor:
         """Parameters (groups, numbers) float32 that represent a weight (out, in) well: k-means where tables are free, else
-        the best of some scales that can be stored, each fitted to the entries that it makes weights choose.
+        the best of some scales that can be stored, fitted to the entries that it makes weights choose.
 
         `importance` is as `kmeans_start` takes it. Raises UserError as that does.
         """
@@ -126,19 +126,35 @@ class Grid:
 
     def _search(self, values: Tensor, masses: Tensor) -> Tensor:
         """`start` of some groups, (groups, n) each."""
-        basis = self.basis().to(values.device)
-        least = values.new_full((len(values),), torch.inf)
-        best = values.new_zeros(len(values), self.numbers)
+        tile = (1, values.shape[1])
+
+        def entries(candidate: Tensor) -> Tensor:
+            tables = self.tables(candidate)
+            return kernels.lookup(kernels.nearest(values, tables, tile), tables, tile, torch.float32)
+
+        def better(candidate: Tensor, best: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+            error = entries(candidate).sub_(values).square_().mul_(masses).sum(1)
+            return torch.where((error < least)[:, None], candidate, best), torch.minimum(error, least)
+
+        best, least = values.new_zeros(len(values), self.numbers), values.new_full((len(values),), torch.inf)
         for candidate in self._candidates(values):
-            for _ in range(_REFITS + 1):
-                tables = self.tables(candidate)
-                codes = kernels.nearest(values, tables, (1, values.shape[1]))
-                error = kernels.lookup(codes, tables, (1, values.shape[1]), torch.float32).sub_(values)
-                total = error.square_().mul_(masses).sum(1)
-                better = total < least
-                least, best = torch.where(better, total, least), torch.where(better[:, None], candidate, best)
-                candidate = _fitted(values, masses, basis[:, codes.long()], candidate)
+            best, least = better(candidate, best, least)
+        for _ in range(_REFITS):
+            best, least = better(self._fitted(best, entries(best), values, masses), best, least)
         return best
+
+    def _fitted(self, candidate: Tensor, entries: Tensor, values: Tensor, masses: Tensor) -> Tensor:
+        """Parameters of least weighted error for the entries that a candidate makes weights choose, (groups, n) each."""
+        scale, offset = self.stored(candidate)
+        center = shift = torch.zeros_like(scale)
+        if offset is not None:
+            total = masses.sum(1)
+            center, shift = (entries * masses).sum(1) / total, (values * masses).sum(1) / total
+        about = entries - center[:, None]
+        weighted = about * masses
+        spread = (weighted * about).sum(1)
+        slope = torch.where(spread > 0, (weighted * values).sum(1) / spread, 1.0)
+        return self.parameters(slope * scale, None if offset is None else slope * (offset - center) + shift)
 
     def _candidates(self, values: Tensor) -> list[Tensor]:
         if self.palette == AFFINE:
@@ -170,22 +186,6 @@ def search_bytes(grid: Grid, weights: int, group: int) -> int:
     """What the search of a start holds beside so many weights, in groups of `group`: weights and their importance by
     groups, and of `_GROUPS` of them some numbers of each."""
     return 2 * 4 * weights + 4 * _GROUPS * (group * (4 + 2 * grid.numbers) + 2**grid.bits)
-
-
-def _fitted(values: Tensor, masses: Tensor, chosen: Tensor, before: Tensor) -> Tensor:
-    """Parameters of least weighted error: `chosen` (numbers, groups, n) of the basis, `before` where there is none."""
-    weighted = chosen * masses
-    products = torch.einsum("pgn,qgn->gpq", weighted, chosen)
-    wanted = torch.einsum("pgn,gn->gp", weighted, values)
-    ridge = 1e-6 * products.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
-    products.diagonal(dim1=1, dim2=2).add_(ridge)
-    wanted += ridge * before
-    if products.shape[1] == 1:
-        return wanted / products[:, 0]
-    (a, b), (c, d) = products.unbind(1)[0].unbind(1), products.unbind(1)[1].unbind(1)
-    determinant = (a * d - b * c).clamp_min(1e-30)
-    one, two = wanted.unbind(1)
-    return torch.stack([(d * one - b * two) / determinant, (a * two - c * one) / determinant], 1)
 
 
 class StraightThrough(torch.autograd.Function):
