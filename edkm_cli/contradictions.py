@@ -35,7 +35,7 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
     if config.lut_scale is not None and config.lut_dtype != "float8_e4m3fn":
         found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {config.lut_dtype}; leave it out")
-    found += palette_faults(config.palette, config.bits, Granularity.parse(config.granularity))
+    found += palette_faults(config.palette, config.bits, Granularity.parse(config.granularity), config.lut_dtype)
     if config.palette != FREE and (config.mode != "straight-through" or config.method != "edkm"):
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
     found += _about_bits(config)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import FREE, LUT_DTYPES, Granularity, palette_faults, table_numbers
+from edkm_cli.granularity import FREE, LUT_DTYPES, SUPER_BLOCK, Granularity, palette_faults, table_numbers
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.settings import shown
 
@@ -43,6 +43,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int16: "I16",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -104,7 +105,8 @@ class QuantizationSpec:
         except UserError as error:
             faults.append(str(error))
         else:
-            faults += palette_faults(self.palette, self.bits, self.granularity)
+            for bits in {self.bits, *self.module_bits.values()} if not faults else ():
+                faults += palette_faults(self.palette, bits, self.granularity, self.lut_dtype)
         if faults:
             raise UserError("quantization_config: " + "; ".join(faults))
 
@@ -159,9 +161,11 @@ class QuantizationSpec:
     def linear_bits(self, out_features: int, in_features: int, bits: int) -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
         lut_bits = 8 * self.torch_lut_dtype.itemsize
-        numbers: dict[str, Any] = {"bits": bits, "lut_bits": lut_bits, "palette": self.palette}
-        per_weight = self.granularity.bits_per_weight(out_features, in_features, **numbers)
-        return out_features * in_features * per_weight
+        per_weight = self.granularity.bits_per_weight(
+            out_features, in_features, bits=bits, lut_bits=lut_bits, palette=self.palette
+        )
+        numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
+        return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
 
     @property
     def scales_luts(self) -> bool:
@@ -180,6 +184,8 @@ class QuantizationSpec:
         tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))
         if self.scales_luts:
             tensors["lut_scale"] = (torch.float32, (1,))
+        if self.lut_dtype == "int8":
+            tensors["lut_scale"] = (torch.float16, (out_features, in_features // SUPER_BLOCK, len(names)))
         return tensors
 
     def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:

@@ -2,8 +2,9 @@
 
 `tensor` is one LUT for the whole matrix, `row:G` one for every G output rows, `block:RxC` one for every tile of R rows
 by C columns. All three are tiles: `tensor` is a tile of (out, in), `row:G` a tile of (G, in). Groups are numbered tile
-row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names. PALETTES say what
-entries a table may hold: any (`free`), or a template of other engines' formats times a scale (`edkm_cli.clustering.grids`).
+row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names. The last two are
+for scales of PALETTES alone: powers of two, and whole multiples of a number (MULTIPLES). PALETTES say what entries a table
+may hold: any (`free`), or a template of other engines' formats times a scale (`edkm_cli.clustering.grids`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 from edkm_cli.errors import UserError
 
-LUT_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+LUT_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e8m0fnu", "int8")
+SUPER_BLOCK = 256  # neighbouring columns whose `int8` scales are multiples of one float16 number
 FREE, AFFINE = "free", "affine"
 PALETTES = {
     FREE: "any entries",
@@ -21,6 +23,14 @@ PALETTES = {
     "integers": "scale * (j - 2^(bits - 1))",
     "iq4_nl": "scale * llama.cpp's 16 levels",
     "e2m1": "scale * the 16 numbers of FP4",
+}
+# (palette, bits) -> (tile's columns, least, largest multiple) of llama.cpp's super-blocks: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K.
+MULTIPLES = {
+    (AFFINE, 2): (16, 0, 15),
+    ("integers", 3): (16, -32, 31),
+    (AFFINE, 4): (32, 0, 63),
+    (AFFINE, 5): (32, 0, 63),
+    ("integers", 6): (16, -128, 127),
 }
 _PATTERN = re.compile(
     r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
@@ -36,7 +46,7 @@ def table_numbers(palette: str, bits: int) -> int:
     return 2**bits if palette == FREE else 2 if palette == AFFINE else 1
 
 
-def palette_faults(palette: str, bits: float, granularity: Granularity) -> list[str]:
+def palette_faults(palette: str, bits: float, granularity: Granularity, lut_dtype: str) -> list[str]:
     """What keeps tables of a palette from being stored: one sentence each."""
     if not isinstance(palette, str) or palette not in PALETTES:
         return [f"palette must be one of {', '.join(PALETTES)}, got {palette!r:.60}"]
@@ -45,6 +55,12 @@ def palette_faults(palette: str, bits: float, granularity: Granularity) -> list[
         faults.append(f"palette {palette} has 4 bits, got {bits}; use bits 4")
     if palette != FREE and granularity.rows != 1:
         faults.append(f"palette {palette} is for tiles of one row, got {granularity}; use block:1x32 or row:1")
+    if lut_dtype == "float8_e8m0fnu" and palette != "e2m1":
+        faults.append(f"lut_dtype {lut_dtype} is for palette e2m1, got {palette}; use float16")
+    tiles = {key: held[0] for key, held in MULTIPLES.items()}
+    if lut_dtype == "int8" and ((palette, bits) not in tiles or tiles[palette, int(bits)] != granularity.columns):
+        held = "; ".join(f"{name} with {count} bits in block:1x{width}" for (name, count), width in tiles.items())
+        faults.append(f"lut_dtype int8 is for {held}; got {palette} with {bits} bits in {granularity}")
     return faults
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import AFFINE, FREE, LUT_DTYPES, Granularity
+from edkm_cli.granularity import AFFINE, FREE, LUT_DTYPES, MULTIPLES, SUPER_BLOCK, Granularity
 
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
@@ -65,14 +65,15 @@ def _mlx(bits: int) -> Target:
     )
 
 
-def _gguf(palette: str) -> Target:
-    settings = {"bits": 4, "palette": palette, "granularity": "block:1x32", "lut_dtype": "float16"}
+def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Target:
+    settings = {"bits": bits, "palette": palette, "granularity": f"block:1x{tile}", "lut_dtype": lut_dtype}
     return Target(
         {**settings, "embedding_group": 32},
-        bits=(4,),
-        lut_dtypes=("float16",),
+        bits=(bits,),
+        lut_dtypes=(lut_dtype,),
+        columns=SUPER_BLOCK if lut_dtype == "int8" else 1,
         palettes=(palette,),
-        granularities=_tiles(32),
+        granularities=_tiles(tile),
         fallback="F16",
     )
 
@@ -107,8 +108,11 @@ TARGETS: dict[str, Target] = {
         rows=8,
     ),
     **{f"mlx:{bits}": _mlx(bits) for bits in (2, 3, 4, 5, 6, 8)},
-    "gguf:q4_0": _gguf("integers"),
-    "gguf:iq4_nl": _gguf("iq4_nl"),
+    "gguf:q4_0": _gguf("integers", 4, 32),
+    "gguf:q8_0": _gguf("integers", 8, 32),
+    "gguf:iq4_nl": _gguf("iq4_nl", 4, 32),
+    "gguf:mxfp4": _gguf("e2m1", 4, 32, "float8_e8m0fnu"),
+    **{f"gguf:q{bits}_k": _gguf(palette, bits, tile, "int8") for (palette, bits), (tile, *_) in MULTIPLES.items()},
     **{f"w{bits}a16": _w_a16(bits) for bits in (2, 3, 4)},
 }
 
@@ -190,7 +194,7 @@ def _check_decoder(architecture: Any) -> None:
 def falls_back(name: str | None, columns: int, width: int | None) -> str:
     """Why a target stores a matrix with rows of so many columns otherwise than in tiles of `width`; "" where it does not."""
     target = TARGETS.get(name or "")
-    if target is None or not target.fallback or not width or columns % width == 0:
+    if target is None or not target.fallback or not width or columns % (width := max(width, target.columns)) == 0:
         return ""
     return f"rows of {columns} are no multiple of {width}: {name} stores it as {target.fallback}"
 

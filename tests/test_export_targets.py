@@ -13,6 +13,7 @@ from edkm_cli.clustering import Grid
 from edkm_cli.config import build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
+from edkm_cli.export.formats import gguf
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import PALETTES, Granularity
@@ -198,6 +199,30 @@ def test_llama_cpp_and_transformers_read_what_was_trained(kind, palette, ids, tm
         torch.testing.assert_close(other(ids).logits, ours(ids).logits, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("gguf:")])
+def test_every_type_of_llama_cpp_is_what_trains(name, tmp_path):
+    settings = dict(TARGETS[name].settings)
+    mixed = {"palette": settings["palette"], "embedding_group": settings.pop("embedding_group")}
+    dense = tiny_llama(hidden=256, inner=512)
+    first = dense.get_submodule("model.layers.0.mlp.down_proj").weight
+    with torch.no_grad():
+        first[0, :256], first[1], first[2] = 0.0, first[1].abs(), -first[2].abs()  # no scale, and offsets of one sign
+        first[3, :256] *= 1e-4  # units below float16's normal numbers
+    model, spec = cluster(dense, mixed=mixed, **settings)
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    directory = export(model, spec, tmp_path / "source")
+    hold(model)
+    result = export_model(directory, name, tmp_path / "out", options=Options())
+    assert result["largest_difference"] == 0
+    kinds = {tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert name.removeprefix("gguf:").upper() in kinds
+    read = dict(gguf.read(tmp_path / "out", Options()))  # by the gguf package
+    path = "model.layers.0.mlp.down_proj"
+    assert torch.equal(read[f"{path}.weight"], model.get_submodule(path).hard_weight())
+    loaded = hf.load(directory, dtype=torch.float32)
+    assert torch.equal(read[f"{path}.weight"], loaded.get_submodule(path).dequantize())
+
+
 def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp_path):
     arguments = ["compress", "--model", model_directory, "--data", text_file, "--steps", 2, "--sequence-length", 32,
                  "--context", 32, "--eval-windows", 1, "--calibration-tokens", 64, "--start-tokens", 256]  # fmt: skip
@@ -219,6 +244,25 @@ def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp
     assert kinds["blk.1.ffn_down.weight"] == "F16"
     assert kinds["blk.1.attn_q.weight"] == "Q4_0"
     assert kinds["token_embd.weight"] == "Q8_0"
+
+
+def test_super_blocks_are_trained_where_rows_are_wide_enough(text_file, tmp_path):
+    tiny_llama(hidden=64, inner=256).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["compress", "--model", tmp_path / "model", "--data", text_file, "--steps", 2, "--sequence-length", 32,
+                 "--context", 32, "--eval-windows", 1, "--calibration-tokens", 64, "--start-tokens", 256,
+                 "--target", "gguf:q2_k", "-o", tmp_path / "c"]  # fmt: skip
+    status, out, err = run(*arguments, "--dry-run")
+    assert status == 0, err
+    assert "rows of 64 are no multiple of 256: gguf:q2_k stores it as F16" in out
+    status, _, err = run(*arguments)
+    assert status == 0, err
+    result = export_model(tmp_path / "c", "gguf", tmp_path / "g", options=Options())
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "g" / "model.gguf").tensors}
+    assert kinds["blk.1.ffn_down.weight"] == "Q2_K"
+    assert kinds["blk.1.ffn_up.weight"] == "F16"
+    assert result["type"] == "Q2_K"
+    assert "int8 is for affine with 2 bits in block:1x16" in refused(*arguments, "--lut-dtype", "int8", "--bits", 7)
 
 
 def test_each_target_fills_its_settings():

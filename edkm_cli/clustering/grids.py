@@ -9,7 +9,7 @@ number format in which they are stored; gradients pass the rounding straight thr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from edkm_cli import kernels
 from edkm_cli.clustering.checks import non_finite, usable_importance
 from edkm_cli.clustering.kmeans import kmeans_start
 from edkm_cli.clustering.palette import lut_scale, round_lut
-from edkm_cli.granularity import AFFINE, FREE, Granularity, table_numbers
+from edkm_cli.granularity import AFFINE, FREE, MULTIPLES, SUPER_BLOCK, Granularity, table_numbers
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -75,12 +75,41 @@ class Grid:
 
     def stored(self, parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """(scale, offset or None), (groups,) float32 each, as their number format holds them; differentiable."""
-        scale = parameters[:, 0] / self._unit()
-        offset = parameters[:, 1] - self._middle() * scale if self.palette == AFFINE else None
-        return self._rounded(scale), None if offset is None else self._rounded(offset)
+        scale, offset = self._numbers(parameters)
+        return self._rounded(scale), None if offset is None else self._rounded(offset, least=True)
 
-    def _rounded(self, numbers: Tensor) -> Tensor:
-        return StraightThrough.apply(numbers, partial(round_lut, lut_dtype=self.lut_dtype, scale=self.lut_scale))
+    def _rounded(self, numbers: Tensor, *, least: bool = False) -> Tensor:
+        rounding = partial(round_lut, lut_dtype=self.lut_dtype, scale=self.lut_scale)
+        return StraightThrough.apply(numbers, partial(self._multiples, least=least) if self.super_tiles else rounding)
+
+    @property
+    def super_tiles(self) -> int:
+        """Tiles whose scales are whole multiples of one number; 0: a scale is a number by itself."""
+        return SUPER_BLOCK // MULTIPLES[self.palette, self.bits][0] if self.lut_dtype == "int8" else 0
+
+    def _numbers(self, parameters: Tensor) -> tuple[Tensor, Tensor | None]:
+        scale = parameters[:, 0] / self._unit()
+        return scale, parameters[:, 1] - self._middle() * scale if self.palette == AFFINE else None
+
+    def _unit_of(self, numbers: Tensor, least: bool) -> Tensor:
+        """(groups / super_tiles, 1) float32 that float16 holds: the unit of which `numbers` become multiples. Where
+        multiples have a sign the extreme number is the least of them; else the highest, or with `least` the lowest, is
+        the largest."""
+        _, low, high = MULTIPLES[self.palette, self.bits]
+        blocks = numbers.detach().float().view(-1, self.super_tiles)
+        if low:
+            unit = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / low
+        else:
+            unit = (
+                blocks.amin(1, keepdim=True).clamp_max(0) if least else blocks.amax(1, keepdim=True).clamp_min(0)
+            ) / high
+        unit = round_lut(unit, "float16")
+        return torch.where(unit == 0, torch.finfo(torch.float16).smallest_normal, unit)
+
+    def _multiples(self, numbers: Tensor, *, least: bool) -> Tensor:
+        _, low, high = MULTIPLES[self.palette, self.bits]
+        unit = self._unit_of(numbers, least)
+        return (numbers.view(-1, self.super_tiles) / unit).round_().clamp_(low, high).mul_(unit).view_as(numbers)
 
     def tables(self, parameters: Tensor) -> Tensor:
         """The tables (groups, 2**bits) float32 that parameters (groups, numbers) stand for; differentiable."""
@@ -95,7 +124,11 @@ class Grid:
         return table if offset is None else table + offset[:, None]
 
     def factor(self, parameters: Tensor) -> Tensor | None:
-        """What stored float8 numbers are multiplied with, a float32 scalar; None for other formats."""
+        """What stored numbers are multiplied with: of float8 ones a float32 scalar, of multiples their units (groups /
+        super_tiles, numbers) float16; None for other formats."""
+        if self.super_tiles:
+            named = zip(self._numbers(parameters), (False, True), strict=True)
+            return torch.cat([self._unit_of(each, least) for each, least in named if each is not None], 1).half()
         numbers = parameters if self.palette == FREE else parameters[:, 0] / self._unit()
         return lut_scale(numbers, self.lut_dtype, self.lut_scale)
 
@@ -122,7 +155,10 @@ class Grid:
             masses = kernels.to_groups(usable_importance(importance, weight, layer=name).expand(weight.shape), tile)
             masses = torch.where(masses.sum(1, keepdim=True) > 0, masses, 1.0)
         parts = zip(values.split(_GROUPS), masses.split(_GROUPS), strict=True)
-        return torch.cat([self._search(part, mass) for part, mass in parts])
+        grid = (
+            replace(self, lut_dtype="float16") if self.super_tiles else self
+        )  # a scale's unit depends on its neighbours'
+        return torch.cat([grid._search(part, mass) for part, mass in parts])
 
     def _search(self, values: Tensor, masses: Tensor) -> Tensor:
         """`start` of some groups, (groups, n) each."""
@@ -139,6 +175,8 @@ class Grid:
         best, least = values.new_zeros(len(values), self.numbers), values.new_full((len(values),), torch.inf)
         for candidate in self._candidates(values):
             best, least = better(candidate, best, least)
+            if self.palette == AFFINE:  # both ends matter, and candidates move them alike
+                best, least = better(self._fitted(candidate, entries(candidate), values, masses), best, least)
         for _ in range(_REFITS):
             best, least = better(self._fitted(best, entries(best), values, masses), best, least)
         return best
@@ -175,11 +213,19 @@ def stored_numbers(stored: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor 
     """(scales, offsets or None) of a palette, (groups,) float32 each, of what a checkpoint stores of it by name."""
     factor = stored.get("lut_scale")
     scales, offsets = (
-        None if numbers is None else numbers.float().flatten() * (1 if factor is None else factor)
-        for numbers in (stored.get("scales"), stored.get("offsets"))
+        None if numbers is None else (numbers.float() * unit_of(factor, which, numbers.shape[-1])).flatten()
+        for which, numbers in enumerate((stored.get("scales"), stored.get("offsets")))
     )
     assert scales is not None
     return scales, offsets
+
+
+def unit_of(factor: Tensor | None, which: int, tiles: int) -> Tensor | float:
+    """What stored scales (`which` 0) or offsets (rows, tiles) are multiplied with, of a `lut_scale` (1,) or, where they are
+    multiples, (rows, super-blocks, numbers)."""
+    if factor is None or factor.dim() < 3:
+        return 1.0 if factor is None else factor
+    return factor[:, :, which].float().repeat_interleave(tiles // factor.shape[1], 1)
 
 
 def search_bytes(grid: Grid, weights: int, group: int) -> int:

@@ -30,7 +30,7 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
     it is.
     """
     dtype = parse_lut_dtype(lut_dtype)
-    if dtype is None or dtype.itemsize > 1:
+    if dtype != torch.float8_e4m3fn:
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
@@ -57,6 +57,8 @@ def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: flo
     if dtype is None:
         return centroids if centroids.dtype == torch.float64 else centroids.float()
     limit = torch.finfo(dtype).max
+    if dtype == torch.float8_e8m0fnu:  # no sign and no zero
+        return centroids.float().clamp(torch.finfo(dtype).tiny, limit).to(dtype).float()
     factor = lut_scale(centroids, dtype, scale)
     if factor is not None:
         return (centroids.float() / factor).clamp(-limit, limit).to(dtype).float() * factor

@@ -100,8 +100,7 @@ class Compressed:
 
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
-        name = f"{path}.lut_scale"
-        return float(self.stored(name)) if name in self._files else 1.0
+        return float(self.stored(f"{path}.lut_scale")) if self.spec.scales_luts else 1.0
 
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""

@@ -25,6 +25,7 @@ from edkm_cli.clustering import (
     parse_lut_dtype,
     snap,
 )
+from edkm_cli.clustering.grids import unit_of
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import FREE, Granularity
@@ -105,20 +106,23 @@ class LutLayer(nn.Module):
 
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:
-        """What a float8 LUT's stored entries are multiplied with, (1,) float32; None for other dtypes."""
+        """What stored entries are multiplied with: of a float8 LUT (1,) float32, of `int8` scales (out, super-blocks,
+        numbers) float16; None for other dtypes."""
         scale = self.clustering.grid.factor(self.centroids)
-        return None if scale is None else scale.reshape(1)
+        if scale is None or scale.dim() == 0:
+            return None if scale is None else scale.reshape(1)
+        return scale.unflatten(0, (self.out_features, -1))
 
     @torch.no_grad()
     def stored_numbers(self) -> dict[str, Tensor]:
-        """`scales` and `offsets` of a palette, (out, tiles) in the LUT's dtype; float8 ones divided by `stored_scale`."""
+        """`scales` and `offsets` of a palette, (out, tiles) in the LUT's dtype, divided by `stored_scale`."""
         dtype, factor = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
-        named = zip(("scales", "offsets"), self.clustering.grid.stored(self.centroids), strict=True)
-        return {
-            name: (numbers if factor is None else numbers / factor).to(dtype).view(self.out_features, -1)
-            for name, numbers in named
-            if numbers is not None
-        }
+        stored = (numbers for numbers in self.clustering.grid.stored(self.centroids) if numbers is not None)
+        tiled = [numbers.view(self.out_features, -1) for numbers in stored]
+        divided = (
+            (numbers / unit_of(factor, which, numbers.shape[1])).to(dtype) for which, numbers in enumerate(tiled)
+        )
+        return dict(zip(("scales", "offsets"), divided, strict=False))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.clustering}"

@@ -26,7 +26,7 @@ from edkm_cli.progress import Track, no_progress, quiet_bars
 from edkm_cli.runtime.experts import joined, split_experts
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_AUTO = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}
+_AUTO = {"float16": "float16", "float32": "float32", "int8": "float32"}  # others: bfloat16, which holds what they make
 
 
 def check(source: Compressed, options: Options) -> None:
@@ -35,7 +35,7 @@ def check(source: Compressed, options: Options) -> None:
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     """What export.json says."""
-    return {"dtype": options.dtype_name(_AUTO[source.spec.lut_dtype])}
+    return {"dtype": options.dtype_name(_AUTO.get(source.spec.lut_dtype, "bfloat16"))}
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
@@ -103,7 +103,7 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
 
 
 def _dtype(source: Compressed, options: Options) -> torch.dtype:
-    return options.torch_dtype(_AUTO[source.spec.lut_dtype])
+    return options.torch_dtype(_AUTO.get(source.spec.lut_dtype, "bfloat16"))
 
 
 def _layer(name: str) -> str:

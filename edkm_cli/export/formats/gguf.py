@@ -1,9 +1,11 @@
-"""`gguf`: one file for llama.cpp and what is built on it (Ollama, LM Studio), in blocks of 32 weights.
+"""`gguf`: one file for llama.cpp and what is built on it (Ollama, LM Studio), in blocks of weights.
 
-    Q4_0    fp16 scale d, 16 bytes: weight j = d * (low nibble of byte j - 8), weight j + 16 the high nibble
-    IQ4_NL  the same, with a table of 16 levels in place of the numbers -8 to 7
-    Q8_0    fp16 scale d, 32 signed bytes: the embeddings
-    F16     matrices whose rows are no multiple of 32; F32: vectors
+    Q4_0        fp16 scale d, 16 bytes: weight j = d * (low nibble of byte j - 8), weight j + 16 the high nibble
+    IQ4_NL      the same, with a table of 16 levels in place of the numbers -8 to 7
+    MXFP4       a power of two in one byte, and the same, with the numbers of FP4
+    Q8_0        fp16 scale d, 32 signed bytes: the embeddings, too
+    Q2_K to Q6_K  super-blocks of 256 weights: `_super_block`
+    F16         matrices whose rows are no multiple of a block; F32: vectors
 
 Bytes are packed here from our indices and scales, and `read` decodes the file with the `gguf` package, which does as
 llama.cpp does. Rows of Q and K are in llama.cpp's order (`edkm_cli.export.formats.gguf_model`).
@@ -25,10 +27,23 @@ from edkm_cli.export.formats.gguf_model import Naming, add_metadata, naming_of, 
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.granularity import AFFINE, SUPER_BLOCK
 from edkm_cli.progress import Track, no_progress
 
 _BLOCK = 32
-_TYPES = {"integers": "Q4_0", "iq4_nl": "IQ4_NL"}
+_TILES = {"Q2_K": 16, "Q3_K": 16, "Q4_K": 8, "Q5_K": 8, "Q6_K": 16}  # of a super-block
+# (palette, bits, number format of the scales) -> type of a linear's tensor
+_TYPES = {
+    ("integers", 4, "float16"): "Q4_0",
+    ("iq4_nl", 4, "float16"): "IQ4_NL",
+    ("integers", 8, "float16"): "Q8_0",
+    ("e2m1", 4, "float8_e8m0fnu"): "MXFP4",
+    ("affine", 2, "int8"): "Q2_K",
+    ("integers", 3, "int8"): "Q3_K",
+    ("affine", 4, "int8"): "Q4_K",
+    ("affine", 5, "int8"): "Q5_K",
+    ("integers", 6, "int8"): "Q6_K",
+}
 FILE = "model.gguf"
 
 
@@ -42,9 +57,8 @@ class _Stored(NamedTuple):
 
 
 def check(source: Compressed, options: Options) -> None:
-    """Tables of Q4_0 or IQ4_NL, and embeddings whose scales fp16 holds, in a family that llama.cpp's names are known for."""
-    palette = source.spec.palette
-    require_fit(f"gguf:{palette if palette == 'iq4_nl' else 'q4_0'}", source)
+    """Tables of one of the types, embeddings in blocks, and a family that llama.cpp's names are known for."""
+    require_fit(f"gguf:{_type(source).lower()}", source)
     naming_of(source.config)
     for tensor in source.tensors.values():
         if tensor.module and not tensor.linear and tensor.shape[1] % _BLOCK:
@@ -54,9 +68,14 @@ def check(source: Compressed, options: Options) -> None:
             )
 
 
+def _type(source: Compressed) -> str:
+    """The type of linears; of tables that fit none, the commonest, which says why."""
+    return _TYPES.get((source.spec.palette, source.spec.bits, source.spec.lut_dtype), "Q4_0")
+
+
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     """What export.json says."""
-    return {"type": _TYPES[source.spec.palette], "notes": [f"llama-cli -m DIRECTORY/{FILE} -p TEXT"]}
+    return {"type": _type(source), "notes": [f"llama-cli -m DIRECTORY/{FILE} -p TEXT"]}
 
 
 def _stored(source: Compressed) -> Iterator[_Stored]:
@@ -64,9 +83,9 @@ def _stored(source: Compressed) -> Iterator[_Stored]:
     for tensor in source.tensors.values():
         name, order = naming.name(tensor.name), naming.order(tensor.name, tensor.shape[0])
         if tensor.linear:
-            yield _Stored(name, _TYPES[source.spec.palette], tensor.shape, partial(_nibbles, source, tensor, order))
+            yield _Stored(name, _type(source), tensor.shape, partial(_linear, source, tensor, order))
         elif tensor.module:
-            yield _Stored(name, "Q8_0", tensor.shape, partial(_bytes, source, tensor))
+            yield _Stored(name, "Q8_0", tensor.shape, partial(_embedding, source, tensor))
         else:
             kind = "F32" if len(tensor.shape) == 1 else "F16"
             yield _Stored(name, kind, tensor.shape, partial(_plain, source, tensor, naming, kind))
@@ -74,25 +93,80 @@ def _stored(source: Compressed) -> Iterator[_Stored]:
         yield _Stored("rope_freqs.weight", "F32", tuple(factors.shape), factors.clone)
 
 
-def _nibbles(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> Tensor:
-    """Blocks of a linear, (out, in / 32 * 18) uint8."""
-    codes, (scales, _) = source.indices(tensor.module), source.numbers(tensor.module)
-    if order is not None:
-        codes, scales = codes[order], scales[order]
+def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> Tensor:
+    """Blocks of a linear, (out, bytes of a row) uint8."""
+    order = slice(None) if order is None else order  # type: ignore[assignment]
+    codes, path, kind = source.indices(tensor.module)[order], tensor.module, _type(source)
+    if source.spec.lut_dtype == "int8":
+        leaves = ("scales", "offsets") if source.spec.palette == AFFINE else ("scales",)
+        multiples = (source.stored(f"{path}.{leaf}")[order].to(torch.int16) for leaf in leaves)
+        numbers = [each.unflatten(1, (-1, _TILES[kind])) for each in multiples]
+        units = source.stored(f"{path}.lut_scale")[order]
+        return _super_blocks(kind, codes.unflatten(1, (-1, SUPER_BLOCK)), numbers, units)
+    scales = source.stored(f"{path}.scales")[order]
+    if kind == "Q8_0":
+        return _blocks(scales, (codes ^ 128).unflatten(1, (-1, _BLOCK)))  # a code is the level plus 128
     halves = codes.unflatten(1, (-1, 2, _BLOCK // 2))
     return _blocks(scales, halves[:, :, 0] | (halves[:, :, 1] << 4))
 
 
-def _bytes(source: Compressed, tensor: DenseTensor) -> Tensor:
+def _embedding(source: Compressed, tensor: DenseTensor) -> Tensor:
     """Blocks of an embedding, (rows, columns / 32 * 34) uint8; scales of wider groups, or of whole rows, are repeated."""
     blocks = source.levels(tensor.module).to(torch.int8).view(torch.uint8).unflatten(1, (-1, _BLOCK))
     scales = source.stored(f"{tensor.module}.scale")
-    return _blocks(scales.repeat_interleave(blocks.shape[1] // scales.shape[1], 1), blocks)
+    return _blocks(scales.repeat_interleave(blocks.shape[1] // scales.shape[1], 1).half(), blocks)
 
 
 def _blocks(scales: Tensor, content: Tensor) -> Tensor:
-    """(rows, bytes) uint8 of scales (rows, blocks), two bytes before the bytes of each block (rows, blocks, bytes)."""
-    return torch.cat([scales.half()[:, :, None].view(torch.uint8), content], 2).flatten(1)
+    """(rows, bytes) uint8 of scales (rows, blocks), their bytes before those of each block (rows, blocks, bytes)."""
+    return torch.cat([scales[:, :, None].view(torch.uint8), content], 2).flatten(1)
+
+
+def _super_blocks(kind: str, codes: Tensor, numbers: list[Tensor], units: Tensor) -> Tensor:
+    """(rows, bytes) uint8 of llama.cpp's k-quants (ggml-common.h): d and, of affine types, the negative of dmin.
+
+    Args:
+        codes: (rows, blocks, 256) uint8.
+        numbers: scales and, of affine types, offsets: multiples of their unit, (rows, blocks, tiles) int16.
+        units: (rows, blocks, 1 or 2) float16.
+    """
+    scales = numbers[0]
+    halves = codes.unflatten(2, (2, 4, 32))  # two half blocks of four times 32 weights
+    d = units[:, :, :1].contiguous().view(torch.uint8)
+    if kind == "Q6_K":
+        low, high = codes & 15, halves >> 4
+        nibbles = low.unflatten(2, (2, 2, 64))
+        parts = [_bits(nibbles, 4), _bits(high, 2), scales.to(torch.int8).view(torch.uint8), d]
+        return torch.cat(parts, 2).flatten(1)
+    if kind == "Q3_K":
+        high = _bits((codes >> 2).unflatten(2, (8, 32)), 1)
+        parts = [high, _bits(halves & 3, 2), _six_bits(scales + 32), d]
+        return torch.cat(parts, 2).flatten(1)
+    d = torch.stack([units[:, :, 0], -units[:, :, 1]], 2).view(torch.uint8)
+    if kind == "Q2_K":
+        return torch.cat([(scales | numbers[1] << 4).to(torch.uint8), _bits(halves, 2), d], 2).flatten(1)
+    nibbles = _bits((codes & 15).unflatten(2, (4, 2, 32)), 4)
+    fifth = [_bits((codes >> 4).unflatten(2, (8, 32)), 1)] if kind == "Q5_K" else []
+    return torch.cat([d, _six_bits_of_two(scales, numbers[1]), *fifth, nibbles], 2).flatten(1)
+
+
+def _bits(parts: Tensor, bits: int) -> Tensor:
+    """(rows, blocks, bytes) uint8: bytes of (..., parts, bytes), the first part in the lowest bits."""
+    shifts = torch.arange(parts.shape[-2], dtype=torch.uint8)[:, None] * bits
+    return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(2)
+
+
+def _six_bits(numbers: Tensor) -> Tensor:
+    """Q3_K's 12 bytes of 16 numbers below 64: low nibbles of eight and eight, then high bits, every fourth in one."""
+    low, high = (numbers & 15).unflatten(2, (2, 8)), (numbers >> 4).unflatten(2, (4, 4))
+    return torch.cat([_bits(low.to(torch.uint8), 4), _bits(high.to(torch.uint8), 2)], 2)
+
+
+def _six_bits_of_two(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Q4_K's and Q5_K's 12 bytes of twice 8 numbers below 64: four of each beside the high bits of others, then nibbles."""
+    (first, second), (low, high) = scales.split(4, 2), offsets.split(4, 2)
+    packed = [first | (second >> 4) << 6, low | (high >> 4) << 6, (second & 15) | (high & 15) << 4]
+    return torch.cat(packed, 2).to(torch.uint8)
 
 
 def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -> Tensor:
@@ -103,8 +177,12 @@ def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -
 
 def _row_bytes(stored: _Stored) -> tuple[int, ...]:
     """Shape of the bytes of a tensor, as the file's writer wants it."""
-    per_block = {"Q4_0": 18, "IQ4_NL": 18, "Q8_0": 34}.get(stored.type)
-    return stored.shape if per_block is None else (stored.shape[0], stored.shape[1] // _BLOCK * per_block)
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if stored.type in ("F32", "F16"):
+        return stored.shape
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored.type]]
+    return (stored.shape[0], stored.shape[1] // weights * size)
 
 
 def _size(stored: _Stored) -> int:
@@ -122,7 +200,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
 
     stored = list(_stored(source))
     writer = GGUFWriter(folder / FILE, naming_of(source.config).architecture)
-    add_metadata(writer, source, options, _TYPES[source.spec.palette])
+    add_metadata(writer, source, options, _type(source))
     for tensor in stored:
         numpy = {"F32": np.float32, "F16": np.float16}.get(tensor.type, np.uint8)
         kind = GGMLQuantizationType[tensor.type]

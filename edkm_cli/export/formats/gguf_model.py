@@ -47,7 +47,9 @@ _INSIDE_GEMMA = {
 _LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.(.+)\.(weight|bias)$")
 # A piece of the pattern that splits text before byte-pair encoding -> llama.cpp's name of the tokenizer.
 _SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}| ?[^\s\p{L}\p{N}]": "qwen2"}
-_FILE_TYPES = {"Q4_0": 2, "IQ4_NL": 25}
+_FILE_TYPES = {
+    "Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "MXFP4": 38,
+}  # fmt: skip
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 
 
