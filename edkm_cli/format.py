@@ -160,10 +160,8 @@ class QuantizationSpec:
 
     def linear_bits(self, out_features: int, in_features: int, bits: int) -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
-        lut_bits = 8 * self.torch_lut_dtype.itemsize
-        per_weight = self.granularity.bits_per_weight(
-            out_features, in_features, bits=bits, lut_bits=lut_bits, palette=self.palette
-        )
+        about: dict[str, Any] = {"lut_bits": 8 * self.torch_lut_dtype.itemsize, "palette": self.palette}
+        per_weight = self.granularity.bits_per_weight(out_features, in_features, bits=bits, **about)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
         return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
 
