@@ -50,6 +50,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DENSE_BITS = 16  # of embeddings that stay as they are
+Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
 _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 
@@ -170,13 +171,10 @@ class QuantizationSpec:
         """Whether the tables of a linear have a scale beside them."""
         return self.lut_dtype == "float8_e4m3fn" and self.format_version >= SCALED_VERSION
 
-    def linear_tensors(
-        self, out_features: int, in_features: int, *, layer: str
-    ) -> dict[str, tuple[torch.dtype, tuple]]:
-        """Name -> (dtype, shape) of what a palettized linear stores."""
+    def linear_tensors(self, out_features: int, in_features: int, *, layer: str) -> Stored:
+        """What a palettized linear stores."""
         groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
-        indices = (torch.uint8, (out_features, packed_width(in_features, bits)))
-        tensors: dict[str, tuple[torch.dtype, tuple]] = {"indices": indices}
+        tensors: Stored = {"indices": (torch.uint8, (out_features, packed_width(in_features, bits)))}
         shape = (groups, 2**bits) if self.palette == FREE else (out_features, groups // out_features)
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
         tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))
@@ -186,7 +184,7 @@ class QuantizationSpec:
             tensors["lut_scale"] = (torch.float16, (out_features, in_features // SUPER_BLOCK, len(names)))
         return tensors
 
-    def embedding_tensors(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple]]:
+    def embedding_tensors(self, rows: int, columns: int) -> Stored:
         """Name -> (dtype, shape) of what a palettized embedding or output embedding stores.
 
         Raises UserError for groups of columns that do not divide a row.
@@ -198,10 +196,8 @@ class QuantizationSpec:
                 f"--embedding-group must divide the {columns} columns of the embeddings, got {group}; nearest below that "
                 f"fits: {fits}"
             )
-        return {
-            "indices": (torch.uint8, (rows, packed_width(columns, self.embedding_bits))),
-            "scale": (torch.float32, (rows, columns // group)),
-        }
+        indices = (torch.uint8, (rows, packed_width(columns, self.embedding_bits)))
+        return {"indices": indices, "scale": (torch.float32, (rows, columns // group))}
 
 
 _SINCE = {"embedding_group": 3, "module_bits": 3, "palette": PALETTE_VERSION, "split_experts": EXPERTS_VERSION}
