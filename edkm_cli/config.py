@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edkm_cli.contradictions import contradictions
-from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity
+from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
@@ -22,6 +22,7 @@ from edkm_cli.settings import (
     TRAINING,
     faults,
     from_mapping,
+    parse_bytes,
     read_yaml,
     ready_file,
     refuse,
@@ -203,6 +204,19 @@ class CompressConfig(TrainingSettings, TextSettings):
     skip: tuple[str, ...] = setting(
         (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
     )
+    overrides: tuple[str, ...] = setting(
+        (),
+        "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
+        COMPRESSION,
+        "--override",
+        check=Override.parse,
+    )
+    target_size: str | None = setting(
+        None,
+        "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
+        COMPRESSION,
+        check=parse_bytes,
+    )
     experts: str = setting(
         "compressed",
         "What becomes of the experts of a mixture-of-experts model.",
@@ -379,6 +393,8 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
     values = given_values(file, flags)
+    if "overrides" in values:
+        values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in TARGETS:
         values = {**TARGETS[values["target"]].settings, **values}
     return from_mapping(CompressConfig, values)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from edkm_cli.granularity import FREE, Granularity, palette_faults
+from edkm_cli.granularity import FREE, Granularity, Override, palette_faults
 from edkm_cli.targets import TARGETS, misfits
 
 
@@ -63,9 +63,20 @@ def unmeasured_best(config: Any) -> list[str]:
 
 def _about_bits(config: Any) -> list[str]:
     found = []
+    if config.target is not None and (config.overrides or config.target_size):
+        given = "overrides" if config.overrides else "target_size"
+        found.append(f"target {config.target} says what its tables are; leave {given} out")
+    for override in map(Override.parse, config.overrides):
+        about = override.bits or config.bits, override.granularity or Granularity.parse(config.granularity)
+        found += [
+            f"overrides of {override.pattern}: {fault}"
+            for fault in palette_faults(config.palette, *about, config.lut_dtype)
+        ]
+    if config.target_size and config.allocation == "uniform":
+        found.append("target_size is met by an average number of bits; use allocation sensitivity")
     if config.allocation == "uniform" and not isinstance(config.bits, int):
         found.append(f"bits {config.bits:g} is an average; give a whole number, or allocation sensitivity")
-    average = config.allocation == "sensitivity" or not isinstance(config.bits, int)
+    average = config.allocation == "sensitivity" or not isinstance(config.bits, int) or config.target_size
     if average and config.importance != "gradient":
         found.append(
             "allocation sensitivity compares matrices by squared gradients, but importance is "

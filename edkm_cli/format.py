@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,16 @@ FORMAT_VERSION = 1
 SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
 MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
 PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
-EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own
+EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own, or matrices differ in tiles
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 
 # safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
 _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
@@ -60,8 +51,8 @@ class QuantizationSpec:
 
     `embedding_bits` 16 stands for dense embeddings, for which the file has null. `embedding_group` columns of an embedding
     share a scale; None: a whole row. `module_bits` holds the bits of the linears that have others than `bits`.
-    `split_experts`: each expert's matrices are linears. `granularity` may be given as the file has it, a text.
-    `format_version` 0 stands for the lowest that can hold the rest.
+    `module_granularity` likewise. `split_experts`: each expert's matrices are linears. `granularity` may be a text.
+    `format_version` 0: the lowest that can hold the rest.
     """
 
     bits: int
@@ -74,12 +65,13 @@ class QuantizationSpec:
     module_bits: dict[str, int] = field(default_factory=dict)
     palette: str = FREE
     split_experts: bool = False
+    module_granularity: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
-        versions = (EXPERTS_VERSION,) if self.split_experts else versions
+        versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -103,11 +95,13 @@ class QuantizationSpec:
         faults += [] if self.split_experts in (True, False) else ["split_experts must be true or false"]
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
+            if not isinstance(self.module_granularity, dict):
+                raise UserError("module_granularity must map module names to tiles")
+            tiles = {self.granularity, *map(Granularity.parse, self.module_granularity.values())}
+            for bits, granularity in product({self.bits, *self.module_bits.values()}, tiles) if not faults else ():
+                faults += palette_faults(self.palette, bits, granularity, self.lut_dtype)
         except UserError as error:
             faults.append(str(error))
-        else:
-            for bits in {self.bits, *self.module_bits.values()} if not faults else ():
-                faults += palette_faults(self.palette, bits, self.granularity, self.lut_dtype)
         if faults:
             raise UserError("quantization_config: " + "; ".join(faults))
 
@@ -144,6 +138,10 @@ class QuantizationSpec:
         """Bits of an index of the linear `name`, or of an embedding."""
         return self.embedding_bits if embedding else self.module_bits.get(name, self.bits)
 
+    def granularity_of(self, name: str) -> Granularity:
+        """Which weights of the linear `name` share a table."""
+        return Granularity.parse(self.module_granularity.get(name, self.granularity))
+
     @property
     def packs_embeddings(self) -> bool:
         """Whether embeddings are compressed at all."""
@@ -159,10 +157,10 @@ class QuantizationSpec:
         half = torch.bfloat16 if self.lut_dtype == "bfloat16" else torch.float16
         return torch.float32 if self.palette == FREE else half
 
-    def linear_bits(self, out_features: int, in_features: int, bits: int) -> float:
+    def linear_bits(self, out_features: int, in_features: int, bits: int, *, layer: str = "") -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
         about: dict[str, Any] = {"lut_bits": 8 * self.torch_lut_dtype.itemsize, "palette": self.palette}
-        per_weight = self.granularity.bits_per_weight(out_features, in_features, bits=bits, **about)
+        per_weight = self.granularity_of(layer).bits_per_weight(out_features, in_features, bits=bits, **about)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
         return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
 
@@ -173,7 +171,7 @@ class QuantizationSpec:
 
     def linear_tensors(self, out_features: int, in_features: int, *, layer: str) -> Stored:
         """What a palettized linear stores."""
-        groups, bits = self.granularity.groups(out_features, in_features, layer=layer), self.bits_of(layer)
+        groups, bits = self.granularity_of(layer).groups(out_features, in_features, layer=layer), self.bits_of(layer)
         tensors: Stored = {"indices": (torch.uint8, (out_features, packed_width(in_features, bits)))}
         shape = (groups, 2**bits) if self.palette == FREE else (out_features, groups // out_features)
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
@@ -200,7 +198,8 @@ class QuantizationSpec:
         return {"indices": indices, "scale": (torch.float32, (rows, columns // group))}
 
 
-_SINCE = {"embedding_group": 3, "module_bits": 3, "palette": PALETTE_VERSION, "split_experts": EXPERTS_VERSION}
+_SINCE = {"embedding_group": MIXED_VERSION, "module_bits": MIXED_VERSION, "palette": PALETTE_VERSION}
+_SINCE |= {"split_experts": EXPERTS_VERSION, "module_granularity": EXPERTS_VERSION}
 _OPTIONAL = {"skipped", *_SINCE}
 
 
@@ -229,10 +228,8 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
     except (ValueError, OSError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(
-            f"{path} must be a JSON file with an object, but cannot be read ({reason}); {remedy}"
-        ) from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path} must be a JSON file with an object, but cannot be read ({why}); {remedy}") from error
     return value
 
 

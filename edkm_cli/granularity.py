@@ -10,7 +10,10 @@ may hold: any (`free`), or a template of other engines' formats times a scale (`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
 
 from edkm_cli.errors import UserError
 
@@ -62,6 +65,50 @@ def palette_faults(palette: str, bits: float, granularity: Granularity, lut_dtyp
         held = "; ".join(f"{name} with {count} bits in block:1x{width}" for (name, count), width in tiles.items())
         faults.append(f"lut_dtype int8 is for {held}; got {palette} with {bits} bits in {granularity}")
     return faults
+
+
+class Override(NamedTuple):
+    """Bits and geometry of the linears whose module paths match a shell pattern; None: those of all."""
+
+    pattern: str
+    bits: int | None = None
+    granularity: Granularity | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Read `PATTERN: bits=4, granularity=row:1`. Raises UserError for anything else.
+
+        >>> Override.parse("*.down_proj: bits=4")
+        Override(pattern='*.down_proj', bits=4, granularity=None)
+        """
+        pattern, _, rest = text.partition(":")
+        given = dict(part.strip().partition("=")[::2] for part in rest.split(","))
+        bits, granularity = given.pop("bits", None), given.pop("granularity", None)
+        if given or not pattern.strip() or bits not in (None, *"12345678"):
+            raise UserError(
+                f"overrides must be PATTERN: bits=N, granularity=G (one of both is enough, N 1 to 8), got {text!r:.100}"
+            )
+        geometry = None if granularity is None else Granularity.parse(granularity)
+        return cls(pattern.strip(), None if bits is None else int(bits), geometry)
+
+    @classmethod
+    def of(cls, texts: Iterable[str], name: str) -> Override:
+        """What overrides say of the module `name`: where several match, what the last of them says."""
+        bits = granularity = None
+        for override in map(cls.parse, texts):
+            if fnmatch(name, override.pattern):
+                bits, granularity = override.bits or bits, override.granularity or granularity
+        return cls(name, bits, granularity)
+
+
+def override_texts(value: Any) -> Any:
+    """A YAML mapping of patterns to settings as the texts that `Override.parse` reads; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    return [
+        f"{pattern}: {', '.join(f'{key}={one}' for key, one in about.items()) if isinstance(about, dict) else about}"
+        for pattern, about in value.items()
+    ]
 
 
 def _nearest_divisor(length: int, wanted: int) -> int:

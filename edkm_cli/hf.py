@@ -115,6 +115,9 @@ def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
         spec,
         skipped=[new for name in spec.skipped if (new := named(name)) is not None],
         module_bits={new: bits for name, bits in spec.module_bits.items() if (new := named(name)) is not None},
+        module_granularity={
+            new: text for name, text in spec.module_granularity.items() if (new := named(name)) is not None
+        },
     )
 
 

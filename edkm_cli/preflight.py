@@ -21,13 +21,13 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
-from edkm_cli.nn.allocation import SENSITIVITY, choose_allocation, choose_embedding_bits, planned_spec
+from edkm_cli.nn.allocation import SENSITIVITY, bits_for_size, choose_allocation, choose_embedding_bits, planned_spec
 from edkm_cli.nn.clustered import Clustering, lut_layers
 from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
 from edkm_cli.runtime.experts import is_expert
-from edkm_cli.settings import part_of
+from edkm_cli.settings import parse_bytes, part_of
 from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
@@ -271,11 +271,17 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if launch.sharded:
         _require_divisible(config, texts, swaps)
-    check_geometry(swaps, Granularity.parse(config.granularity))
+    check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
-    spec, average = planned_spec(config, swaps, chosen=asked.embedding_bits == "auto")
+    dense_dtype = choose_dtype(asked.dtype, launch.device)
+    if config.target_size:
+        itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
+        size = parse_bytes(config.target_size)
+        config = replace(config, bits=bits_for_size(config, swaps, skeleton, itemsize, target_bytes=size))
+    chosen = asked.embedding_bits == "auto" and not config.target_size
+    spec, average = planned_spec(config, swaps, chosen=chosen)
     return RunPlan(
         asked=asked,
         config=config,
@@ -286,7 +292,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         skeleton=skeleton,
         swaps=swaps,
         spec=spec,
-        dense_dtype=choose_dtype(asked.dtype, launch.device),
+        dense_dtype=dense_dtype,
         average=average,
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -65,6 +66,17 @@ def ready_file(path: str | Path) -> Path:
     shipped = configs_directory() / named.name
     own = not named.exists() and named.parts in (("configs", named.name), (named.name,)) and shipped.is_file()
     return shipped if own else named
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """`24GiB`, `80 GB`, `25769803776`. Raises UserError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
+    if found is None or (found[2] or "B") not in _UNITS:
+        raise UserError(f"a size must be like 24GiB or 80GB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or "B"])
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_the_expected_rise_is_half_the_weighted_squared_error():
     table = torch.tensor([[-1.0, 0.0, 0.5, 1.0]]).repeat(3, 1)
     nearest = table[0][(weight[:, :, None] - table[0]).abs().argmin(-1)]
     wanted = 0.5 * float((importance * (weight - nearest).square()).sum())
-    assert expected_rise(weight, table, importance, SPEC) == pytest.approx(wanted, rel=1e-6)
+    assert expected_rise(weight, table, importance, SPEC.granularity) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_linear_without_squared_gradients_is_named():

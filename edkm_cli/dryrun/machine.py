@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from edkm_cli.distributed import launched, wants_sharding
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.preflight import Launch, choose_device
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from edkm_cli.settings import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,6 @@ class Machine:
     launch: Launch
     memory_bytes: int
     host_bytes: int | None
-
-
-def parse_bytes(text: str) -> int:
-    """`24GiB`, `80 GB`, `25769803776`. Raises UserError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
-    if found is None or (found[2] or "B") not in _UNITS:
-        raise UserError(f"--gpu-memory must be a size like 24GiB or 80GB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2] or "B"])
 
 
 def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | None) -> Machine:

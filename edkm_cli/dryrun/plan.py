@@ -8,7 +8,8 @@ proposed. A run uses the same rehearsal to decide whether it can keep freed memo
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ from edkm_cli.dryrun.machine import choose_machine, this_machine
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import HEAP, RUNTIME, estimate, memory_of, process_bytes, with_heap
 from edkm_cli.dryrun.proposals import proposals
-from edkm_cli.granularity import FREE
-from edkm_cli.integrity import skeleton_tensors
-from edkm_cli.nn.allocation import SENSITIVITY
-from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight, palettize_skeleton
+from edkm_cli.granularity import FREE, Override
+from edkm_cli.nn.allocation import SENSITIVITY, other_bytes
+from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, plan_run
-from edkm_cli.runtime.experts import with_one_expert
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
@@ -104,25 +103,10 @@ def _more_than_enough_bytes(plan: RunPlan) -> float:
 
 def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
-    target = with_one_expert(plan.skeleton)
-    modules = dict(target.named_modules())
-    there = {name: bits for name, bits in plan.spec.module_bits.items() if name in modules}
-    with torch.device("meta"):
-        palettize_skeleton(target, replace(plan.spec, module_bits=there))
     dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
-    sizes = {name: dtype.itemsize for name, _ in target.named_parameters()}
-    stored = skeleton_tensors(target)
-    size = sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in stored.items())
-    for swap in plan.swaps:
-        if swap.role == LINEAR and swap.name not in modules:  # an expert after the first
-            bias = modules[f"{swap.name.rpartition('.')[0]}.0"].bias
-            size += dtype.itemsize * (0 if bias is None else bias.numel())
-            if swap.reason:
-                size += dtype.itemsize * swap.shape[0] * swap.shape[1]
-            else:
-                tensors = plan.spec.linear_tensors(*swap.shape, layer=swap.name)
-                size += sum(kind.itemsize * math.prod(shape) for kind, shape in tensors.values())
-    return size
+    tensors = [pair for s in plan.clustered for pair in plan.spec.linear_tensors(*s.shape[:2], layer=s.name).values()]
+    linears = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors)
+    return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, dtype.itemsize)
 
 
 def _by_part(peak: Peak) -> dict[str, int]:
@@ -132,22 +116,25 @@ def _by_part(peak: Peak) -> dict[str, int]:
 
 
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
-    """The swapped modules, counted by role and shape."""
-    config = plan.config
-    counts: dict[tuple[str, tuple[int, ...]], int] = {}
-    for swap in plan.swaps:
-        if not swap.reason:
-            counts[swap.role, swap.shape] = counts.get((swap.role, swap.shape), 0) + 1
-    bits = (
+    """The swapped modules, counted by role, shape and override."""
+    config, counts = plan.config, Counter[tuple[str, tuple[int, ...], str]]()
+    other_bits = (
         f"{plan.average:.2f} bits on average, by sensitivity"
         if config.allocation == SENSITIVITY
         else f"{config.bits}-bit indices"
     )
     tables = "LUT" if config.palette == FREE else f"scales of {config.palette} tables"
-    linear = f"{bits}, {config.lut_dtype} {tables}, {plan.spec.granularity}"
+    for swap in plan.swaps:
+        if swap.clustered:
+            own = Override.of(config.overrides, swap.name)
+            bits = f"{own.bits}-bit indices (override)" if own.bits else other_bits
+            becomes = f"{bits}, {config.lut_dtype} {tables}, {plan.spec.granularity_of(swap.name)}"
+            counts[swap.role, swap.shape, becomes + " (override)" * bool(own.granularity)] += 1
+        elif not swap.reason:
+            counts[swap.role, swap.shape, ""] += 1
     other = f"{plan.spec.bits_of('', embedding=True)}-bit, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
-        {"role": role, "shape": list(shape), "count": count, "becomes": linear if role == LINEAR else other}
-        for (role, shape), count in sorted(counts.items(), key=lambda item: (item[0][0] == EMBEDDING, item[0]))
+        {"role": role, "shape": list(shape), "count": count, "becomes": becomes or other}
+        for (role, shape, becomes), count in sorted(counts.items(), key=lambda item: (item[0][0] == EMBEDDING, item[0]))
     ]

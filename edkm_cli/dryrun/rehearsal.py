@@ -211,7 +211,9 @@ class Rehearsal:
         def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
             self._ledger.move(self._experts.for_all(importance), CLUSTERING)
             for name in importance:  # tables with each number of bits that the linear may get
-                tables = torch.empty(self.plan.spec.granularity.groups(*layer_shapes[name]), entries, device=META)
+                tables = torch.empty(
+                    self.plan.spec.granularity_of(name).groups(*layer_shapes[name]), entries, device=META
+                )
                 self._ledger.move(self._experts.for_all({name: tables}), CLUSTERING, place=self._host)
                 self._tables.append(tables)
             importance.clear()

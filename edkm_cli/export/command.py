@@ -60,8 +60,9 @@ def export_model(
         raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
-    if source.spec.split_experts and to != "dense":
-        raise UserError(f"--to {to} holds no experts, but {directory} has some; use --to dense")
+    if to != "dense" and (source.spec.split_experts or source.spec.module_granularity):
+        what = "packed experts" if source.spec.split_experts else "matrices that differ in granularity"
+        raise UserError(f"--to {to} holds no {what}, but {directory} has some; use --to dense")
     if to in TARGETS:
         require_fit(to, source)
     form.check(source, options)

@@ -123,7 +123,8 @@ class Compressed:
         if not tensor.module:
             return self.stored(name).float()
         if tensor.linear:
-            return lookup(self.indices(tensor.module), self.table(tensor.module), granularity=self.spec.granularity)
+            granularity = self.spec.granularity_of(tensor.module)
+            return lookup(self.indices(tensor.module), self.table(tensor.module), granularity=granularity)
         levels, scale = self.levels(tensor.module), self.stored(f"{tensor.module}.scale")  # scale (rows, groups)
         return (scale[:, :, None] * levels.float().view(*scale.shape, -1)).view(levels.shape)
 

@@ -19,7 +19,7 @@ from edkm_cli.clustering import Grid, lut_reach, lut_scale, relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import Granularity, Override
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
@@ -67,6 +67,7 @@ class Recipe:
     average_bits: float | None = None
     passes: int | None = None
     holds: bool = False
+    overrides: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: RunPlan) -> Recipe:
@@ -85,6 +86,11 @@ class Recipe:
     @property
     def clustered(self) -> list[Swap]:
         return [swap for swap in self.swaps if swap.clustered]
+
+    def chosen(self, choose: Callable[[list[Swap]], dict[str, int]]) -> dict[str, int]:
+        """Module path -> bits: those of overrides, for the other linears what `choose` gives."""
+        free = [swap for swap in self.clustered if not Override.of(self.overrides, swap.name).bits]
+        return {swap.name: self.spec.bits_of(swap.name) for swap in self.clustered} | choose(free)
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,9 @@ def initialize(
     rounding = steps.rounding(recipe.swaps, {name: importance.pop(name) for name in head if name in importance})
     average = recipe.average_bits
     if average is not None:
-        bits = world.on_main(lambda: allocate(dense, recipe.clustered, importance, recipe.spec, average, track=track))
+        bits = world.on_main(
+            lambda: recipe.chosen(lambda free: allocate(dense, free, importance, recipe.spec, average, track=track))
+        )
         recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
 
     def prepare(path: str, part: nn.Module) -> None:
@@ -234,15 +242,19 @@ def _tables(
                 continue
             weight = layers.model.get_submodule(swap.name).weight.detach()
             weighing = importance.pop(swap.name, None)
-            if average is not None:
-                found = world.on_main(partial(rises_of, swap.name, weight, weighing, recipe.spec, average))
+            room = None if Override.of(recipe.overrides, swap.name).bits else average
+            if room is not None:
+                found = world.on_main(partial(rises_of, swap.name, weight, weighing, recipe.spec, room))
                 rises[swap.name] = {int(bits): rise for bits, rise in found.items()}
             options: dict[str, Any] = {"importance": weighing, "name": swap.name, "world": world}
             candidates[swap.name] = {
                 bits: shared_kmeans_start(
-                    weight, replace(recipe.clustering.grid, bits=bits), granularity=recipe.spec.granularity, **options
+                    weight,
+                    replace(recipe.clustering.grid, bits=bits),
+                    granularity=recipe.spec.granularity_of(swap.name),
+                    **options,
                 ).cpu()
-                for bits in (tried_bits(average) if average is not None else [recipe.spec.bits_of(swap.name)])
+                for bits in (tried_bits(room) if room is not None else [recipe.spec.bits_of(swap.name)])
             }
 
     moments: dict[str, Tensor] = {}
@@ -263,7 +275,7 @@ def _tables(
         )
     bits = {swap.name: recipe.spec.bits_of(swap.name) for swap in recipe.clustered}
     if average is not None:
-        bits = choose(recipe.clustered, rises, recipe.spec, average)
+        bits = recipe.chosen(lambda free: choose(free, rises, recipe.spec, average))
     tables = {f"tables.{name}": candidates[name][count] for name, count in bits.items()}
     return tables, bits, compensating_rounding(recipe.swaps, moments)
 
@@ -310,7 +322,8 @@ def cluster_linears(
     for swap in track(swaps, "k-means start", len(swaps)):
         linear = model.get_submodule(swap.name.removeprefix(prefix))
         assert isinstance(linear, nn.Linear)
-        clustering = replace(recipe.clustering, bits=recipe.spec.bits_of(swap.name))
+        bits, granularity = recipe.spec.bits_of(swap.name), recipe.spec.granularity_of(swap.name)
+        clustering = replace(recipe.clustering, bits=bits, granularity=granularity)
         weighing = _whole(importance.pop(swap.name, None) if importance else None, swap, world)
         centroids = start(
             linear.weight.detach(),

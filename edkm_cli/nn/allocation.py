@@ -18,6 +18,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.progress import Track, no_progress
@@ -45,6 +47,8 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
     4 bits beside the reconstructed start, which aims at the best model, too."""
     if config.allocation != "auto":
         return config.allocation
+    if config.target_size:
+        return SENSITIVITY
     suits = config.importance == "gradient" and config.target is None
     best = suits and start == "reconstructed" and config.bits <= _MOST_BITS
     return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
@@ -72,11 +76,59 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
         split_experts=any(is_expert(swap.name) for swap in swaps),
     )
     linears = [swap for swap in swaps if swap.clustered]
+    overrides = {swap.name: Override.of(config.overrides, swap.name) for swap in linears}
+    unused = [
+        text for text in config.overrides if not any(fnmatch(name, Override.parse(text)[0]) for name in overrides)
+    ]
+    if unused:
+        raise UserError(
+            f"--override must match a linear that is compressed, but {unused[0]!r} matches none; see --dry-run"
+        )
+    tiles = {name: str(one.granularity) for name, one in overrides.items() if one.granularity}
+    spec = replace(spec, module_granularity=tiles, format_version=0) if tiles else spec
+    fixed = {name: one.bits for name, one in overrides.items() if one.bits}
+    free = [swap for swap in linears if swap.name not in fixed]
     average: float = config.bits
-    more = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits) if chosen else 0
-    if more:
-        average = average_with(linears, spec, average, more)
-    return spec.with_bits(spread_evenly(linears, spec, average)), average
+    more: float = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits) if chosen else 0
+    if config.allocation == SENSITIVITY:
+        more += sum(
+            size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name])
+            for swap in linears
+            if swap.name in fixed
+        )
+    if more and free:
+        average = average_with(free, spec, average, more)
+    return spec.with_bits({**spread_evenly(free, spec, average), **fixed}), average
+
+
+def bits_for_size(
+    config: CompressConfig, swaps: Sequence[Swap], skeleton: Any, itemsize: int, *, target_bytes: int
+) -> float:
+    """The average number of bits of a linear at which the result's weights take so many bytes.
+
+    Raises UserError for a size that no average gives.
+    """
+    spec, _ = planned_spec(replace(config, overrides=()), swaps, chosen=False)
+    linears = [swap for swap in swaps if swap.clustered]
+    others = other_bytes(skeleton, swaps, spec, itemsize)
+    least, most = (others + sum(size_bits(swap, spec, bits) for swap in linears) / 8 for bits in (MIN_BITS, MAX_BITS))
+    if not least <= target_bytes <= most:
+        raise UserError(
+            f"--target-size must be {least / 1e6:.1f} to {most / 1e6:.1f} MB for this model with --embedding-bits "
+            f"{spec.embedding_bits}, got {target_bytes / 1e6:.1f} MB; give another size, or other --embedding-bits"
+        )
+    return average_in(linears, spec, 8.0 * (target_bytes - others))
+
+
+def other_bytes(skeleton: Any, swaps: Sequence[Swap], spec: QuantizationSpec, itemsize: int) -> int:
+    """Bytes of what a result stores beside its clustered linears, parameters that stay dense with `itemsize` a number."""
+    packed = {f"{swap.name}.weight" for swap in swaps if not swap.reason and swap.role != OTHER}
+    kept = sum(p.numel() * itemsize for name, p in skeleton.named_parameters() if name not in packed)
+    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    kept += sum(t.numel() * t.element_size() for name, t in skeleton.state_dict().items() if name not in parameters)
+    embeddings = [swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
+    tensors = [pair for swap in embeddings for pair in spec.embedding_tensors(*swap.shape[:2]).values()]
+    return kept + sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors)
 
 
 def tried_bits(average: float) -> range:
@@ -93,7 +145,7 @@ def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
     low, high = math.floor(bits), math.ceil(bits)
     if low != high:
         return (high - bits) * size_bits(swap, spec, low) + (bits - low) * size_bits(swap, spec, high)
-    return spec.linear_bits(swap.shape[0], swap.shape[1], low)
+    return spec.linear_bits(swap.shape[0], swap.shape[1], low, layer=swap.name)
 
 
 def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
@@ -103,16 +155,24 @@ def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
 
 
 def average_with(swaps: Sequence[Swap], spec: QuantizationSpec, bits: float, more: float) -> float:
-    """The average at which linears take `more` bits in sum than at `bits` each; at most one above `bits`."""
-    room = sum(size_bits(swap, spec, bits) for swap in swaps) + more
-    low, most = bits, min(bits + 1.0, MAX_BITS)
-    while low < most:  # sizes grow in proportion between whole numbers
-        high = min(math.floor(low) + 1.0, most)
-        at_low, at_high = (sum(size_bits(swap, spec, at) for swap in swaps) for at in (low, high))
+    """The average at which linears take `more` bits in sum than at `bits` each; at most one above `bits`.
+
+    Raises UserError where less than one bit is left.
+    """
+    return min(average_in(swaps, spec, sum(size_bits(swap, spec, bits) for swap in swaps) + more), bits + 1.0)
+
+
+def average_in(swaps: Sequence[Swap], spec: QuantizationSpec, room: float) -> float:
+    """The average at which linears take `room` bits in sum, at most 8. Raises UserError where less than one is left."""
+    low, at_low = MIN_BITS, sum(size_bits(swap, spec, MIN_BITS) for swap in swaps)
+    if at_low > room * (1 + 1e-9):
+        raise UserError("--override leaves less than one bit for each of the other matrices; give less, or more --bits")
+    while low < MAX_BITS:  # sizes grow in proportion between whole numbers
+        at_high = sum(size_bits(swap, spec, low + 1) for swap in swaps)
         if at_high >= room:
-            return low + (high - low) * (room - at_low) / (at_high - at_low)
-        low = high
-    return most
+            return low + (room - at_low) / (at_high - at_low)
+        low, at_low = low + 1, at_high
+    return MAX_BITS
 
 
 def spread_evenly(swaps: Sequence[Swap], spec: QuantizationSpec, average: float) -> dict[str, int]:
@@ -159,17 +219,17 @@ def choose(
     return chosen
 
 
-def expected_rise(weight: Tensor, tables: Tensor, importance: Tensor, spec: QuantizationSpec) -> float:
+def expected_rise(weight: Tensor, tables: Tensor, importance: Tensor, granularity: Granularity) -> float:
     """`1/2 sum F (w - w~)^2` of a weight (out, in) that snaps to its tables (groups, 2**bits)."""
-    snapped = snap(weight, tables, granularity=spec.granularity)
+    snapped = snap(weight, tables, granularity=granularity)
     difference = (weight.detach().float() - snapped).square_().mul_(importance.to(weight.device))
     return 0.5 * float(difference.sum(dtype=torch.float64))
 
 
-def sampled_rows(weight: Tensor, spec: QuantizationSpec) -> Tensor:
+def sampled_rows(weight: Tensor, granularity: Granularity) -> Tensor:
     """Rows of a weight (out, in) that stand for all of them, ascending: whole tables, some hundred of them or all. A mean
     over so many is within a few percent, and errors differ by factors of four from one number of bits to the next."""
-    tile = spec.granularity.tile(weight.shape[0], weight.shape[1])[0]
+    tile = granularity.tile(weight.shape[0], weight.shape[1])[0]
     bands = torch.arange(weight.shape[0], device=weight.device).view(-1, tile)
     return bands[:: max(1, bands.shape[0] // _BANDS)].flatten()
 
@@ -214,12 +274,13 @@ def rises_of(
             f"bits by sensitivity need the squared gradients of {name}, but there are none: the model does not call it "
             f"as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform"
         )
-    rows = sampled_rows(weight, spec)
+    granularity = spec.granularity_of(name)
+    rows = sampled_rows(weight, granularity)
     weights, weighing = weight.detach()[rows], importance[rows]
     share = weights.shape[0] / weight.shape[0]
     rises = {}
     for bits in tried_bits(average):
         grid = Grid(spec.palette, bits, spec.lut_dtype)
-        start = grid.start(weights, granularity=spec.granularity, importance=weighing, name=name)
-        rises[bits] = expected_rise(weights, grid.tables(start), weighing, spec) / share
+        start = grid.start(weights, granularity=granularity, importance=weighing, name=name)
+        rises[bits] = expected_rise(weights, grid.tables(start), weighing, granularity) / share
     return rises

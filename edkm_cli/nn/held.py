@@ -66,7 +66,7 @@ class HeldLinear(LutLayer):
     @classmethod
     def from_palettized(cls, layer: PalettizedLinear, clustering: Clustering, *, name: str) -> HeldLinear:
         """A layer of a finished checkpoint, whose tables train."""
-        clustering = replace(clustering, bits=layer.bits)
+        clustering = replace(clustering, bits=layer.bits, granularity=layer.granularity)
         about: dict[str, Any] = {"in_features": layer.in_features, "name": name, "dtype": layer.dtype}
         return cls(layer.indices, parameters_of(layer), layer.bias, clustering, **about)
 

@@ -7,7 +7,7 @@ into, and for a dry run on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from torch import nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QuantizationSpec
-from edkm_cli.granularity import Granularity
+from edkm_cli.granularity import Granularity, Override
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from edkm_cli.runtime.palettized import (
     PALETTIZED,
@@ -169,11 +169,12 @@ def fall_back(swaps: Iterable[Swap], target: str | None, granularity: str, embed
     return planned
 
 
-def check_geometry(swaps: Iterable[Swap], granularity: Granularity) -> None:
+def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: Sequence[str] = ()) -> None:
     """Raises UserError naming the first linear that the geometry does not divide."""
     for swap in swaps:
         if swap.clustered:
-            granularity.tile(*swap.shape, layer=swap.name)
+            own = Override.of(overrides, swap.name).granularity or granularity
+            own.tile(*swap.shape, layer=swap.name)
 
 
 def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
@@ -182,7 +183,7 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
     for swap in swaps:
         if swap.clustered:
             rows, columns = swap.shape
-            total += spec.linear_bits(rows, columns, spec.bits_of(swap.name))
+            total += spec.linear_bits(rows, columns, spec.bits_of(swap.name), layer=swap.name)
             weights += rows * columns
     return total / weights
 
@@ -243,7 +244,7 @@ def palettize_skeleton(
         split_experts(model)
     tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    skipped, unknown = set(spec.skipped), set(spec.module_bits)
+    skipped, unknown = set(spec.skipped), {*spec.module_bits, *spec.module_granularity}
     for name, module in list(model.named_modules()):
         if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped or stays(name):
             continue
@@ -261,8 +262,8 @@ def palettize_skeleton(
             model.set_submodule(name, _empty(model, module, swap, spec, tied=tied))
     if unknown:
         raise UserError(
-            f"quantization_config: module_bits must name linears that are compressed, but {sorted(unknown)[0]!r:.100} is "
-            "none; the file was altered"
+            "quantization_config: module_bits and module_granularity must name linears that are compressed, but "
+            f"{sorted(unknown)[0]!r:.100} is none; the file was altered"
         )
     _keep_dtype_and_device(model)
 

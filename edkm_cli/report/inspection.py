@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def describe(source: Compressed) -> dict[str, Any]:
         layer: dict[str, Any] = {"name": name, "kind": type(module).__name__, "bytes": buffers}
         if isinstance(module, PalettizedLinear):
             shape = (module.out_features, module.in_features)
-            layer |= {"shape": list(shape), "bits": spec.bits_of(name), "luts": spec.granularity.groups(*shape)}
+            layer |= {
+                "shape": list(shape),
+                "bits": spec.bits_of(name),
+                "luts": spec.granularity_of(name).groups(*shape),
+            }
+            layer |= {"granularity": spec.module_granularity[name]} if name in spec.module_granularity else {}
         else:
             layer |= {"shape": [module.rows, module.columns], "bits": module.bits, "luts": 0}
         layers.append(layer)
@@ -61,9 +67,11 @@ def format_inspection(result: dict[str, Any]) -> str:
     bits = f"{widths[0]} to {widths[-1]} bits" if len(widths) > 1 else f"{spec['bits']} bits"
     tables = f"scales of {spec['palette']} tables" if "palette" in spec else "LUTs"
     tied = "tied" if result["tied_embeddings"] else "not tied"
+    others = [layer["granularity"] for layer in result["layers"] if "granularity" in layer]
+    tiles = ", ".join([spec["granularity"], *(f"{text} in {count}" for text, count in Counter(others).items())])
     return "\n".join(
         [
-            f"{result['directory']}: {result['architecture']}, {bits}, {spec['granularity']}, "
+            f"{result['directory']}: {result['architecture']}, {bits}, {tiles}, "
             f"{spec['lut_dtype']} {tables}, embeddings {embeddings} ({tied}), format {spec['format_version']}",
             f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits per weight, "
             f"whole model {result['model_bits_per_weight']:.3f}",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import FREE, Granularity
+from edkm_cli.granularity import FREE
 from edkm_cli.kernels.tiles import Tile
 from edkm_cli.packing import pack
 from edkm_cli.runtime import dispatch
@@ -152,8 +152,8 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         _Packed.__init__(self)
         self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits_of(name)
         self.rows, self.columns = out_features, in_features
-        self.granularity, self.grid = spec.granularity, Grid(spec.palette, self.bits, spec.lut_dtype)
-        self.tile = Granularity.parse(spec.granularity).tile(out_features, in_features, layer=name)
+        self.granularity, self.grid = spec.granularity_of(name), Grid(spec.palette, self.bits, spec.lut_dtype)
+        self.tile = self.granularity.tile(out_features, in_features, layer=name)
         self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
         self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         self._register(spec.linear_tensors(out_features, in_features, layer=name))

@@ -51,10 +51,9 @@ class EdkmVllmConfig(QuantizationConfig):
                 raise UserError(
                     f"vllm serves free tables, got palette {spec.palette}, which is for another engine; see edkm export"
                 )
-            if spec.split_experts:
-                raise UserError(
-                    "vLLM has no layers for packed experts yet; use transformers, or edkm export --to dense"
-                )
+            if spec.split_experts or spec.module_granularity:
+                what = "packed experts" if spec.split_experts else "matrices that differ in granularity"
+                raise UserError(f"vLLM has no layers for {what} yet; use transformers, or edkm export --to dense")
             return cls(spec)
         except UserError as error:
             raise _logged(error) from None
