@@ -115,11 +115,7 @@ def test_a_packed_format_holds_the_source_exactly(name, rows, tiles, text_file, 
         source_of(name, rows, tiles),
         name,
         tmp_path / "out",
-        options=Options(),
-        verify="perplexity",
-        data=str(text_file),
-        context=64,
-        max_windows=2,
+        options=Options(verify="perplexity", data=str(text_file), context=64, max_windows=2),
     )
     assert (result["rounded"], result["largest_difference"]) == (0, 0)
     assert result["perplexity"]["export"] == pytest.approx(result["perplexity"]["source"], rel=1e-5)
@@ -225,8 +221,8 @@ def test_what_a_format_cannot_hold_is_refused_with_what_would_fit(name, options,
     ("arguments", "message"),
     [
         (["--to", "onnx"], "--to must be one of dense"),
-        (["--to", "dense", "--dtype", "int8"], "--dtype must be one of auto, float16"),
-        (["--to", "dense", "--verify", "all"], "--verify must be weights or perplexity, got 'all'"),
+        (["--to", "dense", "--dtype", "int8"], "dtype must be one of auto, float16"),
+        (["--to", "dense", "--verify", "all"], "verify must be one of weights, perplexity, got 'all'"),
         (["--to", "dense", "--verify", "perplexity", "--data", "no-such-file.txt"], "no-such-file.txt"),
     ],
 )

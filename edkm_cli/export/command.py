@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from edkm_cli import data as texts
 from edkm_cli import models
 from edkm_cli.environment import versions
-from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
@@ -38,26 +37,18 @@ def export_model(
     output: str | Path,
     *,
     options: Options,
-    verify: str = "weights",
-    data: str = "builtin",
-    context: int = 1024,
-    max_windows: int = 4,
     overwrite: bool = False,
     track: Track = no_progress,
 ) -> dict[str, Any]:
     """Write a checkpoint in another format and return the result (its keys: docs/results.md).
 
     The export is written beside its place, read back, compared with the source weight by weight, and moved into place if
-    it is the same. With `verify` `perplexity` both are measured as well, on `max_windows` windows of `data`.
+    it is the same. With `options.verify` `perplexity` both are measured as well.
 
     Raises UserError for what the format cannot hold, before any work, and for an export that differs from its source; then
     nothing is left behind.
     """
     form = find(to)
-    if verify == "perplexity":
-        options = replace(options, context=context)
-    if verify not in ("weights", "perplexity"):
-        raise UserError(f"--verify must be weights or perplexity, got {verify!r}")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
     if to != "dense" and (source.spec.split_experts or source.spec.module_granularity):
@@ -66,8 +57,8 @@ def export_model(
     if to in TARGETS:
         require_fit(to, source)
     form.check(source, options)
-    tokens = _tokens(source, data) if verify == "perplexity" else None
-    inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", data)]
+    tokens = _tokens(source, options.data) if options.verify == "perplexity" else None
+    inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)]
     with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
         place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
         folder = place.begin()
@@ -77,8 +68,7 @@ def export_model(
             parity = require_parity(source, folder, form, options, track=track)
             measured = None
             if tokens is not None:
-                windows = {"context": context, "max_windows": max_windows, "track": track}
-                measured = _perplexities(source, folder, form, options, parity, tokens, windows)
+                measured = _perplexities(source, folder, form, options, parity, tokens, track)
             facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
             write_json(folder / RECORD, facts)
             place.commit()
@@ -89,7 +79,7 @@ def export_model(
         "source": str(source.directory),
         "output": str(place.path),
         **facts,
-        **({"perplexity": measured, "data": data} if measured else {}),
+        **({"perplexity": measured, "data": options.data} if measured else {}),
         "weights_bytes": sum(
             file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")
         ),
@@ -104,10 +94,11 @@ def _tokens(source: Compressed, data: str) -> Tensor:
 
 
 def _perplexities(
-    source: Compressed, folder: Path, form: Any, options: Options, parity: Parity, tokens: Tensor, windows: Any
+    source: Compressed, folder: Path, form: Any, options: Options, parity: Parity, tokens: Tensor, track: Track
 ) -> dict[str, float]:
     """Of the source and of the export read back, both in float32; one of them in memory at a time."""
     trust = options.trust_remote_code
+    windows: dict[str, Any] = {"context": options.context, "max_windows": options.max_windows, "track": track}
 
     def measure(name: str, model: Any) -> float:
         return perplexity(model, tokens, description=f"perplexity, {name}", **windows).perplexity

@@ -103,22 +103,23 @@ class OutputDirectory:
     def rehearse(self, needed_bytes: int) -> None:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
         and the disk has room for the result."""
-        self._world.on_main(lambda: self._rehearse(needed_bytes))
 
-    def _rehearse(self, needed_bytes: int) -> None:
-        folder = next(folder for folder in self.path.parents if folder.exists())
-        try:
-            ownership.rehearse(folder, self.path.name)
-        except OSError as error:
-            raise UserError(
-                f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
-            ) from error
-        free = shutil.disk_usage(folder).free
-        if free < needed_bytes:
-            raise UserError(
-                f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free; "
-                "free some or choose another place"
-            )
+        def attempt() -> None:
+            folder = next(folder for folder in self.path.parents if folder.exists())
+            try:
+                ownership.rehearse(folder, self.path.name)
+            except OSError as error:
+                raise UserError(
+                    f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
+                ) from error
+            free = shutil.disk_usage(folder).free
+            if free < needed_bytes:
+                raise UserError(
+                    f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB "
+                    "free; free some or choose another place"
+                )
+
+        self._world.on_main(attempt)
 
     def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
         """To resume: the report, by its file's name, of a finished run with this identity, and of what it reports with this

@@ -33,7 +33,7 @@ from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 
 @functools.cache
-def _triton() -> bool:
+def has_triton() -> bool:
     """Whether Triton can be imported; it is optional."""
     return importlib.util.find_spec("triton") is not None
 
@@ -47,7 +47,7 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
         return shapes_meta.ShapePasses(weight, tile, importance)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
-    if weight.is_cuda and _triton():
+    if weight.is_cuda and has_triton():
         from edkm_cli.kernels import attention_triton  # late: importing Triton takes longer than most commands
 
         if attention_triton.supports(weight, tile, k):
@@ -64,7 +64,7 @@ def _palette(weight: Tensor) -> ModuleType:
     """The module with the fastest `nearest`, `snap` and `sum_by_entry` for this weight."""
     if weight.is_meta:
         return shapes_meta
-    if weight.is_cuda and _triton():
+    if weight.is_cuda and has_triton():
         from edkm_cli.kernels import palette_triton
 
         if palette_triton.supports(weight):

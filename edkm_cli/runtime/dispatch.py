@@ -8,7 +8,6 @@ multiplies; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or refer
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
+from edkm_cli.kernels import has_triton
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime import lut_linear_c, lut_linear_torch
 from edkm_cli.runtime.packed import Packed
@@ -36,11 +36,6 @@ def forced_path() -> str:
     return path
 
 
-@functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def most_tokens(dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel computes: all where vectors are wide, else as many as it was measured to be the
     faster one for, with AVX2. What is measured on the machine itself, in C, changes no bit of a result."""
@@ -58,7 +53,7 @@ def _path(x: Tensor, packed: Packed) -> str:
 
         if few and lut_linear_cuda.supports(x, packed):
             return "cuda"
-        triton = few and _triton() and packed.indices.is_cuda and x.dtype in DTYPES and not packed.grouped
+        triton = few and has_triton() and packed.indices.is_cuda and x.dtype in DTYPES and not packed.grouped
         return "triton" if triton else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
         return "reference"
@@ -70,7 +65,7 @@ def _path(x: Tensor, packed: Packed) -> str:
 def computes_packed(packed: Packed) -> bool:
     """Whether one token's product is computed from the packed weight; else decoding it once is faster."""
     if packed.indices.is_cuda:
-        return _triton() and not packed.grouped
+        return has_triton() and not packed.grouped
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
 
 
@@ -93,7 +88,13 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
         from edkm_cli.runtime import lut_linear_triton
 
         return lut_linear_triton.linear(x, packed)
-    return _linear_by_parts(x, packed)
+    out_features, columns = packed.indices.shape[0], x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], out_features)
+    for rows in _row_ranges(out_features, columns, x):
+        part = dense(packed, columns, x.dtype, rows=rows)
+        bias = None if packed.bias is None else packed.bias[rows.start : rows.stop].to(x.dtype)
+        out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, bias)
+    return out
 
 
 def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products | None:
@@ -107,16 +108,6 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
         return None
     most = {dtype: most_tokens(dtype) for dtype in DTYPES}
     return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)
-
-
-def _linear_by_parts(x: Tensor, packed: Packed) -> Tensor:
-    out_features, columns = packed.indices.shape[0], x.shape[-1]
-    out = x.new_empty(*x.shape[:-1], out_features)
-    for rows in _row_ranges(out_features, columns, x):
-        part = dense(packed, columns, x.dtype, rows=rows)
-        bias = None if packed.bias is None else packed.bias[rows.start : rows.stop].to(x.dtype)
-        out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, bias)
-    return out
 
 
 def _row_ranges(rows: int, columns: int, x: Tensor) -> Iterator[range]:
@@ -159,7 +150,7 @@ def dense(
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
-    if packed.indices.is_cuda and _triton() and not packed.grouped:
+    if packed.indices.is_cuda and has_triton() and not packed.grouped:
         from edkm_cli.runtime import lut_linear_triton
 
         return lut_linear_triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]

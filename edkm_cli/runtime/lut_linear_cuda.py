@@ -110,12 +110,6 @@ def _library() -> Any:
 _broken: list[str] = []  # why the kernel is not used in this process, once it failed
 
 
-def _give_up(error: Exception) -> None:
-    if not _broken:
-        _broken.append(str(error))
-        _LOG.warning("the CUDA kernel of packed linears is not available, Triton computes (slower): %s", error)
-
-
 @functools.cache
 def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     """The compiled kernel on a GPU. Raises whatever compiling or loading raises."""
@@ -147,7 +141,9 @@ def linear(x: Tensor, packed: Packed) -> Tensor | None:
     except (RuntimeError, OSError, AttributeError, ImportError, KeyError, TypeError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
-        _give_up(error)
+        if not _broken:
+            _broken.append(str(error))
+            _LOG.warning("the CUDA kernel of packed linears is not available, Triton computes (slower): %s", error)
         return None
 
 

@@ -98,22 +98,15 @@ def stacks(pieces: Sequence[Piece]) -> list[list[Piece]]:
     copied stay small beside the indices."""
     stacked: list[list[Piece]] = []
     for piece in pieces:
-        if stacked and _alike(stacked[-1][0], piece) and _cheap([*stacked[-1], piece]):
-            stacked[-1].append(piece)
+        joined = [*(stacked[-1] if stacked else []), piece]
+        kinds = {(one.bits, len(one.columns), one.tile[1]) for one in joined}
+        copied = sum(one.groups * (one.tile[0] - stacked_tile(joined)[0]) for one in joined) / stacked_tile(joined)[0]
+        indices = sum(len(one.rows) * one.bytes_a_row for one in joined)
+        if len(kinds) == 1 and copied * 2**piece.bits * 4 * _TABLE_SHARE <= indices:
+            stacked[-1:] = [joined]
         else:
             stacked.append([piece])
     return stacked
-
-
-def _alike(one: Piece, other: Piece) -> bool:
-    return (one.bits, len(one.columns), one.tile[1]) == (other.bits, len(other.columns), other.tile[1])
-
-
-def _cheap(pieces: Sequence[Piece]) -> bool:
-    before = sum(piece.groups for piece in pieces)
-    after = sum(piece.groups * piece.tile[0] for piece in pieces) // stacked_tile(pieces)[0]
-    indices = sum(len(piece.rows) * piece.bytes_a_row for piece in pieces)
-    return (after - before) * 2 ** pieces[0].bits * 4 * _TABLE_SHARE <= indices
 
 
 def stacked_tile(pieces: Sequence[Piece]) -> Tile:

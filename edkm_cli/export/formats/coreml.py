@@ -54,7 +54,7 @@ def check(source: Compressed, options: Options) -> None:
             f"--sequence-length must end at {limit} at most, which the model's attention spans, but {given}; give "
             f"--sequence-length 1-{limit}"
         )
-    if options.context is not None and not first <= options.context <= last:
+    if options.verify == "perplexity" and not first <= options.context <= last:
         raise UserError(
             f"--verify perplexity measures windows of --context {options.context} tokens, but the program takes "
             f"{options.sequence_length}; give a --context within"
@@ -98,7 +98,10 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
         import coremltools as ct
 
         names: dict[str, str] = {}
-        made = coreml_graph.program(_shape(source, options), _weights(source, names, track), _rotary(source, options))
+        positions = torch.arange(lengths(options)[1])[None]
+        rotary = type(source.model.model.rotary_emb)(config=source.config)  # the model's own class
+        cosines, sines = (table[0].half().numpy() for table in rotary(torch.zeros(1), positions))
+        made = coreml_graph.program(_shape(source, options), _weights(source, names, track), (cosines, sines))
         first, last = lengths(options)
         tokens = ct.RangeDim(first, last, last) if first < last else last
         inputs = [ct.TensorType("input_ids", shape=(1, tokens), dtype=np.int32)]
@@ -169,14 +172,6 @@ def _shape(source: Compressed, options: Options) -> coreml_graph.Shape:
         cache=options.cache,
         tied=bool(config.tie_word_embeddings),
     )
-
-
-def _rotary(source: Compressed, options: Options) -> tuple[Any, Any]:
-    """Cosines and sines of all positions, (length, head size) float16, as the model's own class computes them."""
-    kind = type(source.model.model.rotary_emb)
-    positions = torch.arange(lengths(options)[1])[None]
-    cosines, sines = kind(config=source.config)(torch.zeros(1), positions)
-    return cosines[0].half().numpy(), sines[0].half().numpy()
 
 
 def _function(folder: Path) -> tuple[Any, dict[str, str]]:

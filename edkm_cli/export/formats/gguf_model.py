@@ -144,7 +144,7 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
     """
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(2)
-    base = options.base_gguf or _source_file(source.directory)
+    base = Path(options.base_gguf) if options.base_gguf else _source_file(source.directory)
     if base is not None:
         _take_over(writer, base, source)
     else:

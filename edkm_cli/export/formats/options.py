@@ -1,41 +1,48 @@
-"""What `edkm export` is given beside the format, and the number format of what has no lookup tables."""
+"""The settings of `edkm export`, and the number format of what has no lookup tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from edkm_cli.errors import UserError
+from edkm_cli.settings import COMPRESSION, DATA, MODEL, faults, refuse, setting
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of an export.
+    """What `edkm export` is given beside the checkpoint, the format and the place."""
 
-    Attributes:
-        dtype: of tensors that the format stores as plain numbers: `auto`, `float16`, `bfloat16` or `float32`.
-        sequence_length: `coreml`: tokens of a call, `N`, or a range, `1-N`.
-        cache: `coreml`: keep keys and values of earlier tokens in the model's state.
-        base_gguf: `gguf`: a file whose metadata are taken over.
-        context: tokens of the windows that perplexity will be measured on; None: it will not.
-        trust_remote_code: run the Python files of a checkpoint whose model is none of transformers' own.
-    """
-
-    dtype: str = "auto"
-    sequence_length: str = "1-1024"
-    cache: bool = False
-    base_gguf: Path | None = None
-    context: int | None = None
-    trust_remote_code: bool = False
+    dtype: str = setting(
+        "auto",
+        "Number format of weights without lookup tables; auto: the format's own.",
+        COMPRESSION,
+        choices=("auto", "float16", "bfloat16", "float32"),
+    )
+    sequence_length: str = setting("1-1024", "coreml: tokens of a call, a number N or a range A-B.", COMPRESSION)
+    cache: bool = setting(False, "coreml: keep keys and values of earlier tokens in the model's state.", COMPRESSION)
+    base_gguf: str | None = setting(
+        None,
+        "gguf: a file of the same model whose metadata and tokenizer are taken over, tensors replaced.",
+        COMPRESSION,
+    )
+    verify: str = setting(
+        "weights",
+        "perplexity: measure both models, beside comparing all weights.",
+        DATA,
+        choices=("weights", "perplexity"),
+    )
+    data: str = setting("builtin", "Text for --verify perplexity: builtin, wikitext2, ... or a file.", DATA)
+    context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
+    max_windows: int = setting(4, "Number of windows, from the first.", DATA, minimum=1)
+    trust_remote_code: bool = setting(False, "Run the Python files that come with a model.", MODEL)
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *DTYPES):
-            raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+        refuse(faults(self))
 
     def dtype_name(self, auto: str = "float32") -> str:
         """The dtype's name, where `auto` stands for the one given."""
@@ -43,16 +50,20 @@ class Options:
 
     def torch_dtype(self, auto: str = "float32") -> torch.dtype:
         """The dtype, where `auto` stands for the one given."""
-        return DTYPES[self.dtype_name(auto)]
+        import torch
+
+        return getattr(torch, self.dtype_name(auto))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """A tensor in `dtype`. Raises UserError where a number is too large for it."""
     result = tensor.to(dtype)
     if tensor.dtype != dtype and not bool(result.isfinite().all()):
+        from torch import finfo
+
         largest = float(tensor.abs().max())
         raise UserError(
-            f"{name} holds {largest:g}, more than {torch.finfo(dtype).max:g}, the largest number of "
+            f"{name} holds {largest:g}, more than {finfo(dtype).max:g}, the largest number of "
             f"{str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32"
         )
     return result

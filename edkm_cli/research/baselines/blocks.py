@@ -7,6 +7,7 @@ width 576.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.initialize.layers import run
 from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import Reached, hooked, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
 from edkm_cli.research.baselines.outcome import decoder_linears
 
 _CHUNK_TOKENS = 4096
@@ -48,12 +50,12 @@ class BlockStream:
         self._list = list(self.blocks.values())
         device = next(model.parameters()).device
         self.hidden: list[Tensor] = []
-        self._arguments: dict[torch.Size, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self._calls: dict[torch.Size, list[LayerCall]] = {}  # by the shape of the text
         for chunk in _chunks(batches):
             ids = chunk.to(device)
-            wanted = self._list[:1] if ids.shape in self._arguments else self._list
+            wanted = self._list[:1] if ids.shape in self._calls else self._list
             calls = layer_calls(lambda ids=ids: model.base_model(input_ids=ids, use_cache=False), wanted)  # type: ignore[misc]
-            self._arguments.setdefault(ids.shape, [(call.args, call.kwargs) for call in calls])
+            self._calls.setdefault(ids.shape, [call._replace(hidden=torch.empty(0)) for call in calls])
             self.hidden.append(calls[0].hidden)
         self.tokens = sum(batch.numel() for batch in batches)
 
@@ -61,12 +63,8 @@ class BlockStream:
         """The outputs of block `index` on all chunks, or the first `chunks`; none where a hook raised `Reached`."""
         outputs = []
         for hidden in self.hidden[:chunks]:
-            args, kwargs = self._arguments[hidden.shape[:2]][index]
-            try:
-                output = self._list[index](hidden, *args, **kwargs)
-            except Reached:
-                continue
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            with suppress(Reached):
+                outputs.append(run(self._list[index], hidden, self._calls[hidden.shape[:2]][index]))
         return outputs
 
     def stages(self, index: int) -> list[list[str]]:

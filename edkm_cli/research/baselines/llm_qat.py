@@ -98,11 +98,10 @@ def quantize(
         distil(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
     for layer in linears.values():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    return form.outcome(
-        linears,
-        training_tokens=steps * batch_size * sequence_length,
-        note=_note(text.numel(), activation_bits, kv_bits),
-    )
+    notes = [f"data-free: {text.numel():,} tokens of its own text"]
+    for what, rounded_to in (("activations", activation_bits), ("keys and values", kv_bits)):
+        notes += [f"{what} at {rounded_to} bits per token"] * (rounded_to != NO_QUANTIZATION)
+    return form.outcome(linears, training_tokens=steps * batch_size * sequence_length, note=", ".join(notes))
 
 
 @torch.no_grad()
@@ -163,12 +162,3 @@ def distil(
         return objective.loss(parts, blocks.batch(step, batch_size).to(trained[0].device))
 
     return train(model, trained, loss_at, steps=steps, learning_rate=learning_rate, cosine=True, track=track)
-
-
-def _note(written_tokens: int, activation_bits: int, kv_bits: int) -> str:
-    parts = [f"data-free: {written_tokens:,} tokens of its own text"]
-    if activation_bits != NO_QUANTIZATION:
-        parts.append(f"activations at {activation_bits} bits per token")
-    if kv_bits != NO_QUANTIZATION:
-        parts.append(f"keys and values at {kv_bits} bits per token")
-    return ", ".join(parts)
