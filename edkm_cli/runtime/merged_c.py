@@ -13,21 +13,10 @@ from edkm_cli.runtime.packed import Packed, check
 
 _MOST_PARTS = 8
 _MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
+_TENSORS = "get_dim get_numel get_sizes get_dtype get_device_type is_contiguous get_data_ptr empty_strided"
 _OF_TORCH = (
-    "aoti_torch_library_init_impl",
-    "aoti_torch_library_impl",
-    "aoti_torch_call_dispatcher",
-    "aoti_torch_get_dim",
-    "aoti_torch_get_numel",
-    "aoti_torch_get_sizes",
-    "aoti_torch_get_dtype",
-    "aoti_torch_get_device_type",
-    "aoti_torch_is_contiguous",
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_empty_strided",
-    "aoti_torch_delete_tensor_object",
-    "torch_delete_stable_ivalue",
-    "torch_delete_list",
+    *(f"aoti_torch_{name}" for name in ("library_init_impl", "library_impl", "call_dispatcher", *_TENSORS.split())),
+    *("aoti_torch_delete_tensor_object", "torch_delete_stable_ivalue", "torch_delete_list"),
     "torch_exception_get_what_without_backtrace",
     "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
 )

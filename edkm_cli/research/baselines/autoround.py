@@ -34,15 +34,9 @@ def quantize(
     learning_rate: float = 0.0,
     batch_size: int = 8,
 ) -> Outcome:
-    """Tune and round `model` in place.
+    """Tune and round `model`, from `load_dense`, in place, on batches of one length. The package shows its own progress.
 
     Args:
-        model: a dense causal LM in float32, from `load_dense`.
-        batches: calibration ids, (1, length) int64 each, all of one length.
-        bits: of a weight, 2 to 8.
-        group_size: weights of a row that share a scale, 0: the row.
-        seed: of the order of samples.
-        track: not used, the package shows its own progress.
         iterations: a block; the package's `auto-round-light` recipe has 50, with a learning rate of 0.005.
         learning_rate: 0: the package's choice, 1 / iterations.
         batch_size: samples in an iteration.

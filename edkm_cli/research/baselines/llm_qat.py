@@ -55,14 +55,9 @@ def quantize(
     activation_bits: int = NO_QUANTIZATION,
     kv_bits: int = NO_QUANTIZATION,
 ) -> Outcome:
-    """Train `model` in place on text of its own.
+    """Train `model` in place on text of its own; the paper has groups of whole rows. `batches` are not used.
 
     Args:
-        model: a dense causal LM in float32.
-        batches: not used, the method is data-free.
-        bits: of a weight, 2 to 8.
-        group_size: weights of a row that share a scale, 0: the row (as the paper has it).
-        seed: of the text and of its order.
         steps: optimizer steps; 0 rounds the weights without training.
         learning_rate: its peak.
         batch_size: sequences in a step.

@@ -45,14 +45,9 @@ def quantize(
     alpha: float = 0.5,
     activation_bits: int = 8,
 ) -> Outcome:
-    """Smooth and quantize `model` in place.
+    """Smooth and quantize `model` in place; the paper has groups of whole rows. `seed` is not used.
 
     Args:
-        model: a dense causal LM in float32.
-        batches: calibration ids, (1, length) int64 each.
-        bits: of a weight, 2 to 8.
-        group_size: weights of a row that share a scale, 0: the row (as the paper has it).
-        seed: not used, nothing is drawn at random.
         alpha: how much of the outliers' range moves into the weights, 0 to 1.
         activation_bits: 2 to 8 bits an activation, hooks that stay on the model; 16: activations as they are.
 
