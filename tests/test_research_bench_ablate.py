@@ -7,6 +7,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.bench import ablate
+from edkm_cli.research.bench.config import Ablation
 from helpers import refused
 
 pytestmark = pytest.mark.usefixtures("fork_server")
@@ -46,7 +47,7 @@ def test_the_dense_layer_saves_six_maps_in_two_storages():
 @pytest.fixture(scope="module")
 def result():
     lines = []
-    found = ablate.run(width=192, learners=2, log=lines.append)
+    found = ablate.run(Ablation(width=192, learners=2, device="cpu"), log=lines.append)
     assert lines
     return found
 
@@ -83,22 +84,22 @@ def test_the_plot_is_a_picture_with_a_bar_for_each_technique(result, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 0}, "width must be from 1"),
-        ({"bits": 9}, "bits must be from 1 to 8, got 9"),
+        ({"width": 0}, "width must be at least 1"),
+        ({"bits": 9}, "bits must be at most 8, got 9"),
         ({"learners": 0}, "learners"),
         ({"iterations": 0}, "iterations"),
-        ({"dtype": "float32"}, "16 bits"),
+        ({"dtype": "float32"}, "dtype must be one of bfloat16, float16"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        ablate.run(**options)
+        Ablation(**options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_a_user_error():
     with pytest.raises(UserError, match="needs a GPU"):
-        ablate.run(device="cuda")
+        ablate.run(Ablation(device="cuda"))
 
 
 def test_learners_that_do_not_finish_are_ended(monkeypatch):
@@ -112,7 +113,7 @@ def test_learners_that_do_not_finish_are_ended(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_papers_reductions_at_width_1024_with_8_learners():
-    found = ablate.run(width=1024, learners=8, log=lambda line: None)
+    found = ablate.run(Ablation(width=1024, learners=8, device="cpu"), log=lambda line: None)
     reduction = {row["technique"]: row["reduction"] for row in found["rows"]}
     assert reduction["M"] >= 2.5
     assert reduction["M+U"] >= 15

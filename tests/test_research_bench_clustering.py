@@ -1,4 +1,4 @@
-"""bench_clustering measures every method and names the keys that other things read."""
+"""The benchmark measures every method and names the keys that other things read."""
 
 import json
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from edkm_cli.errors import UserError
-from edkm_cli.research.bench.clustering import bench_clustering, format_table
+from edkm_cli.research.bench.clustering import format_table, run
+from edkm_cli.research.bench.config import ClusteringBench
 
 
 def test_a_small_run_has_every_row_and_key():
     messages = []
-    result = bench_clustering(width=128, tokens=16, granularity=("tensor", "row:1"), log=messages.append)
+    result = run(
+        ClusteringBench(device="cpu", width=128, tokens=16, granularity=("tensor", "row:1")), log=messages.append
+    )
     json.dumps(result)
     methods = [(row["method"], row.get("granularity")) for row in result["rows"]]
     assert ("dense", "tensor") in methods
@@ -34,7 +37,7 @@ def test_a_small_run_has_every_row_and_key():
 
 def test_what_is_not_there_is_a_user_error():
     with pytest.raises(UserError, match="dtype"):
-        bench_clustering(dtype="int8")
+        ClusteringBench(dtype="int8")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="CUDA"):
-            bench_clustering(device="cuda")
+            run(ClusteringBench(device="cuda"))

@@ -128,7 +128,7 @@ def _help_text(of: Field[Any], repeats: bool) -> str:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return ",".join(default) if isinstance(default, tuple) else str(default)
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def first_process() -> bool:

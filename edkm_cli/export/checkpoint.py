@@ -133,37 +133,6 @@ def announced_tensors(
     return target, tensors
 
 
-def write_weights(
-    model: Any,
-    directory: Path,
-    spec: QuantizationSpec,
-    *,
-    dense: DenseFormat | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
-    track: Track = no_progress,
-    world: World = ALONE,
-) -> list[str]:
-    """Write the safetensors files (and their index, if there are several) and config.json; the first process returns the
-    files' names.
-
-    Peak memory beyond the model (beyond this process's shards of it) is what one module needs. All processes of `world`
-    call this, the first one writes. The files are those that `save_pretrained` of the loaded
-    checkpoint writes with the same `max_shard_size`.
-    """
-    target, tensors = announced_tensors(model, spec, dense)
-    announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
-    source, names = _Source(model, world), track(tensors, "writing the checkpoint", len(tensors))
-    if not world.main:
-        for name in names:
-            source.read(name)  # what is sharded is gathered from all
-        return []
-    read = ((name, tensor.to(tensors[name].dtype)) for name in names if (tensor := source.read(name)) is not None)
-    parameters = target.num_parameters()
-    files = write_tensors(directory, announced, read, max_shard_size=max_shard_size, total_parameters=parameters)
-    write_config(target, spec, directory)
-    return [*files, "config.json", *copy_code(model, directory)]
-
-
 def copy_code(model: nn.Module, directory: Path) -> list[str]:
     """The Python files of a model that is none of transformers' own, copied beside its weights, without which nothing could
     load them; returns their names."""
@@ -199,18 +168,28 @@ def write_checkpoint(
     track: Track = no_progress,
     world: World = ALONE,
 ) -> None:
-    """Write the whole checkpoint into an existing directory: weights, config, tokenizer, generation config, checksums.
+    """Write the whole checkpoint into an existing directory: weights (with an index where they are several files), config,
+    tokenizer, generation config, checksums.
 
-    What is not compressed is stored in the `dense` format, without one as the model has it.
-    All processes of `world` call this; the first one writes.
+    What is not compressed is stored in the `dense` format, without one as the model has it. The files are those that
+    `save_pretrained` of the loaded checkpoint writes with the same `max_shard_size`. Peak memory beyond the model (beyond
+    this process's shards of it) is what one module needs. All processes of `world` call this; the first one writes.
     """
-    options: dict[str, Any] = {"max_shard_size": max_shard_size, "track": track, "world": world}
-    written = write_weights(model, directory, spec, dense=dense, **options)
+    target, tensors = announced_tensors(model, spec, dense)
+    source, names = _Source(model, world), track(tensors, "writing the checkpoint", len(tensors))
     if not world.main:
+        for name in names:
+            source.read(name)  # what is sharded is gathered from all
         return
+    announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
+    read = ((name, tensor.to(tensors[name].dtype)) for name in names if (tensor := source.read(name)) is not None)
+    parameters = target.num_parameters()
+    files = write_tensors(directory, announced, read, max_shard_size=max_shard_size, total_parameters=parameters)
+    write_config(target, spec, directory)
+    files += ["config.json", *copy_code(model, directory)]
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     record_tensors(directory)
-    write_checksums(directory, [*written, RECORD])
+    write_checksums(directory, [*files, RECORD])

@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.report.charts import bars, save
+from edkm_cli.research.bench.config import Ablation
 from edkm_cli.summaries import table
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TEMPERATURE = 0.05  # relative to the variance of the weights
 TOKENS = 4
 TIMEOUT_SECONDS = 3600.0
@@ -49,34 +50,19 @@ def dense_attention_weight(weight: Tensor, centroids: Tensor, *, iterations: int
     return attention @ centroids
 
 
-def run(
-    *,
-    width: int = 4096,
-    bits: int = 3,
-    iterations: int = 1,
-    learners: int = 8,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    log: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Measure both tables; the result is what `edkm ablate --json` writes, the arguments are that command's options.
+def run(settings: Ablation, *, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure both tables; the result is what `edkm ablate --json` writes.
 
     Learners talk by gloo, or by nccl where each has a GPU of its own. On the device "cpu" tensors are copied as if they left
     a device. `rows` holds `bytes` kept by one learner, `reduction`, `seconds` of forward and backward, and `gradient` as a
-    checksum. Raises UserError for an argument out of range, and learners that failed or did not finish in time.
+    checksum. Raises UserError for a GPU that is not there, and learners that failed or did not finish in time.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)} (uniquification needs 16 bits), got {dtype!r}")
-    setting: dict[str, Any] = {"width": width, "bits": bits, "iterations": iterations, "learners": learners}
-    for (name, value), most in zip(setting.items(), (1 << 15, 8, 64, 256), strict=True):
-        if not 1 <= value <= most:
-            raise UserError(f"{name} must be from 1 to {most}, got {value}")
-    setting |= {"dtype": dtype, "device": device}
+    setting, device = asdict(settings), settings.device
     if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r} needs a GPU and PyTorch finds none; use device 'cpu'")
     log("table 1: two views of one tensor")
     table1 = measure_table1(device)
-    log(f"ablation: {learners} learners, {width} x {width}, {bits} bits")
+    log(f"ablation: {settings.learners} learners, {settings.width} x {settings.width}, {settings.bits} bits")
     reports = _run_learners(setting)
     rows = [
         _merge(technique, [report["rows"][technique] for report in reports if technique in report["rows"]])
@@ -248,7 +234,7 @@ class _Layer:
 
     def __init__(self, setting: dict[str, Any], device: torch.device) -> None:
         width, count = setting["width"], 2 ** setting["bits"]
-        dtype = DTYPES[setting["dtype"]]
+        dtype = getattr(torch, setting["dtype"])
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(width, width, generator=generator).mul_(0.02).to(dtype)
         self.weight = torch.nn.Parameter(weight.to(device))

@@ -7,7 +7,7 @@ of a few repeats.
 from __future__ import annotations
 
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from edkm_cli import clustering, kernels
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
+from edkm_cli.research.bench.config import ClusteringBench
 from edkm_cli.summaries import table
 
 Log = Callable[[str], None]
 Row = dict[str, Any]
-GRANULARITIES = ("tensor", "row:1", "block:8x64")
 _TEMPERATURE = 0.02
 _RUNS = 7
 _COREMLTOOLS_WIDTH = 1024
@@ -171,32 +171,20 @@ def _copy_bytes_per_second(weight: Tensor) -> float:
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), weight.device, 10)
 
 
-def bench_clustering(
-    *,
-    width: int = 4096,
-    tokens: int = 2048,
-    bits: int = 3,
-    iterations: int = 3,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    granularity: Sequence[str] = GRANULARITIES,
-    dense: bool = True,
-    log: Log = lambda message: None,
-) -> dict[str, Any]:
+def run(settings: ClusteringBench, *, log: Log = lambda message: None) -> dict[str, Any]:
     """Measure clustering of a (width, width) layer: the result of `edkm bench clustering --json` (docs/results.md; how to
-    read it: docs/clustering.md). Raises UserError for a dtype or device that is not there."""
-    weight_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
-    if weight_dtype is None:
-        raise UserError(f"dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    read it: docs/clustering.md). Raises UserError for a device that is not there."""
+    width, tokens, bits, device = settings.width, settings.tokens, settings.bits, settings.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {device} needs a CUDA GPU and a CUDA build of PyTorch; use --device cpu")
+    weight_dtype = getattr(torch, settings.dtype)
     place = torch.device(device)
     torch.manual_seed(0)
     weight = (torch.randn(width, width) * 0.02).to(place, weight_dtype).requires_grad_()
     linear_dtype = torch.float32 if place.type == "cpu" else weight_dtype
     rows: list[Row] = []
-    options: dict[str, Any] = {"temperature": _TEMPERATURE, "iterations": iterations}
-    for tiles in granularity:
+    options: dict[str, Any] = {"temperature": _TEMPERATURE, "iterations": settings.iterations}
+    for tiles in settings.granularity:
         centroids = _starting_centroids(weight, bits, tiles)
         log(f"fused, {tiles}")
         rows.append(_fused(weight, centroids, granularity=tiles, **options))
@@ -205,22 +193,22 @@ def bench_clustering(
     log(f"linear, {tokens} tokens")
     linear_seconds = _linear_seconds(weight, tokens, linear_dtype)
     copy_bytes_per_second = _copy_bytes_per_second(weight)
-    if dense:
+    if settings.dense:
         log("dense, tensor (keeps about 530 bytes per weight)")
         centroids = _starting_centroids(weight, bits, "tensor")
         attention = partial(clustering.dense_dkm, weight, centroids, granularity="tensor", **options)
         rows.append(_measure("dense", "tensor", weight, centroids, lambda: attention()[0], runs=1))
         log("coremltools")
-        rows.extend(_coremltools(bits, iterations, weight_dtype))
+        rows.extend(_coremltools(bits, settings.iterations, weight_dtype))
     return {
-        "command": f"edkm bench clustering --width {width} --tokens {tokens} --bits {bits} --iterations {iterations}"
-        f" --dtype {dtype} --device {device}",
+        "command": f"edkm bench clustering --width {width} --tokens {tokens} --bits {bits} --iterations "
+        f"{settings.iterations} --dtype {settings.dtype} --device {device}",
         "rows": rows,
         "linear_forward_backward_seconds": linear_seconds,
         "linear_dtype": str(linear_dtype).removeprefix("torch."),
         "tokens": tokens,
         "bits": bits,
-        "iterations": iterations,
+        "iterations": settings.iterations,
         "temperature": _TEMPERATURE,
         "copy_bytes_per_second": copy_bytes_per_second,
         "versions": versions(),
@@ -229,7 +217,7 @@ def bench_clustering(
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of `bench_clustering` as a text table."""
+    """The result of `run` as a text table."""
     measured = [row for row in result["rows"] if "skipped" not in row]
     seconds = [row["forward_seconds"] + row["backward_seconds"] for row in measured]
     dense = {str(row["shape"]): time for row, time in zip(measured, seconds, strict=True) if row["method"] == "dense"}

@@ -25,13 +25,11 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.packing import pack
+from edkm_cli.research.bench.config import RuntimeBench
 from edkm_cli.runtime import lut_linear_torch
 from edkm_cli.runtime.packed import Packed
 from edkm_cli.runtime.ready import Ready
 
-SHAPES = ("576x576", "1536x576", "4096x4096", "11008x4096")
-TOKENS = (1, 16, 512)
-_DTYPES = ("float32", "bfloat16", "float16")
 _ROUNDS, _BUDGET_SECONDS = 4, 0.15  # how often products take turns, and of repeats each time
 _COPY_BYTES = 1 << 27
 _COLD_BYTES = 1 << 27  # that a sweep reads at least: several times the last-level cache, where that is larger
@@ -129,27 +127,16 @@ def _copy_bytes_per_second(place: torch.device) -> float:
     return _COPY_BYTES / _seconds([partial(target.copy_, source)], place)
 
 
-def bench_runtime(
-    *,
-    shape: Sequence[str] = SHAPES,
-    tokens: Sequence[int] = TOKENS,
-    bits: Sequence[int] = (3, 4),
-    granularity: Sequence[str] = ("row:1",),
-    dtype: Sequence[str] = ("bfloat16",),
-    device: str = "cpu",
-    cold: bool = False,
-    log: Log = print,
-) -> dict[str, Any]:
+def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
     """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
-    sizes, place = [_parse_shape(text) for text in shape], torch.device(device)
-    for name in dtype:
-        if name not in _DTYPES:
-            raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    sizes, place = [_parse_shape(text) for text in settings.shape], torch.device(settings.device)
+    granularity, dtype, cold = settings.granularity, settings.dtype, settings.cold
+    tokens, bits = settings.tokens, settings.bits
     for size, tiles in itertools.product(sizes, granularity):
         Granularity.parse(tiles).tile(*size, layer="--shape")
     copied = _copy_bytes_per_second(place)
-    options = {"shape": shape, "tokens": tokens, "bits": bits, "granularity": granularity, "dtype": dtype}
-    flags = [f"--{name} {value}" for name, given in options.items() for value in given]
+    options = ("shape", "tokens", "bits", "granularity", "dtype")
+    flags = [f"--{name} {value}" for name in options for value in getattr(settings, name)]
     rows = []
     for size, count, tiles in itertools.product(sizes, bits, granularity):
         packed = _random(size, count, tiles, place)
@@ -194,7 +181,7 @@ def bench_runtime(
         "rows": rows,
         "copy_bytes_per_second": copied,
         "versions": versions(),
-        "hardware": hardware(device),
+        "hardware": hardware(settings.device),
     }
 
 
@@ -227,7 +214,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of `bench_runtime` as a text table: how many times as fast as `F.linear` in bfloat16 and float32."""
+    """The result of `run` as a text table: how many times as fast as `F.linear` in bfloat16 and float32."""
     head = f"{'shape':<11} {'tokens':>6} {'bits':>4} {'granularity':<11} {'dtype':<9} {'packed us':>10} {'vs bf16':>8}"
     lines = [f"{head} {'vs fp32':>8} {'GB/s':>6} {'of copy':>8}", *map(_line, result["rows"])]
     where = result["hardware"]
