@@ -13,6 +13,7 @@ from torch import Tensor
 from edkm_cli import data as texts
 from edkm_cli import models
 from edkm_cli.environment import versions
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
