@@ -106,7 +106,9 @@ def test_learners_that_do_not_finish_are_ended(monkeypatch):
     monkeypatch.setattr(ablate, "TIMEOUT_SECONDS", 0.0)
     before = set(torch.multiprocessing.active_children())
     with pytest.raises(UserError, match="did not finish within"):
-        ablate.run(width=2048, learners=2, log=lambda line: None)  # more than the second between two looks
+        ablate.run(
+            Ablation(width=2048, learners=2, device="cpu"), log=lambda line: None
+        )  # more than the second between two looks
     assert set(torch.multiprocessing.active_children()) <= before
 
 

@@ -28,11 +28,6 @@ WARPS = 8
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 products
 
 
-def _vector(columns: int) -> int:
-    """Words of one load: a run of 128 columns fills four, one of 32 any number of whole words."""
-    return 4 if columns % 128 == 0 else 1
-
-
 def takes(x: Tensor, packed: Packed) -> bool:
     """Whether the kernel was written for these dtypes and shapes, wherever they are."""
     indices, table, bias, bits, tile = packed
@@ -54,7 +49,7 @@ def settings(x: Tensor, packed: Packed) -> dict[str, int]:
     """What lut_linear.cu is compiled with for this product."""
     return {
         "BITS": packed.bits,
-        "VECTOR": _vector(x.shape[-1]),
+        "VECTOR": 4 if x.shape[-1] % 128 == 0 else 1,  # words of one load: a run of 128 columns fills four
         "HALF": int(x.dtype == torch.float16),
         "LUT": _KINDS[packed.table.dtype],
         "BIAS": _NO_BIAS if packed.bias is None else _KINDS[packed.bias.dtype],
@@ -99,25 +94,18 @@ def compiled(text: str, architecture: str, nvrtc: Any, *options: str) -> tuple[b
         call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
-def _library() -> Any:
-    """NVRTC as PyTorch finds it."""
-    from torch.cuda import _utils
-
-    find = getattr(_utils, "_get_gpu_rtc_library", None) or _utils._get_nvrtc_library
-    return find()
-
-
 _broken: list[str] = []  # why the kernel is not used in this process, once it failed
 
 
 @functools.cache
 def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     """The compiled kernel on a GPU. Raises whatever compiling or loading raises."""
-    from torch.cuda._utils import _cuda_load_module
+    from torch.cuda import _utils
 
+    find = getattr(_utils, "_get_gpu_rtc_library", None) or _utils._get_nvrtc_library  # as PyTorch finds NVRTC
     major, minor = torch.cuda.get_device_capability(device)
-    code, _ = compiled(source(dict(given)), f"sm_{major}{minor}", _library())
-    found: Any = _cuda_load_module(code, ["lut_linear"])
+    code, _ = compiled(source(dict(given)), f"sm_{major}{minor}", find())
+    found: Any = _utils._cuda_load_module(code, ["lut_linear"])
     return found["lut_linear"]
 
 
