@@ -101,7 +101,8 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
         positions = torch.arange(lengths(options)[1])[None]
         rotary = type(source.model.model.rotary_emb)(config=source.config)  # the model's own class
         cosines, sines = (table[0].half().numpy() for table in rotary(torch.zeros(1), positions))
-        made = coreml_graph.program(_shape(source, options), _weights(source, names, track), (cosines, sines))
+        weights = _weights(source, names, track)
+        made = coreml_graph.program(source.config, lengths(options), options.cache, weights, (cosines, sines))
         first, last = lengths(options)
         tokens = ct.RangeDim(first, last, last) if first < last else last
         inputs = [ct.TensorType("input_ids", shape=(1, tokens), dtype=np.int32)]
@@ -155,23 +156,6 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
 def _embedding(source: Compressed, path: str) -> tuple[Tensor, Tensor]:
     """(levels (rows, columns) int8, scales (rows, groups) float16) of an embedding."""
     return source.levels(path).to(torch.int8), rounded(source.stored(f"{path}.scale"), torch.float16, f"{path}.scale")
-
-
-def _shape(source: Compressed, options: Options) -> coreml_graph.Shape:
-    config = source.config
-    heads = config.num_attention_heads
-    first, last = lengths(options)
-    return coreml_graph.Shape(
-        layers=config.num_hidden_layers,
-        heads=heads,
-        key_heads=config.num_key_value_heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        eps=config.rms_norm_eps,
-        length=last,
-        tokens=last if first == last else None,
-        cache=options.cache,
-        tied=bool(config.tie_word_embeddings),
-    )
 
 
 def _function(folder: Path) -> tuple[Any, dict[str, str]]:

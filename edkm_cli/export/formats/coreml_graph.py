@@ -11,7 +11,6 @@ Inputs are `input_ids` (1, tokens) int32 and, with a cache, `position` (1) int32
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,25 +18,14 @@ import numpy as np
 _BLOCKED = np.float16(3e4)  # taken from a score, makes its share zero; within float16
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A decoder's numbers. `length` is the longest sequence, `tokens` the fixed number in a call or None for a range."""
-
-    layers: int
-    heads: int
-    key_heads: int
-    head_size: int
-    eps: float
-    length: int
-    tokens: int | None
-    cache: bool
-    tied: bool
-
-
-def program(shape: Shape, weight: Callable[[str], Any], rotary: tuple[Any, Any]) -> Any:
+def program(
+    config: Any, lengths: tuple[int, int], cache: bool, weight: Callable[[str], Any], rotary: tuple[Any, Any]
+) -> Any:
     """The MIL program.
 
     Args:
+        config: of the model.
+        lengths: the fewest and most tokens of a call; a cache has room for the most.
         weight: tensor name -> the variable that holds it, None for a bias that a linear does not have; called inside the
             program, once for each name.
         rotary: cosines and sines, (length, head size) float16.
@@ -46,10 +34,12 @@ def program(shape: Shape, weight: Callable[[str], Any], rotary: tuple[Any, Any])
     from coremltools.converters.mil.mil import Builder as mb
     from coremltools.converters.mil.mil import get_new_symbol, types
 
-    tokens = shape.tokens or get_new_symbol()
+    first, last = lengths
+    tokens = last if first == last else get_new_symbol()
     specs = [mb.TensorSpec(shape=(1, tokens), dtype=types.int32)]
-    if shape.cache:
-        state = (shape.layers, shape.key_heads, shape.length, shape.head_size)
+    if cache:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        state = (config.num_hidden_layers, config.num_key_value_heads, last, size)
         specs += [
             mb.TensorSpec(shape=(1,), dtype=types.int32),
             mb.StateTensorSpec(state, dtype=types.fp16),
@@ -57,9 +47,9 @@ def program(shape: Shape, weight: Callable[[str], Any], rotary: tuple[Any, Any])
         ]
 
     def body(input_ids: Any, position: Any = None, keys: Any = None, values: Any = None) -> Any:
-        return _Decoder(mb, shape, weight, rotary).run(input_ids, position, (keys, values))
+        return _Decoder(mb, config, cache, weight, rotary).run(input_ids, position, (keys, values))
 
-    if shape.cache:
+    if cache:
 
         @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
         def made(input_ids, position, key_cache, value_cache):  # type: ignore[no-untyped-def]
@@ -76,27 +66,29 @@ def program(shape: Shape, weight: Callable[[str], Any], rotary: tuple[Any, Any])
 class _Decoder:
     """One call's operations, in order; `n` is the number of its tokens, `end` that of all tokens so far."""
 
-    def __init__(self, mb: Any, shape: Shape, weight: Any, rotary: tuple[Any, Any]):
-        self.mb, self.shape, self.weight, self.rotary = mb, shape, weight, rotary
+    def __init__(self, mb: Any, config: Any, cache: bool, weight: Any, rotary: tuple[Any, Any]):
+        self.mb, self.config, self.cache, self.weight, self.rotary = mb, config, cache, weight, rotary
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
 
     def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
-        mb, shape = self.mb, self.shape
+        mb, config = self.mb, self.config
         embedding = self.weight("model.embed_tokens.weight")
         self.n = self._vector(mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0))
-        self.start = position if shape.cache else mb.sub(x=self.n, y=self.n)
+        self.start = position if self.cache else mb.sub(x=self.n, y=self.n)
         self.end = mb.add(x=self.start, y=self.n)
         self.states = states
         x = mb.gather(x=embedding, indices=input_ids, axis=0)
-        size = mb.concat(values=[self.n, [shape.head_size]], axis=0)
+        size = mb.concat(values=[self.n, [self.head_size]], axis=0)
         begin = mb.concat(values=[self.start, [0]], axis=0)
         self.cosines, self.sines = (mb.slice_by_size(x=table, begin=begin, size=size) for table in self.rotary)
         self.mask = self._mask()
-        for layer in range(shape.layers):
+        for layer in range(config.num_hidden_layers):
             path = f"model.layers.{layer}"
             x = mb.add(x=x, y=self._attention(layer, self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn"))
             x = mb.add(x=x, y=self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp"))
         x = self._norm(x, "model.norm")
-        head = embedding if shape.tied else self.weight("lm_head.weight")
+        head = embedding if config.tie_word_embeddings else self.weight("lm_head.weight")
         return mb.linear(x=x, weight=head, name="logits")
 
     def _vector(self, scalar: Any) -> Any:
@@ -114,7 +106,7 @@ class _Decoder:
         mb = self.mb
         wide = mb.cast(x=x, dtype="fp32")
         mean = mb.reduce_mean(x=mb.mul(x=wide, y=wide), axes=[-1], keep_dims=True)
-        factor = mb.rsqrt(x=mb.add(x=mean, y=np.float32(self.shape.eps)), epsilon=np.float32(1e-30))
+        factor = mb.rsqrt(x=mb.add(x=mean, y=np.float32(self.config.rms_norm_eps)), epsilon=np.float32(1e-30))
         return mb.mul(x=mb.cast(x=mb.mul(x=wide, y=factor), dtype="fp16"), y=self.weight(f"{path}.weight"))
 
     def _linear(self, x: Any, path: str) -> Any:
@@ -124,7 +116,7 @@ class _Decoder:
 
     def _heads(self, x: Any, count: int) -> Any:
         """(1, tokens, count * size) -> (1, count, tokens, size)."""
-        parted = self.mb.reshape(x=x, shape=[1, -1, count, self.shape.head_size])
+        parted = self.mb.reshape(x=x, shape=[1, -1, count, self.head_size])
         return self.mb.transpose(x=parted, perm=[0, 2, 1, 3])
 
     def _turned(self, x: Any) -> Any:
@@ -136,28 +128,28 @@ class _Decoder:
 
     def _kept(self, layer: int, index: int, new: Any) -> Any:
         """Keys or values of all tokens so far, (1, key heads, end, size); the state is updated."""
-        if not self.shape.cache:
+        if not self.cache:
             return new
-        mb, shape, state = self.mb, self.shape, self.states[index]
+        mb, state = self.mb, self.states[index]
         begin = mb.concat(values=[[layer, 0], self.start, [0]], axis=0)
-        stop = mb.concat(values=[[layer + 1, shape.key_heads], self.end, [shape.head_size]], axis=0)
+        stop = mb.concat(values=[[layer + 1, self.key_heads], self.end, [self.head_size]], axis=0)
         updated = mb.slice_update(x=mb.read_state(input=state), update=new, begin=begin, end=stop)
         mb.coreml_update_state(state=state, value=updated)
         return mb.slice_by_index(x=updated, begin=[layer, 0, 0, 0], end=stop)
 
     def _attention(self, layer: int, x: Any, path: str) -> Any:
-        mb, shape = self.mb, self.shape
-        query = self._turned(self._heads(self._linear(x, f"{path}.q_proj"), shape.heads))
-        key = self._turned(self._heads(self._linear(x, f"{path}.k_proj"), shape.key_heads))
-        value = self._heads(self._linear(x, f"{path}.v_proj"), shape.key_heads)
+        mb = self.mb
+        query = self._turned(self._heads(self._linear(x, f"{path}.q_proj"), self.heads))
+        key = self._turned(self._heads(self._linear(x, f"{path}.k_proj"), self.key_heads))
+        value = self._heads(self._linear(x, f"{path}.v_proj"), self.key_heads)
         key, value = self._kept(layer, 0, key), self._kept(layer, 1, value)
-        groups = [1, shape.key_heads, shape.heads // shape.key_heads, -1, shape.head_size]
-        query = mb.mul(x=query, y=np.float16(shape.head_size**-0.5))
+        groups = [1, self.key_heads, self.heads // self.key_heads, -1, self.head_size]
+        query = mb.mul(x=query, y=np.float16(self.head_size**-0.5))
         scores = mb.matmul(x=mb.reshape(x=query, shape=groups), y=mb.expand_dims(x=key, axes=[2]), transpose_y=True)
         shares = mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1)
         mixed = mb.matmul(x=shares, y=mb.expand_dims(x=value, axes=[2]))
-        mixed = mb.reshape(x=mixed, shape=[1, shape.heads, -1, shape.head_size])
-        joined = mb.reshape(x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, -1, shape.heads * shape.head_size])
+        mixed = mb.reshape(x=mixed, shape=[1, self.heads, -1, self.head_size])
+        joined = mb.reshape(x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, -1, self.heads * self.head_size])
         return self._linear(joined, f"{path}.o_proj")
 
     def _mlp(self, x: Any, path: str) -> Any:
