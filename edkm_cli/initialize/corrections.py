@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.initialize.layers import HiddenStates
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.precision import TOKENS_A_SUM, sum_of_products
@@ -41,7 +42,7 @@ class Corrections:
     def __init__(self, block: nn.Module, layers: Sequence[ClusteredLinear]):
         self._block, self._layers = block, list(layers)
         self._adds_to: dict[ClusteredLinear, nn.Module] = {}
-        self._exact: dict[nn.Module, list[Tensor]] = {}  # what modules got in the uncompressed model
+        self._exact: dict[nn.Module, HiddenStates] = {}  # what modules got in the uncompressed model
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
         self._weights: Tensor | None = None  # (batch, sequence, 1)
         self._shared: tuple[Tensor | None, Any] = (None, None)  # inputs X, and what was computed of them
@@ -77,20 +78,26 @@ class Corrections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what the modules get in passes of the uncompressed layer, one text each."""
+        """Keep what the modules get in passes of the uncompressed layer, one text each; once for all that get the same."""
+        last: Tensor | None = None
+        kept = HiddenStates()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal last, kept
             entering = _entering(args, kwargs)
-            if entering.dim() == 3:  # experts get a choice of the tokens, see `target`
-                self._exact.setdefault(module, []).append(entering)
+            if entering is last:
+                self._exact.setdefault(module, kept)
+            elif entering.dim() == 3:  # experts get a choice of the tokens, see `target`
+                last, kept = entering, self._exact.setdefault(module, HiddenStates())
+                kept.push(entering)
 
         with hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield
 
-    def weigh(self, outputs: list[Tensor]) -> None:
+    def weigh(self, outputs: HiddenStates) -> None:
         """Let tokens count by what the uncompressed layer gave for them, (1, sequence, hidden) each: those of more than the
         median norm by their relative error, so that none counts for more than the others."""
-        norms = torch.cat(outputs).float().norm(dim=-1, keepdim=True)
+        norms = torch.cat([outputs[text].float().norm(dim=-1, keepdim=True) for text in range(len(outputs))])
         self._weights = (norms.median() / norms.clamp_min(1e-30)).clamp_max_(1.0)
 
     def hessian(self, inputs: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ class Corrections:
         A layer that sees a choice of the tokens, as experts do, keeps its weight: nothing says that they are the same.
         """
         exact = self._exact.get(layer)
-        if exact is None or inputs.dim() != 3 or sum(len(x) for x in exact) != len(inputs):
+        if exact is None or inputs.dim() != 3 or len(exact) != len(inputs):
             return layer.weight
         weight, stream = layer.weight.float(), self._adds_to.get(layer)
         if inputs.shape[:-1].numel() < layer.in_features:
@@ -160,7 +167,7 @@ class Corrections:
                 self._now.pop(module, None)
 
     def _by_tokens(
-        self, weight: Tensor, inputs: Tensor, exact: list[Tensor], stream: nn.Module | None, damping: float
+        self, weight: Tensor, inputs: Tensor, exact: HiddenStates, stream: nn.Module | None, damping: float
     ) -> Tensor:
         """The change of a weight where tokens are fewer than columns: X^T (X X^T + damping)^-1 = (X^T X + damping)^-1 X^T, a
         matrix of tokens by tokens (Woodbury)."""
@@ -169,7 +176,7 @@ class Corrections:
             x = self._weighted(inputs)  # (tokens, in)
             products = x @ x.t()
             products.diagonal().add_(damping * products.diagonal().sum() / x.shape[1])
-            return self._weighted(torch.cat(exact)) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
+            return self._weighted(exact.some()) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
 
         missing, solution = self._once(inputs, solved)
         wanted = (weight @ missing.t()).mul_(_INPUTS)  # (out, tokens)
@@ -179,14 +186,14 @@ class Corrections:
 
     def _error(self, stream: nn.Module, some: slice = slice(None)) -> Tensor:
         """Of the residual stream that a module gets, of `some` texts, weighted, (tokens, hidden)."""
-        return self._weighted(torch.cat(self._exact[stream][some]) - self._now[stream][some], some)
+        return self._weighted(self._exact[stream].some(some) - self._now[stream][some], some)
 
-    def _crossing(self, inputs: Tensor, exact: list[Tensor]) -> Tensor:
+    def _crossing(self, inputs: Tensor, exact: HiddenStates) -> Tensor:
         """(X' - X) X^T, (in, in)."""
 
         def missing(some: slice) -> tuple[Tensor, Tensor]:
             x = self._weighted(inputs[some], some)
-            return self._weighted(torch.cat(exact[some]), some) - x, x
+            return self._weighted(exact.some(some), some) - x, x
 
         return _sum(inputs, missing)
 

@@ -201,7 +201,7 @@ def collect_by_layer(
                 hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=sums)
             found = sums.means(tokens)
         for path, call in reversed(calls) if gradient else ():
-            entered = [inputs.pop(world.device) for _ in turns][::-1]
+            entered = [inputs.pop() for _ in turns][::-1]
             with layers.whole(path) as layer, collector(path) as sums:
                 for index, (_, sums.counts) in enumerate(turns):
                     start = entered[index].detach().requires_grad_()

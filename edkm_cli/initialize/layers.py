@@ -10,9 +10,8 @@ layer's own pass is made again. Sums are taken in the same order wherever layers
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -24,7 +23,7 @@ from edkm_cli.nn.decoder import decoder_layers
 from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
 from edkm_cli.precision import bfloat16_linears
 
-_MEMORY_BYTES = 2**26  # of hidden states that wait for the way back; more of them do so on disk
+_MEMORY_BYTES = 2**24  # of hidden states that wait for their turn; more of them do so on disk
 
 
 class Layers:
@@ -164,31 +163,46 @@ def run(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
 
 
 class HiddenStates:
-    """A stack of hidden states, in host memory or, beyond some, in a file without a name."""
+    """Hidden states of texts in their order, where they were or, beyond some, in a file without a name."""
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor | None, torch.dtype, torch.Size]] = []
-        self._bytes = 0
+    def __init__(self, states: Iterable[Tensor] = ()) -> None:
+        self._kept: list[tuple[Tensor | None, torch.dtype, torch.Size, torch.device]] = []
+        self._bytes, self._starts = 0, [0]  # of what is in memory; where each begins in the file
         self._file: Any = None
+        for hidden in states:
+            self.push(hidden)
 
     def push(self, hidden: Tensor) -> None:
-        on_disk = self._bytes + hidden.nbytes > _MEMORY_BYTES and not hidden.is_meta
-        self._kept.append((None if on_disk else hidden, hidden.dtype, hidden.shape))
-        if not on_disk:
-            self._bytes += hidden.nbytes
-            return
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="edkm-states-")  # noqa: SIM115  # closed when this is forgotten
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(hidden.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+        on_disk = self._bytes + hidden.nbytes > _MEMORY_BYTES
+        self._kept.append((None if on_disk else hidden, hidden.dtype, hidden.shape, hidden.device))
+        self._bytes += 0 if on_disk else hidden.nbytes
+        self._starts.append(self._starts[-1] + hidden.nbytes * on_disk)
+        if on_disk and not hidden.is_meta:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="edkm-states-")  # noqa: SIM115  # closed when this is forgotten
+            self._file.seek(self._starts[-2])
+            self._file.write(hidden.detach().contiguous().cpu().view(torch.uint8).numpy().data)
 
-    def pop(self, device: torch.device | str) -> Tensor:
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Tensor:
+        hidden, dtype, shape, device = self._kept[index]
+        if hidden is None:
+            hidden = torch.empty(shape, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
+            if not hidden.is_meta:
+                self._file.seek(self._starts[index])
+                self._file.readinto(hidden.view(-1).view(torch.uint8).numpy())
+        return hidden.to(device)
+
+    def some(self, at: slice = slice(None)) -> Tensor:
+        """Those of some texts, one after the other."""
+        return torch.cat([self[index] for index in range(*at.indices(len(self)))])
+
+    def pop(self) -> Tensor:
         """The last one, which is forgotten."""
-        hidden, dtype, shape = self._kept.pop()
-        if hidden is not None:
-            self._bytes -= hidden.nbytes
-            return hidden
-        at = self._file.seek(-shape.numel() * dtype.itemsize, os.SEEK_END)
-        value = torch.frombuffer(bytearray(self._file.read()), dtype=dtype).view(shape)
-        self._file.truncate(at)
-        return value.to(device)
+        last = self[len(self) - 1]
+        if self._kept.pop()[0] is not None:
+            self._bytes -= last.nbytes
+        self._starts.pop()
+        return last

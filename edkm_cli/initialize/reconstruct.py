@@ -17,7 +17,7 @@ its matrices got. No second model is needed: until a layer is compensated, its w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import Compensation, gets_too_few
 from edkm_cli.initialize.corrections import Corrections
-from edkm_cli.initialize.layers import Layers, run
+from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import LayerCall, changed, hooked
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
@@ -86,10 +86,11 @@ def reconstruct(
     model.eval()
     with torch.no_grad(), bfloat16_products():
         calls = layers.calls(texts[0])
-        exact = [layers.calls(text)[0].hidden for text in texts]
-        compressed = torch.cat(exact)  # (texts, sequence, hidden)
+        exact = HiddenStates(layers.calls(text)[0].hidden for text in texts)
+        compressed = exact.some()  # (texts, sequence, hidden)
     if states is not None:
-        exact, compressed = [*states["exact"].to(world.device).split(1)], states["compressed"].to(world.device)
+        exact = HiddenStates(states["exact"].to(world.device).split(1))
+        compressed = states["compressed"].to(world.device)
     order = torch.Generator().manual_seed(seed)
     for _ in range(done):
         list(_picks(texts, passes, order))
@@ -105,12 +106,12 @@ def reconstruct(
             compressed = block.compensate(entering, corrections, compensating(world, corrections))
             picks = [*_picks(texts, passes, order)][:at_most_steps]
             if picks:
-                block.fit(entering.split(1), exact, picks)
+                block.fit(entering, exact, picks)
                 for parameter in block.module.parameters():
                     world.broadcast(parameter.data)  # processors may differ in the last bit
                 del compressed
-                compressed = block.outputs(entering.split(1))
-            end(path, layer, {"exact": torch.cat(exact), "compressed": compressed})
+                compressed = block.outputs(entering)
+            end(path, layer, {"exact": exact.some(), "compressed": compressed})
             del block, corrections, entering  # before the next layer is read
     model.train(was_training)
 
@@ -128,19 +129,22 @@ class _Block:
             return run(self.module, hidden, self._call)
 
     @torch.no_grad()
-    def exact_outputs(self, hidden: list[Tensor], corrections: Corrections) -> list[Tensor]:
+    def exact_outputs(self, hidden: HiddenStates, corrections: Corrections) -> HiddenStates:
         """Of the layer with its weights as they are, which is on record then."""
         self.module.eval()
         with changed(*self.layers, dense=True):
             corrections.find_residuals(self._run, hidden[0])
             with corrections.recording():
-                return [self._run(x) for x in hidden]
+                return HiddenStates(self._run(hidden[text]) for text in range(len(hidden)))
 
     @torch.no_grad()
-    def outputs(self, hidden: Sequence[Tensor]) -> Tensor:
+    def outputs(self, hidden: Tensor) -> Tensor:
         """Of the compressed layer, for all texts."""
         self.module.eval()
-        return torch.cat([self._run(x) for x in hidden])
+        given = torch.empty_like(hidden)
+        for text, output in zip(hidden.split(1), given.split(1), strict=True):
+            output.copy_(self._run(text))
+        return given
 
     @torch.no_grad()
     def compensate(self, hidden: Tensor, corrections: Corrections, compensation: Callable[..., None]) -> Tensor:
@@ -148,7 +152,7 @@ class _Block:
         with corrections.following(), hooked(self.layers, compensation):
             return self._run(hidden)
 
-    def fit(self, hidden: Sequence[Tensor], wanted: list[Tensor], picks: list[list[int]]) -> None:
+    def fit(self, hidden: Tensor, wanted: HiddenStates, picks: list[list[int]]) -> None:
         """Train weights, tables, norms and biases, on some of the texts a step."""
         if not self.layers:
             return
@@ -160,13 +164,13 @@ class _Block:
         for group in groups:
             for parameter in group["params"]:
                 parameter.requires_grad_(True)
-        fused = None if hidden[0].is_meta else True  # a step needs no memory of its own
+        fused = None if hidden.is_meta else True  # a step needs no memory of its own
         optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=fused)
         self.module.train()
         for step, pick in enumerate(picks):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * _rate_factor(step, len(picks))
-            inputs, outputs = (torch.cat([texts[text] for text in pick]).float() for texts in (hidden, wanted))
+            inputs, outputs = hidden[pick].float(), torch.cat([wanted[text] for text in pick]).float()
             with torch.enable_grad():
                 loss = relative_error(self._run(inputs).float(), outputs)
             loss.backward()

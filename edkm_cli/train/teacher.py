@@ -110,7 +110,9 @@ def remember(
         ids = torch.stack([batch.ids[row] for batch, row in found])
         positions = [batch.positions[row] for batch, row in found if batch.positions is not None]
         batch = Batch(ids, None, torch.stack(positions) if positions else None).to(world.device)
-        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        # Nothing cached: weights that were rounded would stay until the last layer is done.
+        rounded = torch.autocast(kind, torch.bfloat16, enabled=mixed_precision == "bf16", cache_enabled=False)
+        with torch.no_grad(), rounded:
             states = parts.states(**inputs_of(batch)).to(dtype)
         if not bool(states.isfinite().all()):
             raise UserError(
