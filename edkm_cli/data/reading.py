@@ -97,10 +97,14 @@ def read_files(source: Source, column: str | None = None) -> Iterator[Part]:
                 # Of several texts each is a document, with an end; WikiText is one text in however many files.
                 alone = len(source.files) == 1 or is_wikitext(path)
                 yield from _text_parts(path, alone=alone, begins=index == 0 or not alone, option=source.option)
-            elif not is_compressed(path) and _holds_lines(path):
-                yield from line_ranges(path, option=source.option)
+            elif suffix_of(path) in (".parquet", ".arrow"):
+                yield from batched(_rows(path, column), str(path), option=source.option)
+            elif not _holds_lines(path):
+                yield from batched(_items(path), str(path), option=source.option)
+            elif is_compressed(path):
+                yield from batched(_lines(path, source.option), str(path), option=source.option)
             else:
-                yield from batched(_records(path, column, source.option), str(path), option=source.option)
+                yield from line_ranges(path, option=source.option)
 
 
 @contextmanager
@@ -146,16 +150,9 @@ def _holds_lines(path: Path) -> bool:
         return not file.read(1 << 16).removeprefix(_BOM).lstrip().startswith(b"[")
 
 
-def _records(path: Path, column: str | None, option: str) -> Iterator[Any]:
-    """The records of a file that is read from its beginning."""
-    if suffix_of(path) in (".parquet", ".arrow"):
-        yield from _rows(path, column)
-        return
-    lines = _holds_lines(path)
+def _lines(path: Path, option: str) -> Iterator[Any]:
+    """The records of JSON Lines that are read from their beginning."""
     with _opened(path) as file:
-        if not lines:
-            yield from _items(io.TextIOWrapper(file, encoding="utf-8-sig"))
-            return
         for number, line in enumerate(iter(lambda: _line(file), b"")):
             if line.strip():
                 yield _parsed(line, option, path, f"line {number + 1}")
@@ -280,26 +277,28 @@ def _rows(path: Path, column: str | None) -> Iterator[Any]:
         raise ValueError(str(error)) from error
 
 
-def _items(reader: io.TextIOWrapper) -> Iterator[Any]:
+def _items(path: Path) -> Iterator[Any]:
     """The items of a JSON list, one by one, so that a large file is never in memory as a whole. Raises ValueError."""
     decoder = json.JSONDecoder()
     text, at, count = "", 0, 0  # what is read, and how far it is used up
-    while True:
-        try:
-            sign = (_COMMA if count else _LIST).match(text, at)
-            if sign is None:
-                raise ValueError(f"after item {count} there is no comma" if count else "it is no list")
-            item, end = decoder.raw_decode(text, sign.end())
-        except ValueError as error:
-            # As much again: an item may be long.
-            more = reader.read(max(len(text) - at, 1 << 18)) if len(text) - at <= _LONGEST_ITEM else ""
-            if more:
-                text, at = text[at:] + more, 0
-                continue
-            last = _END.match(text, at)
-            if last and bool(last[1]) == (count == 0) and last.end() == len(text):
-                return
-            why = "something follows the list" if last else f"item {count + 1}: {error}"
-            raise ValueError(why) from error
-        at, count = end, count + 1
-        yield item
+    with _opened(path) as file:
+        reader = io.TextIOWrapper(file, encoding="utf-8-sig")
+        while True:
+            try:
+                sign = (_COMMA if count else _LIST).match(text, at)
+                if sign is None:
+                    raise ValueError(f"after item {count} there is no comma" if count else "it is no list")
+                item, end = decoder.raw_decode(text, sign.end())
+            except ValueError as error:
+                # As much again: an item may be long.
+                more = reader.read(max(len(text) - at, 1 << 18)) if len(text) - at <= _LONGEST_ITEM else ""
+                if more:
+                    text, at = text[at:] + more, 0
+                    continue
+                last = _END.match(text, at)
+                if last and bool(last[1]) == (count == 0) and last.end() == len(text):
+                    return
+                why = "something follows the list" if last else f"item {count + 1}: {error}"
+                raise ValueError(why) from error
+            at, count = end, count + 1
+            yield item
