@@ -182,38 +182,26 @@ def plain_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPL
 
     Where long records are dropped, those of more tokens than a sequence are left out first.
     """
-    starts, lengths = _documents(ends)
-    total = int(lengths.sum())
-    long = lengths > sequence_length
-    if long_records == DROP and long.any():
-        starts, lengths = starts[~long], lengths[~long]
-    elif lengths.size:
+    starts, lengths, total, split = _documents(ends, sequence_length, long_records)
+    if lengths.sum() == total and lengths.size:  # one stretch
         starts, lengths = np.zeros(1, np.int64), np.array([total])
-    kept = int(lengths.sum())
-    count = kept // sequence_length
-    used = count * sequence_length
+    used = int(lengths.sum()) // sequence_length * sequence_length
+    if not used:
+        return Layout(np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64), total, 0)
     # Cut the kept stretches at every sequence border.
     at = np.concatenate([[0], np.cumsum(lengths)])
     borders = np.unique(np.concatenate([at[at < used], np.arange(0, used + 1, sequence_length)]))
-    if not count:
-        return Layout(np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64), total, 0)
-    owner = np.searchsorted(at, borders[:-1], side="right") - 1
-    slice_starts = starts[owner] + borders[:-1] - at[owner]
+    stretch = np.searchsorted(at, borders[:-1], side="right") - 1
+    slice_starts = starts[stretch] + borders[:-1] - at[stretch]
     first = np.searchsorted(borders[:-1], np.arange(0, used + 1, sequence_length))
-    split = 0 if long_records == DROP else int(long.sum())
     return Layout(slice_starts, np.diff(borders), first, total - used, split)
 
 
 def packed_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPLIT) -> Layout:
     """Whole documents packed by best fit. Longer ones than a sequence are cut into sequences, their rest is packed with
     the others; or they are dropped."""
-    starts, lengths = _documents(ends)
-    total = int(lengths.sum())
-    long = lengths > sequence_length
-    split = int(long.sum())
-    if long_records == DROP:
-        starts, lengths, split = starts[~long], lengths[~long], 0
-    elif split:
+    starts, lengths, total, split = _documents(ends, sequence_length, long_records)
+    if split:
         starts, lengths = _cut(starts, lengths, sequence_length)
     order, counts = [], []
     for low in range(0, len(lengths), _WINDOW):
@@ -253,11 +241,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return bins
 
 
-def _documents(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the documents that have tokens."""
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else np.empty(0, np.int64)
-    lengths = np.asarray(ends, np.int64) - starts
-    return starts[lengths > 0], lengths[lengths > 0]
+def _documents(ends: np.ndarray, longest: int, long_records: str) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """(starts, lengths) of the documents that have tokens, without those of more than `longest` where they are dropped;
+    the tokens of all; and how many documents are to be split."""
+    lengths = np.diff(np.asarray(ends, np.int64), prepend=0)
+    starts, total = np.asarray(ends, np.int64) - lengths, int(lengths.sum())
+    kept = (lengths > 0) & ((lengths <= longest) | (long_records != DROP))
+    return starts[kept], lengths[kept], total, int((lengths[kept] > longest).sum())
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -103,26 +103,24 @@ def repeated(sources: Sequence[Source]) -> dict[str, str]:
 def parse_source(name: str, option: str = "--data") -> Source:
     """The source that a name stands for, `=WEIGHT` included. Raises UserError where it can be nothing."""
     text, weight = _weight(name, option)
-    if text in (BUILTIN, PROSE):
-        source = Source(text, "builtin")
-    elif text == SELF:
-        source = Source(text, SELF)
-    elif text.partition("@")[0] in NAMED:
-        short, _, split = text.partition("@")
+    short, _, split = text.partition("@")
+    source: Source | None
+    if text in (BUILTIN, PROSE, SELF):
+        source = Source(text, SELF if text == SELF else "builtin")
+    elif short in NAMED:
         repository, config = NAMED[short]
         source = Source(text, "hub", repository=repository, config=config, split=split or None)
     else:
-        named, match = _files(text, option), _HUB.fullmatch(text)
-        if named is None and match:
+        source = _files(text, option)
+        if source is None and (match := _HUB.fullmatch(text)):
             repository, config, split = match.group("repository", "config", "split")
-            named = Source(text, "hub", repository=repository, config=config, split=split)
-        named = named or _local_set(text)
-        if named is None:
-            raise UserError(
-                f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory "
-                f"({', '.join(SUFFIXES)}), or a data set of the hub as owner/name[:config][@split], got {text!r}"
-            )
-        source = named
+            source = Source(text, "hub", repository=repository, config=config, split=split)
+        source = source or _local_set(text)
+    if source is None:
+        raise UserError(
+            f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory "
+            f"({', '.join(SUFFIXES)}), or a data set of the hub as owner/name[:config][@split], got {text!r}"
+        )
     return replace(source, weight=weight, option=option)
 
 
@@ -148,13 +146,16 @@ def _files(text: str, option: str) -> Source | None:
         readme = path / "README.md"
         if readme.is_file() and readme.read_bytes().partition(b"\n")[0].strip() == b"---":
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
-        files = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+        files = sorted(
+            one for one in visible if suffix_of(one) in SUFFIXES and one.name not in _METADATA and one.is_file()
+        )
         if not files:
             raise UserError(f"{option} names a directory without files that end in {endings}: {path}")
         return Source(text, "files", files=tuple(files))
     if any(sign in text for sign in "*?[") and not path.is_file() and not (hub and hub["split"]):
-        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
-        files = [file for file in files if suffix_of(file) in SUFFIXES]
+        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = [file for file in matches if file.is_file() and suffix_of(file) in SUFFIXES]
         if not files:
             raise UserError(f"{option} pattern matches no file that ends in {endings}: {text}")
         return Source(text, "files", files=tuple(files))
@@ -178,8 +179,3 @@ def _local_set(text: str) -> Source | None:
     if not name or not directory.is_dir():
         return None
     return Source(text, "hub", repository=str(directory), config=config or None, split=split or None)
-
-
-def _is_data(file: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-    return file.is_file() and not hidden and suffix_of(file) in SUFFIXES and file.name not in _METADATA
