@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, open_world, peers
@@ -132,7 +132,7 @@ class Run(Session):
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
             self.tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
-            models.check_tokenizer(config.model, self.tokenizer, plan.architecture)
+            model_files.check_tokenizer(config.model, self.tokenizer, plan.architecture)
             self.open_texts(token_limit=needed_tokens(plan))
             if not plan.writes_text:  # too few tokens are refused before the model is read
                 self.lay_out()

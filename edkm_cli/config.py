@@ -58,9 +58,7 @@ class TextSettings:
         choices={"completions": "the answers", "all": "the whole text"},
     )
     packing: bool = setting(
-        False,
-        "Pack whole documents into sequences, with attention only within each, instead of cutting the text.",
-        DATA,
+        False, "Pack whole documents into sequences, with attention within each, instead of cutting the text.", DATA
     )
     long_records: str = setting(
         "split",
@@ -96,7 +94,7 @@ class TrainingSettings:
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
     max_grad_norm: float = setting(
         1.0,
-        "Largest norm of a gradient; a larger one is scaled down. inf turns this off.",
+        "Largest norm of a gradient; larger ones are scaled down, with inf none.",
         TRAINING,
         positive=True,
         finite=False,
@@ -155,6 +153,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
 
     model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
+    revision: str | None = setting(None, "Branch, tag or commit of a model on the hub.", MODEL)
     bits: float = setting(
         3,
         "Bits per weight, 1 to 8: a lookup table has 2^bits entries. With --allocation sensitivity an average, such as 3.5.",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load_any
 from edkm_cli.nn.swap import dequantize_model
@@ -61,7 +61,7 @@ def load_writer(
             f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
         )
     model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    models.check_tokenizer(name, tokenizer, model.config)
+    model_files.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
     if linear is not None and (dequantize or (dequantize is None and not dispatch.computes_packed(linear.packed()))):
         dequantize_model(model, getattr(torch, dtype))

@@ -322,3 +322,15 @@ def as_if_dense(name: str, config: Any) -> None:
         require_unquantized(name, config)
     if method is not None:
         del config.quantization_config
+
+
+def check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
+    """Raises UserError for a tokenizer with tokens beyond the model's vocabulary; added ones count where they end texts."""
+    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    added = set(getattr(tokenizer, "added_tokens_decoder", ())) - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    highest = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
+    if rows is not None and highest >= rows:
+        raise UserError(
+            f"the tokenizer of {name} has token {highest}, but the model has {rows} rows of embeddings; give the "
+            "directory the tokenizer that belongs to the model"
+        )

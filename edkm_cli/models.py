@@ -33,7 +33,6 @@ from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.settings import cache_directory, configs_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
-_AT_ONCE = 2**22  # weights
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -46,7 +45,7 @@ def check_dtype(dtype: str) -> None:
 @dataclass(frozen=True)
 class ModelSource:
     """A model to load. `location` is a directory or a hub id; `architecture` is known for aliases, so that a dry run
-    needs no hub. Where it `splits` experts, each of their matrices is a linear (`edkm_cli.runtime.experts`)."""
+    needs no hub. `revision` is a branch, tag or commit. Where it `splits` experts, each of their matrices is a linear."""
 
     name: str
     location: str
@@ -54,6 +53,7 @@ class ModelSource:
     is_local: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
     splits: bool = True
+    revision: str | None = None
 
     @property
     def path(self) -> Path | None:
@@ -61,6 +61,12 @@ class ModelSource:
         if not self.is_local:
             return None
         return Path(self.location) / self.gguf_file if self.gguf_file else Path(self.location)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `from_pretrained` is told beside the location."""
+        told = {"local_files_only": self.is_local, "revision": self.revision, "gguf_file": self.gguf_file}
+        return {name: value for name, value in told.items() if value is not None}
 
 
 def config_digest(config: Any) -> str:
@@ -74,8 +80,15 @@ def aliases() -> dict[str, dict[str, Any]]:
     return yaml.safe_load((configs_directory() / "models.yaml").read_text(encoding="utf-8"))
 
 
-def resolve(name: str) -> ModelSource:
-    """Find what `--model` means. Raises UserError where it can be nothing."""
+def resolve(name: str, revision: str | None = None) -> ModelSource:
+    """Find what `--model` means. Raises UserError where it can be nothing, or has no revisions."""
+    source = _resolve(name)
+    if revision is not None and source.is_local:
+        raise UserError(f"--revision names a version of a model on the hub, but --model {name} is a file; leave it out")
+    return replace(source, revision=revision)
+
+
+def _resolve(name: str) -> ModelSource:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -147,10 +160,9 @@ def load_config(
     if own_files:
         path = Path(source.location) / "config.json"
         check_numbers(path, read_json(path, remedy=FETCH_AGAIN))
-    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         config = transformers.AutoConfig.from_pretrained(
-            source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
+            source.location, trust_remote_code=trust_remote_code, **source.options
         )
     except Exception as error:
         raise _loading_error(source, error) from error
@@ -175,7 +187,7 @@ def stored_dtype(source: ModelSource, config: Any, dtype: str) -> str:
 def require_finite(source: ModelSource, model: Any) -> None:
     """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
     for name, parameter in model.named_parameters():
-        parts = local(parameter.detach()).flatten().split(_AT_ONCE)  # the question makes copies
+        parts = local(parameter.detach()).flatten().split(2**22)  # the question makes copies
         if not all(bool(part.isfinite().all()) for part in parts):
             raise UserError(
                 f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again, or "
@@ -218,18 +230,6 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
             f"describes none ({type(error).__name__}: {why[:160]}{'...' if len(why) > 160 else ''}); check it, or fetch "
             "the files again"
         ) from error
-
-
-def check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
-    """Raises UserError for a tokenizer with tokens beyond the model's vocabulary; added ones count where they end texts."""
-    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    added = set(getattr(tokenizer, "added_tokens_decoder", ())) - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    highest = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
-    if rows is not None and highest >= rows:
-        raise UserError(
-            f"the tokenizer of {name} has token {highest}, but the model has {rows} rows of embeddings; give the "
-            "directory the tokenizer that belongs to the model"
-        )
 
 
 def load_dense(
@@ -278,10 +278,10 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
         with no_warnings():  # tables of what does not fit: it is named below, in one line
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 source.location,
-                local_files_only=source.is_local,
-                use_safetensors=None if "gguf_file" in options else True,  # never a pickle
+                use_safetensors=None if source.gguf_file else True,  # never a pickle
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **source.options,
                 **options,
             )
     except Exception as error:
@@ -302,7 +302,7 @@ def _load_gguf(source: ModelSource) -> Any:
 
     decoded = _decoded_copy(source)
     if not (decoded / "config.json").is_file():
-        options: dict[str, Any] = {"gguf_file": source.gguf_file, "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"dtype": torch.bfloat16}
         if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = _from_pretrained(source, **options)
@@ -339,7 +339,9 @@ def safetensors_directory(source: ModelSource, *, trust_remote_code: bool = Fals
 
     patterns = ["*.safetensors", "*.json"] + (["*.py"] if trust_remote_code else [])
     try:
-        return Path(huggingface_hub.snapshot_download(source.location, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(source.location, revision=source.revision, allow_patterns=patterns)
+        )
     except Exception as error:
         raise _loading_error(source, error) from error
 
@@ -360,11 +362,10 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
     import transformers
 
     _require_local(source)
-    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     with quiet_bars():
         try:
             return transformers.AutoTokenizer.from_pretrained(
-                source.location, trust_remote_code=trust_remote_code, local_files_only=source.is_local, **options
+                source.location, trust_remote_code=trust_remote_code, **source.options
             )
         except Exception as error:
             raise _loading_error(source, error) from error
@@ -390,9 +391,7 @@ def stored_bytes(source: ModelSource) -> int | None:
     path = source.path
     if path is None:
         return None
-    if path.is_file():
-        return path.stat().st_size
-    return weight_files_bytes(path)
+    return path.stat().st_size if path.is_file() else weight_files_bytes(path)
 
 
 def weight_files_bytes(directory: str | Path) -> int:

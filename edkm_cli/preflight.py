@@ -247,7 +247,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     if like is not None:
         source, architecture, skeleton = like.source, like.architecture, like.skeleton
     else:
-        source = replace(models.resolve(config.model), splits=config.experts == "compressed")
+        source = replace(models.resolve(config.model, config.revision), splits=config.experts == "compressed")
         compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
         if compressed and not config.dequantize:
             raise UserError(

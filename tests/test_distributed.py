@@ -11,7 +11,8 @@ import torch
 import edkm_cli
 from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
-from helpers import assert_same_to_rounding, settings, weights_of
+from families import family
+from helpers import assert_same_to_rounding, byte_tokenizer, settings, weights_of
 from processes import ENVIRONMENT, PATIENCE_SECONDS, assert_finished, command, together, wait_for_steps
 
 CASES = {
@@ -46,6 +47,26 @@ def test_two_processes_give_what_one_gives(start, model_directory, text_file, tm
     assert report["processes"] == 2
     assert report["sharded"] is True
     edkm_cli.load(tmp_path / "sharded")
+
+
+@pytest.mark.usefixtures("alone")
+def test_experts_of_two_processes_are_those_of_one(start, text_file, tmp_path):
+    # Not every process's tokens reach every expert.
+    family("mixtral").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    runs, references = [], {}
+    for name, changes in {"held": {"assignments": "held"}, "free": {}}.items():
+        common = {"steps": 4, "calibration_tokens": 512, **changes}
+        runs.append(settings(tmp_path / "model", text_file, tmp_path / name, **common))
+        references[name] = settings(
+            tmp_path / "model", text_file, tmp_path / f"one-{name}", gradient_accumulation=2, **common
+        )
+    children = together(start, runs, tmp_path / "log")
+    for config in references.values():
+        compress(config)
+    assert_finished(children, tmp_path / "log")
+    for name in references:
+        assert_same_to_rounding(tmp_path / name, tmp_path / f"one-{name}")
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
 from edkm_cli.model_files import check_model_files
 from helpers import byte_tokenizer, compress_arguments, refused, run, tiny_llama
@@ -123,4 +123,4 @@ def test_a_tokenizer_of_another_model_is_refused(directory, text_file, tmp_path)
 def test_added_tokens_that_nothing_uses_may_lie_beyond_the_model():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    models.check_tokenizer("tiny", tokenizer, tiny_llama().config)
+    model_files.check_tokenizer("tiny", tokenizer, tiny_llama().config)

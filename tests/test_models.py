@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from edkm_cli import models
 from edkm_cli.errors import UserError
@@ -165,3 +166,29 @@ def test_a_model_of_pickles_is_told_that_it_needs_safetensors_and_how_to_convert
         assert "must have its weights in safetensors files" in line
         assert "save_pretrained(NEW)" in line
         assert "damaged" not in line
+
+
+def test_aliases_are_what_their_names_say():
+    for name in models.aliases():
+        architecture = models.resolve(name).architecture
+        assert transformers.AutoConfig.for_model(**architecture).vocab_size == architecture["vocab_size"], name
+    with torch.device("meta"):
+        config = models.load_config(models.resolve("qwen3-30b-a3b"))
+        config.num_hidden_layers = 1
+        layer = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).model.layers.parameters())
+    assert 30.5e9 < 48 * layer + 2 * 151936 * 2048 < 30.6e9
+
+
+def test_a_revision_reaches_the_hub_and_no_file_has_one(tmp_path, monkeypatch):
+    asked = []
+
+    def from_pretrained(location, **options):
+        asked.append((location, options["revision"]))
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(UserError, match="could not be loaded"):
+        models.load_config(models.resolve("someone/model", "v2"))
+    assert asked == [("someone/model", "v2")]
+    with pytest.raises(UserError, match="--revision"):
+        models.resolve("smollm2-135m", "v2")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import edkm_cli
+from edkm_cli.compress import compress
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.compensate import few_tokens
@@ -14,6 +16,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from families import family
+from helpers import byte_tokenizer, cluster, export, settings
 
 IDS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
 
@@ -84,3 +87,27 @@ def test_an_expert_that_no_token_reaches_counts_as_the_least_of_its_siblings_and
     assert few[f"{path}.3"] == 0
     assert "too few tokens" in said[0]
     assert any(isinstance(module, Experts) for module in clustered.modules())
+
+
+def test_packed_experts_that_are_not_chosen_are_not_read(tmp_path):
+    packed = edkm_cli.load(export(*cluster(family("qwen3_moe", num_experts=16)), tmp_path), dtype=torch.float32)
+    block = packed.model.layers[0].mlp
+    experts = {name: m for name, m in block.named_modules() if is_expert(name)}
+    sizes = {name: m.indices.nbytes + m.lut.nbytes for name, m in experts.items()}
+    read = []
+    for name, module in experts.items():
+        module.register_forward_hook(lambda *_, name=name: read.append(sizes[name]))
+    with torch.no_grad():
+        block(torch.randn(1, 1, 32))
+    assert len(experts) == 32
+    assert sum(read) * 16 == sum(sizes.values()) * 2  # two experts a token
+
+
+@pytest.mark.parametrize("assignments", ["held", "free"])
+def test_training_lowers_the_loss_of_a_mixture(assignments, text_file, tmp_path):
+    family("mixtral").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    changes = {"steps": 30, "assignments": assignments, "lut_learning_rate": 3e-3, "learning_rate": 3e-3, "bits": 2}
+    config = settings(tmp_path / "model", text_file, tmp_path / "out", **changes)
+    report = compress(config)
+    assert report["perplexity"]["trained"] < report["perplexity"]["start"]
