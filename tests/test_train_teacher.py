@@ -95,6 +95,26 @@ def test_what_is_killed_goes_on_after_its_last_whole_pass(extra):
     assert len(passes) == 3 - 1 + 1  # one of them looks whether the parts give the model's logits
 
 
+def test_what_no_run_has_used_for_a_month_goes():
+    model, said = tiny_llama(), []
+    remembered(model, blocks_of())
+    folder = cache_directory() / "teacher"
+    (old,) = folder.glob("*.states")
+    (folder / "killed.partial").write_bytes(b"1")
+    remembered(model, blocks_of(seed=1), say=said.append)
+    assert len([*folder.glob("*.states")]) == 2 and not said
+    long_ago = old.stat().st_mtime - 31 * 86400
+    for path in (old, folder / "killed.partial"):
+        os.utime(path, (long_ago, long_ago))
+    remembered(model, blocks_of(seed=1), say=said.append)
+    (left,) = folder.glob("*.states")
+    assert left != old and not old.with_suffix(".json").exists() and not [*folder.glob("*.partial")]
+    assert len(said) == 2 and any(str(old) in line for line in said)
+    os.utime(left, (long_ago, long_ago))
+    remembered(model, blocks_of(seed=1), say=said.append)  # using it counts
+    assert left.stat().st_mtime > long_ago and len(said) == 2
+
+
 def test_damaged_states_are_made_again():
     model, blocks = tiny_llama(), blocks_of()
     wanted = remembered(model, blocks).states(micro_batch(blocks, Steps, ALONE, 0, 0))

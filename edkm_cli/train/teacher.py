@@ -8,7 +8,8 @@ again. So training holds no second model and no step runs one, and a text that i
     $EDKM_CACHE/teacher/DIGEST.json       its SHA-256, written last
     $EDKM_CACHE/teacher/DIGEST.partial    the rows so far: what is killed goes on after its last whole pass
 
-The digest is that of the model and of all sequences in their order.
+The digest is that of the model and of all sequences in their order. What no run has used for 30 days goes when another
+run keeps its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import inputs_of
 
+_UNUSED_DAYS = 30
 _PASS_TOKENS = 4096  # in one pass: where layers are read from files, each is read once for all of them
 
 
@@ -127,6 +131,7 @@ def remember(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock"), say):
+            _forget_unused(path, say)
             if not _whole(path, facts):
                 path.unlink(missing_ok=True)
                 # The same sequences pass together after a kill as without one: sums depend on what is multiplied with what.
@@ -149,6 +154,7 @@ def remember(
             elif world.sharded:
                 for _ in range(world.largest(0)):
                     compute(places[:at_once])
+            os.utime(path)
     except OSError as error:
         raise UserError(
             f"the uncompressed model's states are kept in {path.parent}, which cannot be written to "
@@ -165,6 +171,16 @@ def _whole(path: Path, facts: Path) -> bool:
         return bool(json.loads(facts.read_text(encoding="utf-8"))["sha256"] == sha256_of(path))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _forget_unused(path: Path, say: Callable[[str], None]) -> None:
+    """Remove the states beside `path` that no run has used for long."""
+    for other in {*path.parent.glob("*.states"), *path.parent.glob("*.partial")} - {path, path.with_suffix(".partial")}:
+        with suppress(FileNotFoundError):  # another run is at it, too
+            if time.time() - other.stat().st_mtime > 86400 * _UNUSED_DAYS:
+                say(f"removing {other}, which no run has used for {_UNUSED_DAYS} days")
+                other.with_suffix(".json").unlink(missing_ok=True)
+                other.unlink()
 
 
 def _require_room(folder: Path, needed: int) -> None:
