@@ -23,7 +23,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.model_files import FP8, header, quantization_method
-from edkm_cli.nn.swap import dequantize_model, palettize_skeleton, share_inputs
+from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.runtime.one_token import shorten
@@ -70,7 +70,6 @@ class EdkmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PALETTIZED):
                 _check_loaded(name, module)
-        share_inputs(model)
         shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []

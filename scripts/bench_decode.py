@@ -26,7 +26,7 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.evaluate.speed import decode_speed, resident_bytes
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.nn.swap import palettize_embeddings, plan_swaps, share_inputs
+from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 from edkm_cli.runtime.palettized import PalettizedLinear
 
 SHAPES = {
@@ -59,7 +59,6 @@ def pack(model: Any, bits: int) -> None:
         packed.lut.copy_(torch.randn(packed.lut.shape, device=packed.lut.device).mul_(0.02).sort(1).values)
         model.set_submodule(swap.name, packed)
     palettize_embeddings(model, swaps, spec)
-    share_inputs(model)
 
 
 def step_of(model: Any, tokens: int) -> Callable[[], None]:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import edkm_cli
 import edkm_cli.hf  # registers the format
 from edkm_cli.errors import UserError
-from edkm_cli.runtime.palettized import PalettizedLinear
 from families import family
 from helpers import cluster, export, tiny_llama
 
@@ -85,19 +84,6 @@ def test_gradients_are_those_of_the_same_adapter_on_the_decoded_model_also_check
     for name in plain:
         torch.testing.assert_close(plain[name].grad, wanted[name].grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(checkpointed[name].grad, plain[name].grad, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["k_proj", "up_proj"]])
-def test_products_that_share_an_input_are_right_beside_adapters(packed, targets):
-    ids = torch.arange(5)[None]  # few enough tokens for one call for q, k and v
-    model = adapted(packed, targets=targets)
-    with torch.no_grad():
-        shared = model(ids).logits
-        sharing = [m for m in model.modules() if isinstance(m, PalettizedLinear) and m.shared is not None]
-        assert len(sharing) == 10  # q, k, v, gate and up of two layers
-        for module in sharing:
-            module.shared = None
-        torch.testing.assert_close(shared, model(ids).logits, rtol=1e-6, atol=1e-6)
 
 
 RELOAD = """

@@ -31,7 +31,6 @@ from edkm_cli.runtime.palettized import (
     to_dense,
     to_nearest,
 )
-from edkm_cli.runtime.ready import SharedInput
 from edkm_cli.targets import falls_back
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
@@ -300,17 +299,3 @@ def dequantize_model(model: Any, dtype: torch.dtype) -> None:
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight
         model._tied_weights_keys = {f"{head_name}.weight": f"{embedding_name}.weight"}
         model.all_tied_weights_keys = dict(model._tied_weights_keys)
-
-
-def share_inputs(model: nn.Module) -> None:
-    """Let palettized q, k, v and gate, up of each block, which transformers calls with one tensor, share a call."""
-    for parent in model.modules():
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            found = [getattr(parent, name, None) for name in names]
-            members = [m for m in found if isinstance(m, PalettizedLinear)]
-            if len(members) < len(names) or len({m.in_features for m in members}) > 1:
-                continue
-            for bits in {m.bits for m in members}:
-                group = SharedInput(tuple(m for m in members if m.bits == bits))
-                for member in group.members if len(group.members) > 1 else ():
-                    member.shared = group

@@ -24,7 +24,7 @@ from edkm_cli.packing import pack
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.runtime.packed import Packed
-from edkm_cli.runtime.ready import Ready, SharedInput
+from edkm_cli.runtime.ready import Ready
 
 _FILL_ROWS = 4096
 _UNCHANGED = (
@@ -159,17 +159,11 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         self._register(spec.linear_tensors(out_features, in_features, layer=name))
         self._table: Tensor | None = None
         self._table_key: tuple[int, ...] = ()
-        self.shared: SharedInput | None = None
 
     def packed(self) -> Packed:
         buffers: Any = self._buffers
         plain = "lut" in buffers and "lut_scale" not in buffers
         return self._same(buffers["indices"], buffers["lut"] if plain else self._made_table(), self.bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if self.shared is not None:
-            self.shared.forget()
-        return super()._apply(fn, recurse)
 
     def _made_table(self) -> Tensor:
         """`table()` of a palette or a float8 LUT with a scale, computed once for as long as its parts stay what they are."""
@@ -189,12 +183,11 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return self.lut.float() if scale is None else self.lut.float() * scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            if self.shared is not None and (found := self.shared.product(self, x)) is not None:
-                return found
-            if (outs := self._ready.product(x, (self.packed(),), self.in_features)) is not None:
-                return outs[0]
-        indices, lut, bias, bits, _ = self.packed()
+        packed = self.packed()
+        outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.in_features)
+        if outs is not None:
+            return outs[0]
+        indices, lut, bias, bits, _ = packed
         return lut_linear(x, indices, lut, bias, bits=bits, tile=self.tile)
 
     def extra_repr(self) -> str:
