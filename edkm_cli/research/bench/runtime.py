@@ -159,21 +159,10 @@ def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
                 dense_half, dense_full, *times = (min(seconds) for seconds in zip(*rounds, strict=True))
                 for name, seconds in zip(dtype, times, strict=True):
                     rate = (packed.indices.nbytes + packed.table.nbytes) / seconds
-                    rows.append(
-                        {
-                            "shape": list(size),
-                            "tokens": number,
-                            "bits": count,
-                            "granularity": tiles,
-                            "dtype": name,
-                            "matrices": len(matrices),
-                            "packed_seconds": seconds,
-                            "dense_bf16_seconds": dense_half,
-                            "dense_fp32_seconds": dense_full,
-                            "packed_bytes_per_second": rate,
-                            "share_of_copy": rate / copied,
-                        }
-                    )
+                    row = {"shape": list(size), "tokens": number, "bits": count, "granularity": tiles, "dtype": name}
+                    row |= {"matrices": len(matrices), "packed_seconds": seconds, "dense_bf16_seconds": dense_half}
+                    row |= {"dense_fp32_seconds": dense_full, "packed_bytes_per_second": rate}
+                    rows.append(row | {"share_of_copy": rate / copied})
                     log(_line(rows[-1]))
     return {
         "command": " ".join(["edkm bench runtime", *flags, *["--cold"] * cold]),
