@@ -20,6 +20,7 @@ from torch import Tensor
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference
+from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 
@@ -80,22 +81,19 @@ def perplexity(
             f"the text has token {int(tokens.max())}, but the model has {rows} rows of embeddings; use its own tokenizer"
         )
     windows = tokens[: tokens.numel() // width * width].view(-1, width)[:max_windows]
-    was_training = model.training
-    model.eval()
-    device = model.device
     start = time.perf_counter()
-    parts = Parts(model, frozen=world.sharded)
     total = torch.zeros(3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
     predictions = []
     turns = world.turns(list(windows))
-    for window, counts in track(turns, description, len(turns)):
-        ids = window.to(device)[None]
-        states = parts.states(input_ids=ids, use_cache=False)[0]
-        seen(ids, states, parts)
-        figures = _figures(states[:-1], ids[0, 1:], parts, None if reference is None else reference(ids))
-        total[: figures.shape[1]] += counts * figures[:, :3].sum(0, dtype=torch.float64)
-        predictions.append(figures)
-    model.train(was_training)
+    with evaluating(model):
+        parts = Parts(model, frozen=world.sharded)
+        for window, counts in track(turns, description, len(turns)):
+            ids = window.to(model.device)[None]
+            states = parts.states(input_ids=ids, use_cache=False)[0]
+            seen(ids, states, parts)
+            figures = _figures(states[:-1], ids[0, 1:], parts, None if reference is None else reference(ids))
+            total[: figures.shape[1]] += counts * figures[:, :3].sum(0, dtype=torch.float64)
+            predictions.append(figures)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
     loss_per_token = float(total[0]) / count

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.nn.hooks import evaluating
+
 _PREFILL_TOKENS = 512
 _RUNS = 3
 
@@ -53,12 +55,9 @@ def resident_bytes(model: nn.Module) -> int:
 
 def measure_speed(model: Any, tokens: Tensor) -> dict[str, float | int]:
     """The keys that `edkm eval --speed` adds, for a text (n,) of token ids."""
-    was_training = model.training
-    model.eval()
-    result = {
-        "prefill_tokens_per_second": prefill_speed(model, tokens),
-        "decode_tokens_per_second": decode_speed(model, tokens[:32]),
-        "weights_resident_bytes": resident_bytes(model),
-    }
-    model.train(was_training)
-    return result
+    with evaluating(model):
+        return {
+            "prefill_tokens_per_second": prefill_speed(model, tokens),
+            "decode_tokens_per_second": decode_speed(model, tokens[:32]),
+            "weights_resident_bytes": resident_bytes(model),
+        }

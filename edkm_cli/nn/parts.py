@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from edkm_cli.distributed import full
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import evaluating, hooked
 
 _PROBE_TOKENS = 8
 
@@ -51,26 +51,19 @@ class Parts:
     @torch.no_grad()
     def _probe(self) -> int:
         """The width of a state; of states that are the logits where the parts do not give the model's."""
-        training = self._model.training
         parameter = next(chain(self._model.parameters(), self._model.buffers()))  # packed weights are buffers
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=parameter.device)
         if not parameter.is_meta:
             ids += (
                 torch.arange(_PROBE_TOKENS, device=parameter.device) % self._model.config.get_text_config().vocab_size
             )
-        self._model.eval()
-        try:
+        # The errors are those of a family that calls its decoder in another way.
+        with evaluating(self._model), suppress(AttributeError, IndexError):
             seen, wanted = self._pass(input_ids=ids, use_cache=False)
             if seen:
-                states = seen[0]
-                found = self.logits(states).float()
-                near = 1e-2 * wanted.float().abs().max()
-                if parameter.is_meta or bool((found - wanted.float()).abs().max() <= near):
-                    return states.shape[-1]
-        except (AttributeError, IndexError):  # a family that calls its decoder in another way
-            pass
-        finally:
-            self._model.train(training)
+                given, near = self.logits(seen[0]).float(), 1e-2 * wanted.float().abs().max()
+                if parameter.is_meta or bool((given - wanted.float()).abs().max() <= near):
+                    return seen[0].shape[-1]
         self._shell = None
         return wanted.shape[-1]
 

@@ -33,6 +33,7 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import sha256_of, write_json
 from edkm_cli.models import cache_directory
+from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import inputs_of
@@ -116,7 +117,7 @@ def remember(
         batch = Batch(ids, None, torch.stack(positions) if positions else None).to(world.device)
         # Nothing cached: weights that were rounded would stay until the last layer is done.
         rounded = torch.autocast(kind, torch.bfloat16, enabled=mixed_precision == "bf16", cache_enabled=False)
-        with torch.no_grad(), rounded:
+        with evaluating(model), torch.no_grad(), rounded:
             states = parts.states(**inputs_of(batch)).to(dtype)
         if not bool(states.isfinite().all()):
             raise UserError(
@@ -126,8 +127,6 @@ def remember(
             )
         return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
-    was_training = model.training
-    model.eval()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock"), say):
@@ -160,8 +159,6 @@ def remember(
             f"the uncompressed model's states are kept in {path.parent}, which cannot be written to "
             f"({error.strerror or error}); free some room there, or set EDKM_CACHE to another directory"
         ) from error
-    finally:
-        model.train(was_training)
     parts.release()
     return RememberedTeacher(path, rows, shape, dtype, parts)
 
