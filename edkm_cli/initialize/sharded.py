@@ -62,7 +62,8 @@ def open_layers(
         return None
     model, reader, tied = _empty(source, dtype, trainable=True, trust_remote_code=trust_remote_code)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if not all(name in reader for name in names - tied) or getattr(model, "_keep_in_fp32_modules", None):
+    widened = dtype == torch.float16 and getattr(model, "_keep_in_fp32_modules", None)  # by transformers, from float16
+    if widened or not all(name in reader for name in names - tied):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
     _read(model, "", reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
