@@ -26,7 +26,7 @@ from edkm_cli.export.run import Session, model_digest
 from edkm_cli.format import write_json
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
-from edkm_cli.initialize.compensate import few_tokens
+from edkm_cli.initialize.compensate import few_tokens, rerouted
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
@@ -80,6 +80,7 @@ class Run(Session):
         resolved = plan.config
         super().__init__(resolved, plan.texts, world, watch, dtype=resolved.dtype, mixed=resolved.mixed_precision)
         self.few_tokens: dict[str, int] = {}  # of experts that few tokens of the start's reached
+        self.rerouted: dict[str, float] = {}  # shares of these tokens that go to other experts than before
         for warning in plan.warnings:
             watch.say(f"WARNING: {warning}")
 
@@ -199,6 +200,7 @@ class Run(Session):
                 kept.write(model, self.plan.spec.module_bits)
         if config.start != "kmeans":
             self.few_tokens = few_tokens(model, self.watch.say)
+            self.rerouted = rerouted(model, self.watch.say)
         if not config.steps:
             self.dense_format.settle(model)
         return model
@@ -270,7 +272,7 @@ class Run(Session):
             **({"offload": offloaded} if offloaded else {}),
             "swapped": [swap.to_mapping() for swap in plan.swaps if not swap.reason],
             "skipped": [swap.to_mapping() for swap in plan.swaps if swap.reason],
-            **({"few_tokens": self.few_tokens} if plan.spec.split_experts else {}),
+            **({"few_tokens": self.few_tokens, "rerouted": self.rerouted} if plan.spec.split_experts else {}),
             "resolved": plan.resolved,
             **facts,
         }

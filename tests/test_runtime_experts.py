@@ -111,3 +111,6 @@ def test_training_lowers_the_loss_of_a_mixture(assignments, text_file, tmp_path)
     config = settings(tmp_path / "model", text_file, tmp_path / "out", **changes)
     report = compress(config)
     assert report["perplexity"]["trained"] < report["perplexity"]["start"]
+    if assignments == "held":  # the reconstructed start compares what routers choose
+        assert set(report["rerouted"]) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+        assert all(0 < share < 1 for share in report["rerouted"].values())

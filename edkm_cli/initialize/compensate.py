@@ -168,6 +168,19 @@ def few_tokens(model: nn.Module, say: Callable[[str], None]) -> dict[str, int]:
     return few
 
 
+def rerouted(model: nn.Module, say: Callable[[str], None]) -> dict[str, float]:
+    """The share of the start's tokens that go to other experts than in the uncompressed model, by path of the experts."""
+    blocks: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "rerouted")}
+    shares = {name: round(experts.rerouted, 4) for name, experts in blocks.items()}
+    if shares:
+        most = max(shares, key=shares.__getitem__)
+        mean = sum(shares.values()) / len(shares)
+        say(
+            f"{mean:.1%} of the tokens get another choice of experts than uncompressed, at most {shares[most]:.1%} ({most})"
+        )
+    return shares
+
+
 class Compensation:
     """The hook before each layer. Layers that follow each other with one input share its factor.
 

@@ -33,6 +33,7 @@ from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import LayerCall, changed, hooked
 from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.experts import Experts
 
 # Highest learning rates of Adam, by the root mean square of what is trained: models differ tenfold in the size of their
 # weights. A weight crosses half the gap of a 3-bit table in some fifty steps; an entry moves many weights at once.
@@ -122,6 +123,7 @@ class _Block:
     def __init__(self, module: nn.Module, call: LayerCall):
         self.module, self._call = module, call
         self.layers: list[ClusteredLinear] = list(clustered_layers(module).values())
+        self._chosen: dict[Any, list[Tensor]] = {m: [] for m in module.modules() if isinstance(m, Experts)}
 
     def _run(self, hidden: Tensor) -> Tensor:
         plain = hidden.is_meta or hidden.dtype != torch.float32
@@ -134,7 +136,7 @@ class _Block:
         self.module.eval()
         with changed(*self.layers, dense=True):
             corrections.find_residuals(self._run, hidden[0])
-            with corrections.recording():
+            with corrections.recording(), hooked(self._chosen, self._keep):
                 return HiddenStates(self._run(hidden[text]) for text in range(len(hidden)))
 
     @torch.no_grad()
@@ -149,8 +151,19 @@ class _Block:
     @torch.no_grad()
     def compensate(self, hidden: Tensor, corrections: Corrections, compensation: Callable[..., None]) -> Tensor:
         """`edkm_cli.initialize.compensate` on the inputs that the layer gets now; returns what it gives then."""
-        with corrections.following(), hooked(self.layers, compensation):
-            return self._run(hidden)
+        exact = {experts: torch.cat(chosen) for experts, chosen in self._chosen.items() if chosen}
+        self._chosen = {experts: [] for experts in exact}
+        with corrections.following(), hooked(self.layers, compensation), hooked(exact, self._keep):
+            output = self._run(hidden)
+        for experts, before in exact.items() if not hidden.is_meta else ():
+            now = torch.cat(self._chosen[experts])
+            experts.rerouted = float((before.sort(-1).values != now.sort(-1).values).any(-1).float().mean())
+        return output
+
+    def _keep(self, experts: Any, args: tuple[Any, ...]) -> None:
+        """Which experts tokens go to, (tokens, experts a token)."""
+        if len(args) > 1:
+            self._chosen[experts].append(args[1])
 
     def fit(self, hidden: Tensor, wanted: HiddenStates, picks: list[list[int]]) -> None:
         """Train weights, tables, norms and biases, on some of the texts a step."""
