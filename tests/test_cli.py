@@ -117,7 +117,7 @@ class TestErrors:
             (("--bits", 0), "bits must be at least 1, got 0"),
             (("--granularity", "row:5"), "does not divide model.layers.0"),
             (("--granularity", "rows"), "granularity must be"),
-            (("--lut-dtype", "int8"), "lut_dtype must be one of"),
+            (("--lut-dtype", "int4"), "lut_dtype must be one of"),
             (("--method", "kmeans"), "method must be one of"),
             (("--steps", -1), "steps must be at least 0"),
             (("--device", "cuda:7"), "not available"),
