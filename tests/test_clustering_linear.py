@@ -151,7 +151,7 @@ def test_unknown_modes_and_dtypes_are_user_errors():
     with pytest.raises(UserError, match="soft, hard, straight-through"):
         clustered_linear(x, weight, start, granularity="row:1", mode="sharp")
     with pytest.raises(UserError, match="float8_e4m3fn"):
-        clustered_linear(x, weight, start, granularity="row:1", lut_dtype="int8")
+        clustered_linear(x, weight, start, granularity="row:1", lut_dtype="int4")
 
 
 def test_snap_has_the_dtype_of_the_lut_not_of_the_weight():

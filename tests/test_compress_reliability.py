@@ -13,8 +13,9 @@ from edkm_cli.data import load_documents, parse_source, tokenize
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.export import run
 from edkm_cli.models import load_tokenizer, resolve
-from edkm_cli.train.loop import require_accumulation
+from edkm_cli.train.loop import require_launch
 
 SHORT = {
     "steps": 2,
@@ -38,8 +39,8 @@ def test_an_export_that_is_another_model_fails_the_run_with_both_figures(
         model.model.norm.weight.data.mul_(-1)
         return model
 
-    load = module.load
-    monkeypatch.setattr(module, "load", another)
+    load = run.load
+    monkeypatch.setattr(run, "load", another)
     with pytest.raises(UserError, match=r"trained is [\d.]+ and exported [\d.]+"):
         compress(config_of(model_directory, text_file, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -66,7 +67,7 @@ def test_a_changed_evaluation_text_is_another_run(model_directory, text_file, tm
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.Run, "_export", stop)
+    monkeypatch.setattr(module, "write_checkpoint", stop)
     with pytest.raises(KeyboardInterrupt):
         compress(config)
     text.write_text(text_file.read_text()[1000:4000])
@@ -80,8 +81,8 @@ def test_a_changed_evaluation_text_is_another_run(model_directory, text_file, tm
 def test_accumulation_that_the_launcher_was_told_is_not_applied_twice(monkeypatch):
     monkeypatch.setitem(os.environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(UserError, match="give both the same number"):
-        require_accumulation(CompressConfig(gradient_accumulation=2))
-    require_accumulation(CompressConfig(gradient_accumulation=4))
+        require_launch(CompressConfig(gradient_accumulation=2))
+    require_launch(CompressConfig(gradient_accumulation=4))
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ class TestDamage:
             ({"format_version": 3, "embedding_group": 5}, "must divide the 24 columns"),
             ({"format_version": 3, "embedding_group": 8}, r"must be float32 \(257, 3\)"),
             ({"format_version": 3, "module_bits": {"model.layers.0.mlp.up_proj": 4}}, "must be uint8"),
-            ({"format_version": 3, "module_bits": {"model.norm": 4}}, "module_bits must name linears"),
+            ({"format_version": 3, "module_bits": {"model.norm": 4}}, "must name linears"),
         ],
     )
     def test_altered_config(self, directory, change, message):

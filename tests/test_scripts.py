@@ -61,7 +61,7 @@ def test_every_configuration_is_accepted_and_says_how_to_launch_it(path):
 def test_the_papers_recipe_is_what_the_paper_says():
     config = build_config(configs_directory() / "paper_llama7b_3bit.yaml", {})
     said = {"model": "llama-7b", "data": ("alpaca",), "bits": 3, "embedding_bits": 8, "granularity": "tensor"}
-    said |= {"mode": "soft", "optimizer": "adamw", "learning_rate": 5e-5, "sharding": "full", "dtype": "bfloat16"}
+    said |= {"mode": "soft", "learning_rate": 5e-5, "sharding": "full", "dtype": "bfloat16"}
     assert {name: getattr(config, name) for name in said} == said
 
 
