@@ -63,7 +63,7 @@ def palette_faults(palette: str, bits: float, granularity: Granularity, lut_dtyp
     tiles = {key: held[0] for key, held in MULTIPLES.items()}
     if lut_dtype == "int8" and ((palette, bits) not in tiles or tiles[palette, int(bits)] != granularity.columns):
         held = "; ".join(f"{name} with {count} bits in block:1x{width}" for (name, count), width in tiles.items())
-        faults.append(f"lut_dtype int8 is for {held}; got {palette} with {bits} bits in {granularity}")
+        faults.append(f"lut_dtype int8 is for {held}; got {palette} with {bits} bits in {granularity}; use float16")
     return faults
 
 
