@@ -14,27 +14,24 @@ from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
-from edkm_cli.evaluate.size import footprint
-from edkm_cli.evaluate.tables import table_use, table_warnings
+from edkm_cli.evaluate.size import footprint, table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
-from edkm_cli.export.checkpoint import DenseFormat, write_checkpoint
-from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.model_card import model_card
-from edkm_cli.export.ownership import run_paths
-from edkm_cli.export.rehearsal import rehearse_export
+from edkm_cli.export.checkpoint import DenseFormat, rehearse_export, write_checkpoint
 from edkm_cli.export.run import Session, model_digest
 from edkm_cli.format import write_json
 from edkm_cli.hf import load_source
-from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
+from edkm_cli.initialize.build import Recipe, initialize, restore
 from edkm_cli.initialize.compensate import few_tokens, rerouted
 from edkm_cli.initialize.kept import KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import stored_dtypes
+from edkm_cli.nn.clustered import lut_layers
 from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import Launch, RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
+from edkm_cli.summaries import card
 from edkm_cli.train.dense import train_dense
 from edkm_cli.train.loop import require_launch, train
 from edkm_cli.train.losses import Objective
@@ -65,7 +62,7 @@ def compress(
     world = open_world(choose_device(config.device), sharding=config.sharding, timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        return Run(config, world, watch, planned).run(overwrite=overwrite, resume=resume)
+        return Run(config, world, watch, planned).run("--model", config.model, overwrite=overwrite, resume=resume)
 
 
 class Run(Session):
@@ -75,8 +72,7 @@ class Run(Session):
         require_launch(config)
         self.plan = plan = plan_run(config, Launch.of(world))
         planned(plan)
-        trust = config.trust_remote_code
-        rehearse_export(plan.skeleton, plan.swaps, plan.spec, plan.clustering, trust_remote_code=trust)
+        rehearse_export(plan)
         resolved = plan.config
         super().__init__(resolved, plan.texts, world, watch, dtype=resolved.dtype, mixed=resolved.mixed_precision)
         self.few_tokens: dict[str, int] = {}  # of experts that few tokens of the start's reached
@@ -89,18 +85,12 @@ class Run(Session):
         """Whether what is exported is the start itself, so that measuring both in full would tell the same twice."""
         return not self.config.steps and self.world.size == 1
 
-    def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        config, world = self.config, self.world
-        inputs = run_paths(config, "--model", config.model)
-        with OutputDirectory(config.output, inputs=inputs, overwrite=overwrite, resume=resume, world=world) as output:
-            output.rehearse(self.plan.needed_bytes)
-            return self._run(output)
-
-    def _run(self, output: OutputDirectory) -> dict[str, Any]:
+    def steps(self) -> dict[str, Any]:
+        self.output.rehearse(self.plan.needed_bytes)
         torch.manual_seed(self.config.seed)
         self._open_texts()
         sha256 = model_digest(self.plan.source, self.plan.architecture, self.world)
-        if (report := self.finished(output, "report.json", self.plan.asked, model_sha256=sha256)) is not None:
+        if (report := self.finished("report.json", self.plan.asked, model_sha256=sha256)) is not None:
             return report
         dense = self._load()
         self.measure_original(dense)
@@ -190,13 +180,10 @@ class Run(Session):
             else:
                 require_none(staging, world)
                 calibration = calibration_text(self.data, plan)
-                text: dict[str, Any] = {"calibration": calibration, "fitting": start_batches(self.data, plan)}
-                if plan.by_layer:
-                    watch: dict[str, Any] = {"world": world, "track": self.watch.track}
-                    model = initialize_by_layer(dense, Recipe.of(plan), **text, **watch, kept=kept)
-                else:
-                    model = initialize(dense.model, Recipe.of(plan), **text, track=self.watch.track, **options)
-                self.plan = plan.after_start(model)
+                options |= {"kept": kept if plan.by_layer else None, "track": self.watch.track}
+                fitting = start_batches(self.data, plan)
+                model = initialize(dense, Recipe.of(plan), calibration=calibration, fitting=fitting, **options)
+                self.plan = plan.with_bits({name: one.clustering.bits for name, one in lut_layers(model).items()})
                 kept.write(model, self.plan.spec.module_bits)
         if config.start != "kmeans":
             self.few_tokens = few_tokens(model, self.watch.say)
@@ -247,8 +234,8 @@ class Run(Session):
         for row in result["texts"]:
             require_ratio(row, self.config.max_perplexity_ratio, staging)
         source = self.plan.source
-        card = model_card(result, base_model=None if source.is_local else source.location)
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        page = card("model", result, base_model=None if source.is_local else source.location)
+        (staging / "README.md").write_text(page, encoding="utf-8")
         self.output.commit()
         return result
 

@@ -1,7 +1,8 @@
 """The configuration of `edkm compress`: a frozen dataclass read from YAML and flags.
 
-Each field is the declaration of an option, with its default, help, panel, choices and range (`edkm_cli.settings`).
-Nothing here imports torch, so `--help` and the checks of a configuration are instant.
+Each field is the declaration of an option, with its default, help, panel, choices and range (`edkm_cli.settings`),
+laid out as a table: the default stands beside the name, the rest below. Nothing here imports torch, so `--help` and the
+checks of a configuration are instant.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from edkm_cli.settings import (
     TRAINING,
     faults,
     from_mapping,
+    given_values,
     parse_bytes,
-    read_yaml,
-    ready_file,
     refuse,
     setting,
     setting_of,
@@ -38,101 +38,69 @@ CHECKPOINTS = "checkpoints"  # of training, in the unfinished result
 class TextSettings:
     """The texts of a run: what is trained on, how it is laid out, and what is measured."""
 
-    data: tuple[str, ...] = setting(
-        ("self",),
+    # fmt: off
+    data: tuple[str, ...] = setting(("self",),
         "Training data: self (text that the model writes), builtin (Python's documentation), builtin-prose (everyday "
-        "English, small), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], or a "
-        "file, glob or directory; NAME=WEIGHT gives it a share of the sequences.",
-        DATA,
-    )
-    data_column: str | None = setting(
-        None, "Field of the records that holds the text or the messages; default: seen from the fields.", DATA
-    )
-    streaming: bool | None = setting(
-        None, "Read hub data sets as they arrive, no further than needed; default: all but wikitext2 and alpaca.", DATA
-    )
-    train_on: str = setting(
-        "completions",
-        "What of a record with an answer is learnt.",
-        DATA,
-        choices={"completions": "the answers", "all": "the whole text"},
-    )
-    packing: bool = setting(
-        False, "Pack whole documents into sequences, with attention within each, instead of cutting the text.", DATA
-    )
-    long_records: str = setting(
-        "split",
-        "What becomes of a record of more tokens than a sequence.",
-        DATA,
-        choices={"split": "it is in several sequences", "drop": "it is left out, and counted"},
-    )
+        "English, small), wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as owner/name[:config][@split], "
+        "or a file, glob or directory; NAME=WEIGHT gives it a share of the sequences.", DATA)
+    data_column: str | None = setting(None,
+        "Field of the records that holds the text or the messages; default: seen from the fields.", DATA)
+    streaming: bool | None = setting(None,
+        "Read hub data sets as they arrive, no further than needed; default: all but wikitext2 and alpaca.", DATA)
+    train_on: str = setting("completions", "What of a record with an answer is learnt.", DATA,
+        choices={"completions": "the answers", "all": "the whole text"})
+    packing: bool = setting(False,
+        "Pack whole documents into sequences, with attention within each, instead of cutting the text.", DATA)
+    long_records: str = setting("split", "What becomes of a record of more tokens than a sequence.", DATA,
+        choices={"split": "it is in several sequences", "drop": "it is left out, and counted"})
     data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
     rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
-    eval_data: tuple[str, ...] = setting(
-        (),
-        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held out "
-        "of the first --data.",
-        DATA,
-    )
+    eval_data: tuple[str, ...] = setting((),
+        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held "
+        "out of the first --data.", DATA)
     eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
+    # fmt: on
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """What the training loop is told (`edkm_cli.train.loop`), and where and how long it runs."""
 
+    # fmt: off
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
-    learning_rate: float = setting(
-        2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr", positive=True
-    )
+    learning_rate: float = setting(2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr",
+        positive=True)
     lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
-    warmup: float = setting(
-        0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0, maximum=1
-    )
+    warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
+        maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
-    max_grad_norm: float = setting(
-        1.0,
-        "Largest norm of a gradient; larger ones are scaled down, with inf none.",
-        TRAINING,
-        positive=True,
-        finite=False,
-    )
+    max_grad_norm: float = setting(1.0, "Largest norm of a gradient; larger ones are scaled down, with inf none.",
+        TRAINING, positive=True, finite=False)
     batch_size: int = setting(1, "Sequences in a forward pass of each process.", TRAINING, minimum=1)
     sequence_length: int = setting(1024, "Tokens in a training sequence.", TRAINING, minimum=2)
     gradient_accumulation: int = setting(1, "Forward and backward passes for each optimizer step.", TRAINING, minimum=1)
-    label_weight: float | None = setting(
-        None,
+    label_weight: float | None = setting(None,
         "Weight of the next-token loss beside distillation; default: 1, or 0 (the teacher only) with --data self.",
-        TRAINING,
-        minimum=0,
-    )
-    eval_every: int = setting(
-        0, "Steps between measurements of perplexity while training; 0 measures before and after.", DATA, minimum=0
-    )
-    keep_best: bool = setting(
-        False, "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA
-    )
-    gradient_checkpointing: bool | None = setting(
-        None, "Save memory: compute activations again in the backward pass; default: where assignments are held.", SCALE
-    )
-    offload: str = setting(
-        "none",
-        "Where tensors wait for the backward pass.",
-        SCALE,
-        choices={"none": "on the device", "cpu": "in host memory"},
-    )
+        TRAINING, minimum=0)
+    eval_every: int = setting(0,
+        "Steps between measurements of perplexity while training; 0 measures before and after.", DATA, minimum=0)
+    keep_best: bool = setting(False,
+        "End training with the weights of the step with the lowest perplexity; needs --eval-every.", DATA)
+    gradient_checkpointing: bool | None = setting(None,
+        "Save memory: compute activations again in the backward pass; default: where assignments are held.", SCALE)
+    offload: str = setting("none", "Where tensors wait for the backward pass.", SCALE,
+        choices={"none": "on the device", "cpu": "in host memory"})
     device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
     timeout_minutes: int = setting(30, "Minutes for which processes wait for one another.", SCALE, minimum=1)
     seed: int = setting(0, "Seed of the order of the data and of random initial values.", TRAINING, minimum=0)
-    save_every: int = setting(
-        50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT, minimum=0
-    )
+    save_every: int = setting(50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT,
+        minimum=0)
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
-    log_with: tuple[str, ...] = setting(
-        (), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT, choices=("tensorboard", "wandb")
-    )
+    log_with: tuple[str, ...] = setting((), "Send metrics to a tracker as well as to metrics.jsonl.", OUTPUT,
+        choices=("tensorboard", "wandb"))
+    # fmt: on
 
     def step_sequences(self, processes: int = 1) -> int:
         """Sequences that one optimizer step sees, over all processes."""
@@ -152,217 +120,124 @@ class TrainingSettings:
 class CompressConfig(TrainingSettings, TextSettings):
     """Everything that decides a compression run. Each field is a flag of `edkm compress` and a key of its YAML."""
 
+    # fmt: off
     model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
     revision: str | None = setting(None, "Branch, tag or commit of a model on the hub.", MODEL)
-    bits: float = setting(
-        3,
-        "Bits per weight, 1 to 8: a lookup table has 2^bits entries. With --allocation sensitivity an average, such as 3.5.",
-        COMPRESSION,
-        minimum=1,
-        maximum=8,
-    )
-    allocation: str = setting(
-        "auto",
-        "Which matrices get how many bits.",
-        COMPRESSION,
+    bits: float = setting(3,
+        "Bits per weight, 1 to 8: a lookup table has 2^bits entries. With --allocation sensitivity an average, such "
+        "as 3.5.", COMPRESSION, minimum=1, maximum=8)
+    allocation: str = setting("auto", "Which matrices get how many bits.", COMPRESSION,
         choices={
             "auto": "sensitivity up to 4 bits beside the reconstructed start, where no target asks for one number",
             "uniform": "all as many as --bits says",
-            "sensitivity": "more where errors raise the loss most, fewer elsewhere, the model no larger than with uniform",
-        },
-    )
-    granularity: str = setting(
-        "row:1",
-        "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C columns).",
-        COMPRESSION,
-        check=Granularity.parse,
-    )
+            "sensitivity": "more where errors raise the loss most, fewer elsewhere, the model no larger than with "
+                "uniform",
+        })
+    granularity: str = setting("row:1",
+        "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C "
+        "columns).", COMPRESSION, check=Granularity.parse)
     lut_dtype: str = setting("float16", "Number format of the lookup tables' entries.", COMPRESSION, choices=LUT_DTYPES)
-    lut_scale: float | None = setting(
-        None, "Scale of all float8 tables, a power of two; default: one for each matrix.", COMPRESSION, positive=True
-    )
-    palette: str = setting(
-        FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION, choices=PALETTES
-    )
-    target: str | None = setting(
-        None,
+    lut_scale: float | None = setting(None, "Scale of all float8 tables, a power of two; default: one for each matrix.",
+        COMPRESSION, positive=True)
+    palette: str = setting(FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION,
+        choices=PALETTES)
+    target: str | None = setting(None,
         "Format that edkm export shall write without loss: sets bits, granularity and number format of the tables.",
-        COMPRESSION,
-        choices=tuple(TARGETS),
-    )
-    embedding_bits: int | str = setting(
-        "auto",
-        "Bits per weight of embeddings and output head; 16 leaves them uncompressed; auto: 8, and with bits by sensitivity "
-        "6, so that the linears get the room that this saves.",
-        COMPRESSION,
-        choices=("auto", *range(2, 9), 16),
-    )
-    embedding_group: int = setting(
-        0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.", COMPRESSION, minimum=0
-    )
-    skip: tuple[str, ...] = setting(
-        (), "Module to leave uncompressed: a path or a pattern such as *.q_proj.", COMPRESSION
-    )
-    overrides: tuple[str, ...] = setting(
-        (),
+        COMPRESSION, choices=tuple(TARGETS))
+    embedding_bits: int | str = setting("auto",
+        "Bits per weight of embeddings and output head; 16 leaves them uncompressed; auto: 8, and with bits by "
+        "sensitivity 6, so that the linears get the room that this saves.", COMPRESSION,
+        choices=("auto", *range(2, 9), 16))
+    embedding_group: int = setting(0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
+        COMPRESSION, minimum=0)
+    skip: tuple[str, ...] = setting((), "Module to leave uncompressed: a path or a pattern such as *.q_proj.",
+        COMPRESSION)
+    overrides: tuple[str, ...] = setting((),
         "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
-        COMPRESSION,
-        "--override",
-        check=Override.parse,
-    )
-    target_size: str | None = setting(
-        None,
-        "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
-        COMPRESSION,
-        check=parse_bytes,
-    )
-    experts: str = setting(
-        "compressed",
-        "What becomes of the experts of a mixture-of-experts model.",
-        COMPRESSION,
-        choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full and vLLM"},
-    )
-    method: str = setting(
-        "edkm",
-        "How clustering is computed.",
-        COMPRESSION,
-        choices={"edkm": "fast, and without an attention map in memory", "dkm": "the reference, which keeps that map"},
-    )
-    mode: str = setting(
-        "straight-through",
-        "Which weights the model computes with while it trains.",
-        COMPRESSION,
+        COMPRESSION, "--override", check=Override.parse)
+    target_size: str | None = setting(None, "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
+        COMPRESSION, check=parse_bytes)
+    experts: str = setting("compressed", "What becomes of the experts of a mixture-of-experts model.", COMPRESSION,
+        choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full and vLLM"})
+    method: str = setting("edkm", "How clustering is computed.", COMPRESSION,
+        choices={"edkm": "fast, and without an attention map in memory", "dkm": "the reference, which keeps that map"})
+    mode: str = setting("straight-through", "Which weights the model computes with while it trains.", COMPRESSION,
         choices={
             "straight-through": "table entries; the gradient passes to the weights and to the tables",
             "hard": "table entries, with the gradient of soft",
             "soft": "mixtures of table entries (DKM)",
-        },
-    )
-    iterations: int = setting(
-        1,
+        })
+    iterations: int = setting(1,
         "Clustering updates of the lookup tables in each step of modes hard and soft; 0 trains the tables by gradient.",
+        COMPRESSION, minimum=0)
+    temperature: float = setting(0.02,
+        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a "
+        "table.", COMPRESSION, positive=True)
+    temperature_end: float = setting(0.0005, "Temperature of the last step, if --temperature-schedule is not constant.",
+        COMPRESSION, positive=True)
+    temperature_schedule: str = setting("exponential",
+        "How the temperature goes from --temperature to --temperature-end.", COMPRESSION,
+        choices=("constant", "linear", "cosine", "exponential"))
+    importance: str = setting("gradient", "What weighs each weight's error when the first lookup tables are fitted.",
         COMPRESSION,
-        minimum=0,
-    )
-    temperature: float = setting(
-        0.02,
-        "Softness of modes hard and soft at the first step, relative to the variance of the weights that share a table.",
-        COMPRESSION,
-        positive=True,
-    )
-    temperature_end: float = setting(
-        0.0005, "Temperature of the last step, if --temperature-schedule is not constant.", COMPRESSION, positive=True
-    )
-    temperature_schedule: str = setting(
-        "exponential",
-        "How the temperature goes from --temperature to --temperature-end.",
-        COMPRESSION,
-        choices=("constant", "linear", "cosine", "exponential"),
-    )
-    importance: str = setting(
-        "gradient",
-        "What weighs each weight's error when the first lookup tables are fitted.",
-        COMPRESSION,
-        choices={"gradient": "squared gradients of the loss", "activation": "squared inputs", "none": "nothing"},
-    )
-    centroid_weighting: str = setting(
-        "importance",
-        "What weighs each weight in the clustering updates (--iterations) of modes hard and soft.",
-        COMPRESSION,
-        choices={"importance": "what --importance measures", "uniform": "nothing, as in the papers"},
-    )
+        choices={"gradient": "squared gradients of the loss", "activation": "squared inputs", "none": "nothing"})
+    centroid_weighting: str = setting("importance",
+        "What weighs each weight in the clustering updates (--iterations) of modes hard and soft.", COMPRESSION,
+        choices={"importance": "what --importance measures", "uniform": "nothing, as in the papers"})
     calibration_tokens: int = setting(4096, "Training tokens used to measure the importance.", COMPRESSION, minimum=2)
-    start: str = setting(
-        "auto",
-        "How weights are set before training.",
-        COMPRESSION,
+    start: str = setting("auto", "How weights are set before training.", COMPRESSION,
         choices={
-            "auto": "reconstructed in mode straight-through without sharding; compensated where lookup tables "
-            "are trained by gradient otherwise, or updated by importance; else kmeans",
+            "auto": "reconstructed in mode straight-through without sharding; compensated where lookup tables are "
+                "trained by gradient otherwise, or updated by importance; else kmeans",
             "kmeans": "as they are; each is represented by its nearest table entry",
             "compensated": "changed column by column to make up for the errors of the columns before",
             "reconstructed": "compensated, and making up for the errors of the layers before, too",
-        },
-    )
-    start_tokens: int | None = setting(
-        None,
+        })
+    start_tokens: int | None = setting(None,
         "Training tokens used for --start compensated and reconstructed; default: as many as train, 20480 to 61440.",
-        COMPRESSION,
-        minimum=2,
-    )
-    start_passes: int = setting(
-        0, "How often --start reconstructed also trains each decoder layer on its tokens.", COMPRESSION, minimum=0
-    )
-    assignments: str = setting(
-        "auto",
-        "Whether weights may leave the table entries that the start gave them.",
+        COMPRESSION, minimum=2)
+    start_passes: int = setting(0, "How often --start reconstructed also trains each decoder layer on its tokens.",
+        COMPRESSION, minimum=0)
+    assignments: str = setting("auto", "Whether weights may leave the table entries that the start gave them.",
         TRAINING,
         choices={
             "auto": "held where the teacher alone is learnt in mode straight-through, without sharding; else free",
             "free": "weights train, and change their entries",
             "held": "only tables, norms and biases train",
-        },
-    )
-    distill: bool = setting(
-        True, "Train to predict what the uncompressed model predicts; without it, only the text.", TRAINING
-    )
-    compare_dense: bool = setting(
-        False,
-        "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio of "
-        "their perplexities. Takes as long again.",
-        TRAINING,
-    )
-    dense_learning_rate: float = setting(
-        1e-4, "Highest learning rate of the uncompressed model under --compare-dense.", TRAINING, positive=True
-    )
-    memory: str = setting(
-        "auto",
-        "What a run on a CPU does with memory it has freed.",
-        SCALE,
+        })
+    distill: bool = setting(True, "Train to predict what the uncompressed model predicts; without it, only the text.",
+        TRAINING)
+    compare_dense: bool = setting(False,
+        "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio "
+        "of their perplexities. Takes as long again.", TRAINING)
+    dense_learning_rate: float = setting(1e-4, "Highest learning rate of the uncompressed model under --compare-dense.",
+        TRAINING, positive=True)
+    memory: str = setting("auto", "What a run on a CPU does with memory it has freed.", SCALE,
         choices={
             "auto": "speed, or small where only that fits this machine",
             "speed": "keep it for reuse",
             "small": "give it back at once, which takes time",
-        },
-    )
-    dtype: str = setting(
-        "auto",
-        "Number format of the weights in training.",
-        SCALE,
+        })
+    dtype: str = setting("auto", "Number format of the weights in training.", SCALE,
         choices={
             "auto": "bfloat16 on a GPU unless sharded, else float32",
             **dict.fromkeys(("float32", "bfloat16", "float16"), ""),
-        },
-    )
-    mixed_precision: str = setting(
-        "auto",
-        "Number format of matrix products.",
-        SCALE,
-        choices={"auto": "bf16 for float32 weights on a GPU", "no": "that of the weights", "bf16": "bfloat16"},
-    )
-    sharding: str = setting(
-        "auto",
-        "What several processes divide.",
-        SCALE,
+        })
+    mixed_precision: str = setting("auto", "Number format of matrix products.", SCALE,
+        choices={"auto": "bf16 for float32 weights on a GPU", "no": "that of the weights", "bf16": "bfloat16"})
+    sharding: str = setting("auto", "What several processes divide.", SCALE,
         choices={
             "auto": "as accelerate is configured",
             "none": "the data (data parallel)",
             "full": "data, weights and optimizer (FSDP2)",
-        },
-    )
-    max_perplexity_ratio: float = setting(
-        0.0,
-        "Fail, with the result left in DIR.partial, where the exported perplexity on a measured text is more than this many "
-        "times the original's; 0 allows any.",
-        OUTPUT,
-        minimum=0,
-    )
+        })
+    max_perplexity_ratio: float = setting(0.0,
+        "Fail, with the result left in DIR.partial, where the exported perplexity on a measured text is more than "
+        "this many times the original's; 0 allows any.", OUTPUT, minimum=0)
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
-    dequantize: bool = setting(
-        False,
-        "Decode a model that is quantized already (an edkm checkpoint, or FP8 in blocks), and start from that.",
-        MODEL,
-    )
+    dequantize: bool = setting(False,
+        "Decode a model that is quantized already (an edkm checkpoint, or FP8 in blocks), and start from that.", MODEL)
+    # fmt: on
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, float) and self.bits.is_integer():
@@ -378,12 +253,6 @@ def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
     of = next(of for of in fields(CompressConfig) if of.name == name)
     about = replace(setting_of(of), **changes)
     return field(default=of.default if default is MISSING else default, metadata={"setting": about})
-
-
-def given_values(file: str | Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says, overridden by the flags that are not None."""
-    values = read_yaml(ready_file(file)) if file is not None else {}
-    return {**values, **{name: value for name, value in flags.items() if value is not None}}
 
 
 def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressConfig:

@@ -179,7 +179,7 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"the {size} processes must find one another, but process {os.environ['RANK']} could not join "
-                f"({_first_line(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
+                f"({first_line(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
             ) from error
     return World(dist.get_rank(), size, device, sharded)
 
@@ -211,13 +211,14 @@ def peers(world: World) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or not _PEER_GONE.search(str(error)):
             raise
-        raise lost(_first_line(error)) from error
+        raise lost(first_line(error)) from error
     finally:
         if signal.getsignal(signal.SIGTERM) is ended:
             signal.signal(signal.SIGTERM, former)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error says."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 

@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -252,8 +253,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
-        self.path = path
-        self._partial = path.with_name(path.name + ".tmp")
+        self._whole = written_whole(path)
         self._tensors = dict(tensors)
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -266,7 +266,7 @@ class SafetensorsWriter:
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)
         self._data_start = 8 + len(encoded)
-        self._file = open(self._partial, "wb")  # noqa: SIM115 - closed by close() or __exit__
+        self._file = open(self._whole.__enter__(), "wb")  # noqa: SIM115 - closed by close() or __exit__
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
         self._file.truncate(self._data_start + end)
         self._missing = set(tensors)
@@ -284,20 +284,18 @@ class SafetensorsWriter:
     def close(self) -> None:
         if self._missing:
             raise ValueError(f"tensors never written: {sorted(self._missing)[:5]}")
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._partial, self.path)
+        self._whole.__exit__(None, None, None)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
             self.close()
         else:
             self._file.close()
-            self._partial.unlink(missing_ok=True)
+            self._whole.__exit__(*error)
 
 
 def sha256_of(path: Path) -> str:
@@ -371,18 +369,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically, or leave no file: a temporary one, fsync, rename. NaN and Inf become null."""
-    partial = path.with_name(path.name + ".tmp")
+@contextmanager
+def written_whole(path: Path, mark: str = "") -> Iterator[Path]:
+    """A file beside `path` to write to: synced and renamed to it at the end, or no file is left. `mark` is in its name."""
+    partial = path.with_name(f"{path.name}{mark}.tmp")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(json_text(value))
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
+        sync(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically. NaN and Inf become null."""
+    with written_whole(path) as partial:
+        partial.write_text(json_text(value), encoding="utf-8")
 
 
 def sync(path: Path) -> None:

@@ -68,8 +68,11 @@ class EdkmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
-            if isinstance(module, PALETTIZED):
-                _check_loaded(name, module)
+            for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PALETTIZED) else ():
+                if buffer.is_meta:
+                    raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
+                if leaf != "indices" and not bool(buffer.float().isfinite().all()):
+                    raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
         shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
@@ -110,14 +113,14 @@ def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
             return prefix + name if prefix + name in modules else name
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
-    return replace(
-        spec,
-        skipped=[new for name in spec.skipped if (new := named(name)) is not None],
-        module_bits={new: bits for name, bits in spec.module_bits.items() if (new := named(name)) is not None},
-        module_granularity={
-            new: text for name, text in spec.module_granularity.items() if (new := named(name)) is not None
-        },
-    )
+    def renamed(values: dict[str, Any]) -> dict[str, Any]:
+        return {new: value for name, value in values.items() if (new := named(name)) is not None}
+
+    others: dict[str, Any] = {
+        "module_bits": renamed(spec.module_bits),
+        "module_granularity": renamed(spec.module_granularity),
+    }
+    return replace(spec, skipped=list(renamed(dict.fromkeys(spec.skipped))), **others)
 
 
 def foreign_modules(model: Any, stored: set[str]) -> set[str]:
@@ -148,14 +151,6 @@ def require_stored(model: Any, stored: set[str], foreign: set[str]) -> None:
     for name in model.state_dict():
         if name not in known and name not in tied and not name.startswith(outside) and not absent.search(name):
             raise UserError(f"{name} is missing from the checkpoint; {AGAIN}")
-
-
-def _check_loaded(name: str, module: nn.Module) -> None:
-    for buffer_name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_meta:
-            raise UserError(f"{name}.{buffer_name} is missing from the checkpoint; {AGAIN}")
-        if buffer_name != "indices" and not bool(buffer.float().isfinite().all()):
-            raise UserError(f"{name}.{buffer_name} must be finite, but holds NaN or Inf; {AGAIN}")
 
 
 def load(

@@ -82,13 +82,13 @@ def aliases() -> dict[str, dict[str, Any]]:
 
 def resolve(name: str, revision: str | None = None) -> ModelSource:
     """Find what `--model` means. Raises UserError where it can be nothing, or has no revisions."""
-    source = _resolve(name)
+    source = _resolved(name)
     if revision is not None and source.is_local:
         raise UserError(f"--revision names a version of a model on the hub, but --model {name} is a file; leave it out")
     return replace(source, revision=revision)
 
 
-def _resolve(name: str) -> ModelSource:
+def _resolved(name: str) -> ModelSource:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -100,21 +100,17 @@ def _resolve(name: str) -> ModelSource:
         return ModelSource(name, str(path), is_local=True)
     table = aliases()
     if name in table:
-        return _from_alias(name, table[name])
+        entry, architecture = table[name], dict(table[name].get("architecture", {}))
+        if "gguf" not in entry:
+            return ModelSource(name, entry["hub"], architecture=architecture)
+        directory = str(cache_directory() / name)
+        return ModelSource(name, directory, entry["gguf"], is_local=True, architecture=architecture)
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
         raise UserError(
             f"--model must be an alias ({', '.join(sorted(table))}), a hub id (owner/name), a directory or a .gguf "
             f"file, got {name!r}, which is none of these"
         )
     return ModelSource(name, name)
-
-
-def _from_alias(name: str, entry: dict[str, Any]) -> ModelSource:
-    architecture = dict(entry.get("architecture", {}))
-    if "gguf" not in entry:
-        return ModelSource(name, entry["hub"], architecture=architecture)
-    directory, file = cache_directory() / name, entry["gguf"]
-    return ModelSource(name, str(directory), file, is_local=True, architecture=architecture)
 
 
 def _require_local(source: ModelSource) -> None:

@@ -22,9 +22,8 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
 from edkm_cli.nn.allocation import SENSITIVITY, bits_for_size, choose_allocation, choose_embedding_bits, planned_spec
-from edkm_cli.nn.clustered import Clustering, lut_layers
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import layers_form_a_chain
+from edkm_cli.nn.clustered import Clustering
+from edkm_cli.nn.hooks import decoder_layers, layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import parse_bytes, part_of
@@ -96,10 +95,6 @@ class RunPlan:
     def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
         """The plan after the linears have been given their bits, by module path."""
         return replace(self, spec=self.spec.with_bits(bits), allocated=True)
-
-    def after_start(self, model: Any) -> RunPlan:
-        """The plan with the bits that the linears of the clustered model have."""
-        return self.with_bits({name: layer.clustering.bits for name, layer in lut_layers(model).items()})
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -282,19 +277,8 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
         config = replace(config, bits=bits_for_size(config, swaps, skeleton, itemsize, target_bytes=size))
     chosen = asked.embedding_bits == "auto" and not config.target_size
     spec, average = planned_spec(config, swaps, chosen=chosen)
-    return RunPlan(
-        asked=asked,
-        config=config,
-        launch=launch,
-        texts=texts,
-        source=source,
-        architecture=architecture,
-        skeleton=skeleton,
-        swaps=swaps,
-        spec=spec,
-        dense_dtype=dense_dtype,
-        average=average,
-    )
+    model = (source, architecture, skeleton, swaps, spec)
+    return RunPlan(asked, config, launch, texts, *model, dense_dtype=dense_dtype, average=average)
 
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swaps: Sequence[Swap]) -> None:
@@ -352,9 +336,9 @@ def needed_tokens(plan: RunPlan) -> int:
 def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor]:
     """The texts, (1, length) each, that the importance is measured on."""
     config = plan.config
-    return (
-        calibration_batches(tokens, config.calibration_tokens, seed=config.seed) if config.importance != "none" else []
-    )
+    if config.importance == "none":
+        return []
+    return calibration_batches(tokens, config.calibration_tokens, seed=config.seed)
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
+from edkm_cli.format import written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
@@ -252,14 +253,9 @@ def keep_text(path: Path, text: Tensor) -> None:
     """Write a text in one step. Raises OSError where that fails; nothing is left then."""
     from safetensors.torch import save_file
 
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path, f".{os.getpid()}") as partial:
         save_file({"tokens": text.contiguous()}, partial)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def store_of(text: Tensor) -> TokenStore:

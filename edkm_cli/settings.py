@@ -21,6 +21,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -58,6 +59,11 @@ def cache_directory() -> Path:
     if os.environ.get("EDKM_CACHE"):
         return Path(os.environ["EDKM_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edkm"
+
+
+def token_cache_directory() -> Path:
+    """$EDKM_TOKEN_CACHE; else `tokens/` in the cache directory."""
+    return Path(os.environ.get("EDKM_TOKEN_CACHE") or cache_directory() / "tokens")
 
 
 def ready_file(path: str | Path) -> Path:
@@ -173,7 +179,9 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     good = {}
     for name, value in values.items():
         if name not in known:
-            all_faults.append(f"unknown key {shown(name)}{_suggestion(shown(name), list(known))}")
+            close = get_close_matches(shown(name).strip("'\"").replace("-", "_"), list(known), n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            all_faults.append(f"unknown key {shown(name)}{meant}")
             continue
         try:
             clean = coerce(name, value, hints[name])
@@ -192,11 +200,15 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     return config
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    from difflib import get_close_matches
+def given_values(file: str | Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says, overridden by the flags that are not None."""
+    values = read_yaml(ready_file(file)) if file is not None else {}
+    return {**values, **{name: value for name, value in flags.items() if value is not None}}
 
-    close = get_close_matches(name.strip("'\"").replace("-", "_"), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+
+def from_file(kind: type[_Config], file: str | Path | None, flags: Mapping[str, Any]) -> _Config:
+    """A configuration dataclass from its defaults, the file and the flags. Raises UserError as `from_mapping` does."""
+    return from_mapping(kind, given_values(file, flags))
 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:

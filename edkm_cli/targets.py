@@ -15,7 +15,7 @@ from edkm_cli.granularity import AFFINE, FREE, LUT_DTYPES, MULTIPLES, SUPER_BLOC
 
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
-SCALED_FAMILIES = ("llama", "mistral", "qwen2")
+SCALED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2")
 # What the Core ML program can be: families, and kinds of rotary angles that do not depend on the sequence.
 DECODERS = ("llama", "mistral", "qwen2")
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -28,10 +28,9 @@ class Target:
 
     Attributes:
         settings: fields of `CompressConfig` that `--target` sets.
-        bits, lut_dtypes: what the format holds.
-        blocks: whether tables are of blocks, of the one size in `settings`; else of whole rows: `tensor` or `row:G`.
+        bits, lut_dtypes, palettes: what the format holds.
+        granularities: tiles that share a table; empty: whole rows, `tensor` or `row:G`.
         columns: number that the columns of each compressed matrix must be a multiple of; `rows` likewise.
-        palettes: what tables hold; with tiles of `granularities`, where tables are not free.
         fallback: what a matrix is stored as whose columns are no multiple of the tile's; "": it is refused.
         mixes: whether matrices may differ in bits.
     """
@@ -39,58 +38,42 @@ class Target:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bits: tuple[int, ...] = ALL_BITS
     lut_dtypes: tuple[str, ...] = LUT_DTYPES
-    blocks: bool = False
+    granularities: tuple[str, ...] = ()
     columns: int = 1
     rows: int = 1
     palettes: tuple[str, ...] = (FREE,)
-    granularities: tuple[str, ...] = ()
     fallback: str = ""
     mixes: bool = False
 
 
-def _tiles(*widths: int) -> tuple[str, ...]:
-    return tuple(f"block:1x{width}" for width in widths)
-
-
-def _mlx(bits: int) -> Target:
-    settings = {"bits": bits, "palette": AFFINE, "granularity": "block:1x64", "lut_dtype": "bfloat16"}
-    return Target(
-        {**settings, "embedding_group": 64},
-        bits=(2, 3, 4, 5, 6, 8),
-        lut_dtypes=("bfloat16", "float16"),
-        palettes=(AFFINE,),
-        granularities=_tiles(32, 64, 128),
-        fallback="bfloat16",
-        mixes=True,
-    )
-
-
-def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Target:
-    settings = {"bits": bits, "palette": palette, "granularity": f"block:1x{tile}", "lut_dtype": lut_dtype}
-    return Target(
-        {**settings, "embedding_group": 32},
-        bits=(bits,),
-        lut_dtypes=(lut_dtype,),
-        columns=SUPER_BLOCK if lut_dtype == "int8" else 1,
-        palettes=(palette,),
-        granularities=_tiles(tile),
-        fallback="F16",
-    )
-
-
-def _w_a16(bits: int) -> Target:
-    settings = {"bits": bits, "palette": "integers", "granularity": "block:1x64", "lut_dtype": "bfloat16"}
-    return Target(
-        {**settings, "embedding_bits": 16},
-        bits=(bits,),
-        lut_dtypes=("bfloat16", "float16"),
-        palettes=("integers",),
-        granularities=_tiles(32, 64, 128),
-        fallback="bfloat16",
-    )
+def _grid(palette: str, bits: int, tile: int, lut_dtype: str, embeddings: dict[str, int], /, **limits: Any) -> Target:
+    """A format whose tables are of a palette, in tiles of one row; of other bits and tiles than these if `limits` say so."""
+    geometry = f"block:1x{tile}"
+    settings = {"bits": bits, "palette": palette, "granularity": geometry, "lut_dtype": lut_dtype, **embeddings}
+    usual: dict[str, Any] = {"bits": (bits,), "lut_dtypes": (lut_dtype,), "granularities": (geometry,)}
+    return Target(settings, palettes=(palette,), **{**usual, **limits})
 
 
 _ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
+# One scale for all matrices: the draft has none, so that the export has to put it elsewhere.
+_LUT_B = {"bits": 3, "granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4}
+_MLX_BITS = (2, 3, 4, 5, 6, 8)
+# Of MLX and compressed-tensors.
+_GROUPS: dict[str, Any] = {
+    "lut_dtypes": ("bfloat16", "float16"),
+    "granularities": ("block:1x32", "block:1x64", "block:1x128"),
+    "fallback": "bfloat16",
+}
+
+
+def _mlx(bits: int) -> Target:
+    return _grid(AFFINE, bits, 64, "bfloat16", {"embedding_group": 64}, bits=_MLX_BITS, mixes=True, **_GROUPS)
+
+
+def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Target:
+    columns = SUPER_BLOCK if lut_dtype == "int8" else 1
+    return _grid(palette, bits, tile, lut_dtype, {"embedding_group": 32}, columns=columns, fallback="F16")
+
 
 TARGETS: dict[str, Target] = {
     "squeezellm": Target(_ROWS, bits=(3, 4), columns=32),
@@ -98,22 +81,14 @@ TARGETS: dict[str, Target] = {
         _ROWS, bits=(3, 4, 5, 6, 7, 8), lut_dtypes=("float16", "float8_e4m3fn"), columns=32, rows=16
     ),
     "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", "float8_e4m3fn")),
-    "lut-b": Target(
-        # One scale for all matrices: the draft has none, so that the export has to put it elsewhere.
-        {"bits": 3, "granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4},
-        bits=(3,),
-        lut_dtypes=("float8_e4m3fn",),
-        blocks=True,
-        columns=64,
-        rows=8,
-    ),
-    **{f"mlx:{bits}": _mlx(bits) for bits in (2, 3, 4, 5, 6, 8)},
+    "lut-b": Target(_LUT_B, (3,), ("float8_e4m3fn",), ("block:8x64",), columns=64, rows=8),
+    **{f"mlx:{bits}": _mlx(bits) for bits in _MLX_BITS},
     "gguf:q4_0": _gguf("integers", 4, 32),
     "gguf:q8_0": _gguf("integers", 8, 32),
     "gguf:iq4_nl": _gguf("iq4_nl", 4, 32),
     "gguf:mxfp4": _gguf("e2m1", 4, 32, "float8_e8m0fnu"),
     **{f"gguf:q{bits}_k": _gguf(palette, bits, tile, "int8") for (palette, bits), (tile, *_) in MULTIPLES.items()},
-    **{f"w{bits}a16": _w_a16(bits) for bits in (2, 3, 4)},
+    **{f"w{bits}a16": _grid("integers", bits, 64, "bfloat16", {"embedding_bits": 16}, **_GROUPS) for bits in (2, 3, 4)},
 }
 
 
@@ -135,13 +110,7 @@ def misfits(
         found.append(
             f"{name} holds tables of {_listed(target.granularities)}, got {geometry}; use --granularity {wanted}"
         )
-    elif target.granularities:
-        pass
-    elif target.blocks:
-        wanted = str(target.settings["granularity"])
-        if str(geometry) != wanted:
-            found.append(f"{name} holds tables of {wanted}, got {geometry}; use --granularity {wanted}")
-    elif geometry.columns is not None:
+    elif not target.granularities and geometry.columns is not None:
         found.append(f"{name} holds tables of whole rows, got {geometry}; use --granularity row:1 or tensor")
     if lut_dtype not in target.lut_dtypes:
         best = target.settings["lut_dtype"]
@@ -157,8 +126,14 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
         layers: module path -> (rows, columns) of each compressed linear.
         lut_scale: the one scale of its float8 tables; 1 without.
     """
+    units = (("columns", 1, TARGETS[name].columns), ("rows", 0, TARGETS[name].rows))
     for layer, shape in layers.items():
-        _check_shape(name, layer, shape)
+        for what, side, unit in units:
+            if shape[side] % unit:
+                raise UserError(
+                    f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {shape[side]}; leave it "
+                    f"uncompressed with --skip {layer}, or choose another format"
+                )
     if name == "any-precision":
         repeated_layers(list(layers))
     if name == "coreml":
@@ -168,16 +143,6 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
             f"lut-b has no scale, and moving one into other weights is known for {_listed(SCALED_FAMILIES)}, not for "
             f"{architecture.model_type}; compress with --lut-scale 1"
         )
-
-
-def _check_shape(name: str, layer: str, shape: tuple[int, ...]) -> None:
-    target = TARGETS[name]
-    for what, length, unit in (("columns", shape[1], target.columns), ("rows", shape[0], target.rows)):
-        if length % unit:
-            raise UserError(
-                f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {length}; leave it "
-                f"uncompressed with --skip {layer}, or choose another format"
-            )
 
 
 def _check_decoder(architecture: Any) -> None:

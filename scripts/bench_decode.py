@@ -1,7 +1,7 @@
-"""Measure how fast a randomly initialised LLaMA writes, dense in bfloat16 and packed, as JSON.
+"""Measure how fast a randomly initialised LLaMA reads and writes, dense in bfloat16 and packed, as JSON.
 
     python scripts/bench_decode.py --shape llama-7b --device cuda --json FILE
-    python scripts/bench_decode.py                         a tiny shape on a CPU: the same code
+    python scripts/bench_decode.py --shape smollm2-135m    on a CPU; without --shape a tiny one: the same code
 
 Nothing is downloaded; the numbers of tables and indices are random, which changes no time. Both models write with the same
 harness: `generate` of transformers, as everybody runs it, and, on a GPU, one step with a static cache in a CUDA graph, where
@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from edkm_cli.environment import hardware, versions
-from edkm_cli.evaluate.speed import decode_speed, resident_bytes
+from edkm_cli.evaluate.command import decode_speed, prefill_speed, resident_bytes
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
@@ -36,6 +36,15 @@ SHAPES = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "vocab_size": 64,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "llama-7b": {},  # LlamaConfig's own defaults
 }
@@ -113,6 +122,7 @@ def measure(model: Any, tokens: int) -> dict[str, Any]:
     with torch.no_grad():
         prompt = torch.arange(_PROMPT) % model.config.vocab_size
         found: dict[str, Any] = {
+            "prefill_tokens_per_second": prefill_speed(model, torch.arange(512) % model.config.vocab_size),
             "generate_tokens_per_second": decode_speed(model, prompt, new_tokens=tokens),
             "graph_tokens_per_second": graph_speed(model, tokens) if on_gpu else None,
         }
@@ -150,7 +160,8 @@ def main() -> None:
         "packed": packed,
         "ratio": {
             key: packed[key] / dense[key] if packed[key] and dense[key] else None
-            for key in ("generate_tokens_per_second", "graph_tokens_per_second", "weights_resident_bytes")
+            for key in packed
+            if key != "peak_memory_bytes"
         },
         "versions": versions(),
         "hardware": hardware(arguments.device),

@@ -28,16 +28,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.initialize import build, compensate, corrections, reconstruct
-from edkm_cli.initialize.layers import Layers
+from edkm_cli.initialize import build, compensate, corrections, importance, reconstruct
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.precision import bfloat16_products
 
 # Part -> what is timed as that part: (where its name is looked up, the name).
 TIMED: dict[str, list[tuple[Any, str]]] = {
-    "importance": [(build, "collect_by_layer")],
-    "k-means": [(build, "shared_kmeans_start")],
+    "importance": [],  # these two are given to `initialize`
+    "k-means": [],
     "forwards": [(reconstruct._Block, "_run")],
     "products of inputs": [(corrections, "sum_of_products")],
     "factors": [(compensate, "inverse_factor")],
@@ -139,8 +138,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for part, places in TIMED.items():
             for where, name in places:
                 timing.enter_context(mock.patch.object(where, name, watch.timed(part, getattr(where, name))))
-        whole = watch.timed("other", build.initialize_by_layer)
-        whole(Layers(model), recipe, calibration=[*text[:4].split(1)], fitting=[*text.split(1)])
+        tables, collect = (
+            watch.timed("k-means", build.shared_kmeans_starts),
+            watch.timed("importance", importance.collect),
+        )
+        options: dict[str, Any] = {"calibration": [*text[:4].split(1)], "fitting": [*text.split(1)]}
+        build.initialize(model, recipe, **options, steps=build.Steps(collect=collect, tables=tables))
     needed, speed = operations(hidden, intermediate, tokens), speeds()
     with bfloat16_products():
         rounds = torch.get_float32_matmul_precision() == "medium"

@@ -31,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -46,7 +46,7 @@ from edkm_cli.clustering.grids import Grid
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import open_world
-from edkm_cli.dryrun.machine import parse_bytes
+from edkm_cli.dryrun.need import parse_bytes
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
@@ -108,13 +108,14 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
     return replace(config, memory=choose_memory(plan_run(config, Launch(device))))
 
 
-def quick_start(weight: torch.Tensor, grid: Grid, *, granularity: Granularity, **others: Any) -> torch.Tensor:
+def quick_start(
+    weight: torch.Tensor, grid: Grid, widths: Sequence[int], *, granularity: Granularity, **others: Any
+) -> list[torch.Tensor]:
     """Centroids (groups, k) at evenly spaced quantiles of the normal distribution of each group: a start in no time."""
     values = to_groups(weight, granularity.tile(*weight.shape)).float()
-    k = 2**grid.bits
-    spots = (torch.arange(k, device=weight.device) + 0.5) / k
     deviation, mean = torch.std_mean(values, 1, keepdim=True)
-    return mean + deviation * torch.special.ndtri(spots)
+    spots = [(torch.arange(2**bits, device=weight.device) + 0.5) / 2**bits for bits in widths]
+    return [mean + deviation * torch.special.ndtri(places) for places in spots]
 
 
 class KeptStates:

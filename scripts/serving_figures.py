@@ -2,7 +2,7 @@
 
     python scripts/serving_figures.py all [DIRECTORY]            everything; compresses the model three times first
     python scripts/serving_figures.py agree DIRECTORY            a server, float32: 20 prompts of 48 tokens, and chats
-    python scripts/serving_figures.py speed DIRECTORY...         bfloat16, 1 and 16 sequences, directories taking turns
+    python scripts/serving_figures.py speed DIRECTORY...         bfloat16, 1, 16 and 64 sequences, directories taking turns
 
 Runs where vLLM is installed; scripts/check_vllm.sh makes that environment. Each part is a process of its own. `all` makes
 the models in DIRECTORY (default out/serving) where they are not there yet; servers write their logs beside them.
@@ -39,7 +39,9 @@ CONVERSATIONS = (  # (what the system says, what the user says, turn by turn)
 QUICK = ("--start", "kmeans", "--importance", "activation")  # the format is what is measured here, not the quality
 COMPRESSED = {"row:1": (), "tensor": QUICK, "block:8x64": QUICK}  # and options of `edkm compress`
 TOKENS, PATIENCE_SECONDS, TIE = 48, 1800, 1e-3
-BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
+SEQUENCES = (1, 16, 64)
+BARS = {"decode_ratio_1": 1.5, "decode_ratio_16": 1.0, "decode_ratio_64": 0.8}
+BARS |= {"resident_ratio": 0.30, "largest_logprob_difference": 1e-3}
 KV_BYTES, SETTLE_SECONDS = 2**28, 1.2
 DENSE_BYTES = 269_030_016  # SmolLM2's weights in bfloat16; vLLM repacks dense ones into memory that no tensor shows
 
@@ -159,7 +161,7 @@ def _process_bytes(worker: Any) -> int:
 
 
 def speed(directories: list[str], repeats: int, after: Path | None) -> list[dict[str, Any]]:
-    """Tokens per second of decoding one and 16 sequences, for each directory: medians of `repeats` that take turns.
+    """Tokens per second of decoding so many SEQUENCES, for each directory: medians of `repeats` that take turns.
 
     Rates are the tokens from the 9th on by the time that 72 tokens take longer than 8, so prompts do not count.
     """
@@ -185,7 +187,7 @@ def speed(directories: list[str], repeats: int, after: Path | None) -> list[dict
 
     rates: dict[tuple[int, int], list[float]] = {}
     for turn in range(-1, repeats):  # the first one does not count
-        for sequences in (1, 16):
+        for sequences in SEQUENCES:
             for i, engine in enumerate(engines):
                 time.sleep(SETTLE_SECONDS)  # the processes of an engine wait in a busy loop for a second
                 extra = seconds(engine, sequences, 72 if turn >= 0 else 16) - seconds(engine, sequences, 8)
@@ -195,10 +197,9 @@ def speed(directories: list[str], repeats: int, after: Path | None) -> list[dict
         {
             "weights_resident_bytes": engine.apply_model(here._held)[0],
             "worker_resident_bytes": engine.collective_rpc(here._process_bytes)[0],
-            "decode_tokens_per_second_1": statistics.median(rates[i, 1]),
-            "decode_tokens_per_second_16": statistics.median(rates[i, 16]),
-            "rates": {str(sequences): rates[i, sequences] for sequences in (1, 16)},
+            "rates": {str(sequences): rates[i, sequences] for sequences in SEQUENCES},
         }
+        | {f"decode_tokens_per_second_{n}": statistics.median(rates[i, n]) for n in SEQUENCES}
         for i, engine in enumerate(engines)
     ]
 
@@ -267,7 +268,7 @@ def row(directory: str, agreed: dict[str, Any], packed: dict[str, Any], dense: d
     within a turn, since the machine's speed changes from turn to turn."""
     shown = {key: value for key, value in dense.items() if key != "weights_resident_bytes"}
     figures = {"granularity": Path(directory).name, **agreed, "dense": shown, "packed": packed}
-    for sequences in ("1", "16"):
+    for sequences in map(str, SEQUENCES):
         pairs = zip(packed["rates"][sequences], dense["rates"][sequences], strict=True)
         figures[f"decode_ratio_{sequences}"] = statistics.median(own / plain for own, plain in pairs)
     return figures | {"resident_ratio": packed["weights_resident_bytes"] / DENSE_BYTES}

@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-int edkm_lut_linear(const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs);
 int edkm_lut_linear_level(void);
 int edkm_packed_rows(
     const Packed *packed, const int64_t *ids, int64_t first, int64_t count, int64_t from, int64_t end, int64_t dtype, void *out
@@ -63,7 +62,7 @@ static int check(int bits, int levels, int64_t rows, int64_t columns, int64_t ti
     double unit = dtype == FLOAT32 ? 6e-8 : dtype == BFLOAT16 ? 3.91e-3 : 4.9e-4, of_weights = dtype == BFLOAT16 ? 3.91e-3 : 1e-6;
     for (size_t t = 0; t < sizeof all_tokens / sizeof *all_tokens; t++) {
         int64_t tokens = all_tokens[t];
-        failed |= edkm_lut_linear(packed, x_kept, dtype, columns, tokens, &out);
+        failed |= edkm_lut_linear(packed, x_kept, dtype, columns, tokens, &out, 0);
         for (int64_t n = 0; n < tokens; n++)
             for (int64_t r = 0; r < rows; r++) {
                 double exact = 0, magnitude = 0;

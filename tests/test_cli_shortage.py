@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from edkm_cli.cli import compress as command
+from edkm_cli.cli import runs as command
 from edkm_cli.cli.shortage import shortage
 from helpers import run
 

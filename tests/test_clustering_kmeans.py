@@ -55,7 +55,7 @@ def test_never_worse_than_lloyd_from_many_starts(n, k):
     torch.manual_seed(n)
     values, mass = torch.randn(3, n), torch.rand(3, n) ** 4
     ours = kmeans_start(values, k, granularity="row:1", importance=mass)
-    lloyd = kmeans_torch.kmeans(values, mass, k)
+    lloyd = kmeans_torch.kmeans(values, mass, [k])[0]
     for row in range(3):
         assert error_of(values[row], mass[row], ours[row]) <= error_of(values[row], mass[row], lloyd[row]) * (1 + 1e-6)
 
@@ -65,7 +65,7 @@ def test_plain_lloyd_is_near_the_optimum():
         pytest.skip("the optimum needs a C compiler")
     torch.manual_seed(0)
     values, mass = torch.randn(8, 576), torch.rand(8, 576)
-    exact, plain = kmeans_c.kmeans(values, mass, 8), kmeans_torch.kmeans(values, mass, 8)
+    (exact,), (plain,) = kmeans_c.kmeans(values, mass, [8]), kmeans_torch.kmeans(values, mass, [8])
     for row in range(8):
         assert error_of(values[row], mass[row], plain[row]) <= 1.1 * error_of(values[row], mass[row], exact[row])
 
@@ -86,12 +86,12 @@ def test_a_large_group_of_16_bit_numbers_is_its_distinct_values(dtype, weighted,
     torch.manual_seed(4)
     values = torch.randn(3, 1 << 17).mul_(0.02).to(dtype).float()
     mass = torch.rand_like(values) ** 4 if weighted else None
-    reference = (kmeans_torch if plain else kmeans_c).kmeans(values, mass, 8)  # all values, one by one
+    reference = (kmeans_torch if plain else kmeans_c).kmeans(values, mass, [8])[0]  # all values, one by one
     if plain:
         monkeypatch.setattr(layout_c, "supports", lambda weight: False)
     elif library() is None:
         pytest.skip("the optimum needs a C compiler")
-    ours = kernels.kmeans(values, mass, 8)
+    ours = kernels.kmeans(values, mass, [8])[0]
     for row in range(3):
         counted = torch.ones_like(values[row]) if mass is None else mass[row]
         found, wanted = (error_of(values[row], counted, centroids[row]) for centroids in (ours, reference))
@@ -102,7 +102,7 @@ def test_a_large_group_of_16_bit_numbers_is_its_distinct_values(dtype, weighted,
 
 def test_a_large_group_without_any_importance_is_clustered_by_count():
     values = torch.randn(1, 1 << 17, generator=torch.Generator().manual_seed(5)).bfloat16().float()
-    assert torch.equal(kernels.kmeans(values, torch.zeros_like(values), 4), kernels.kmeans(values, None, 4))
+    assert torch.equal(kernels.kmeans(values, torch.zeros_like(values), [4])[0], kernels.kmeans(values, None, [4])[0])
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -151,3 +151,16 @@ def test_user_errors():
         kmeans_start(weight, 4, granularity="tensor", importance=-torch.ones(16))
     with pytest.raises(UserError, match="up_proj"):
         kmeans_start(torch.full((4, 16), torch.inf), 4, granularity="tensor", name="up_proj")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_several_numbers_of_centroids_at_once_are_those_of_each_alone(plain):
+    if not plain and library() is None:
+        pytest.skip("the optimum needs a C compiler")
+    torch.manual_seed(6)
+    backend = kmeans_torch if plain else kmeans_c
+    values = torch.cat((torch.randn(3, 700), torch.randint(-4, 5, (2, 700)).float()))  # few distinct ones, too
+    for mass in (None, torch.rand(5, 700) ** 4):
+        together = backend.kmeans(values, mass, [2, 8, 16])
+        for k, centroids in zip((2, 8, 16), together, strict=True):
+            assert torch.equal(centroids, backend.kmeans(values, mass, [k])[0])

@@ -18,7 +18,7 @@ from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
-from edkm_cli.report.verify import verify_checkpoint
+from edkm_cli.report.inspection import verify_checkpoint
 from families import family
 from helpers import byte_tokenizer, settings, weights_of
 

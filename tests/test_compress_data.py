@@ -10,7 +10,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.progress import Observer
-from edkm_cli.report.build import build_report
+from edkm_cli.report.document import build_report
 from edkm_cli.summaries import summary
 from helpers import assert_same_run, byte_tokenizer, metrics_of, refused, settings, tiny_llama, weights_of
 
@@ -171,7 +171,7 @@ def test_several_texts_are_measured_and_a_document_that_is_trained_on_is_told_lo
         for row in report["texts"]:
             wanted = row[stage] if stage else row["stages"]["trained"][figure]
             assert last[figure][row["data"]] == pytest.approx(wanted, rel=1e-5)
-    for page in (summary(report), (tmp_path / "out" / "README.md").read_text()):
+    for page in (summary("compress", report), (tmp_path / "out" / "README.md").read_text()):
         assert "text.txt | test.jsonl" in page
         assert f"{second['exported']:,.3f}" in page
         assert f"{second['kl_per_token']:.4f}" in page

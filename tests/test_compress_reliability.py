@@ -110,7 +110,7 @@ def test_a_result_beyond_the_ratio_is_no_success(model_directory, text_file, tmp
 
 
 def test_collapsed_and_unused_tables_are_reported_with_their_layer():
-    from edkm_cli.evaluate.tables import layer_use, table_warnings
+    from edkm_cli.evaluate.size import layer_use, table_warnings
     from edkm_cli.format import QuantizationSpec
     from edkm_cli.packing import pack
     from edkm_cli.runtime.palettized import PalettizedLinear

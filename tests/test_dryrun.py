@@ -16,13 +16,12 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger, Peak
-from edkm_cli.dryrun.machine import Machine, parse_bytes
-from edkm_cli.dryrun.need import Need, memory_of, with_heap
+from edkm_cli.dryrun.need import Machine, Need, memory_of, parse_bytes, with_heap
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.errors import UserError
 from edkm_cli.preflight import Launch, plan_run
-from edkm_cli.summaries import plan_summary
+from edkm_cli.summaries import summary
 from families import family
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
 from processes import PATIENCE_SECONDS
@@ -359,7 +358,7 @@ class TestMachine:
     def test_a_run_that_fits_only_without_freed_blocks_gives_them_back(self, model_directory, monkeypatch):
         config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=16, context=16)
         for room_bytes, memory in ((10**12, "speed"), (10**6, "small")):
-            monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda size=room_bytes: size)
+            monkeypatch.setattr("edkm_cli.dryrun.need.physical_bytes", lambda size=room_bytes: size)
             assert choose_memory(plan_run(config, Launch())) == memory
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
@@ -389,7 +388,7 @@ def test_experts_are_planned_as_all_linears_are(tmp_path):
 
 def test_the_summary_shows_device_and_host_and_what_would_fit(too_small):
     _, _, found = too_small
-    text = plan_summary(found)
+    text = summary("plan", found)
     assert "each of 2 processes on cuda" in text
     assert "device" in text
     assert "host" in text

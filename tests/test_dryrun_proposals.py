@@ -4,7 +4,7 @@ import pytest
 
 from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.plan import dry_run
-from edkm_cli.summaries import plan_summary
+from edkm_cli.summaries import summary
 from helpers import tiny_llama
 
 
@@ -30,7 +30,7 @@ from helpers import tiny_llama
 )
 def test_a_plan_that_does_not_fit_is_told_and_not_refused(tmp_path_factory, machine, changes, monkeypatch):
     """Other settings are tried, among them combinations that no run could have: they are left out."""
-    monkeypatch.setattr("edkm_cli.dryrun.machine.physical_bytes", lambda: 1000)  # none of them is rehearsed
+    monkeypatch.setattr("edkm_cli.dryrun.need.physical_bytes", lambda: 1000)  # none of them is rehearsed
     shape = {
         "sequence_length": 64,
         "context": 64,
@@ -45,4 +45,4 @@ def test_a_plan_that_does_not_fit_is_told_and_not_refused(tmp_path_factory, mach
     values = {"model": str(directory), "data": ("builtin",), "device": "auto", **shape, **changes}
     found = dry_run(CompressConfig(**values), **machine)
     assert (found["fits"], found["proposals"]) == (False, [])
-    assert "none of the other settings tried fits either" in plan_summary(found)
+    assert "none of the other settings tried fits either" in summary("plan", found)

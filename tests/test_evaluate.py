@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.command import decode_speed
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
-from edkm_cli.evaluate.speed import decode_speed
 from helpers import cluster, export, logits_of, tiny_llama
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from edkm_cli.evaluate.distances import by_position, distribution
 from edkm_cli.evaluate.layers import compare_layers, record_layers
-from edkm_cli.evaluate.perplexity import perplexity
+from edkm_cli.evaluate.perplexity import by_position, distribution, perplexity
 from edkm_cli.evaluate.writing import MOST, compare_writing, prompts, write
 from edkm_cli.report.verdict import verdict_page
 from helpers import byte_tokenizer, logits_of, refused, run, tiny_llama

@@ -15,8 +15,7 @@ from edkm_cli.hf import load
 from edkm_cli.integrity import check_checkpoint
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
-from edkm_cli.report.inspection import inspect_checkpoint
-from edkm_cli.report.verify import verify_checkpoint
+from edkm_cli.report.inspection import inspect_checkpoint, verify_checkpoint
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from helpers import cluster, export, tiny_llama, tiny_qwen
 

@@ -9,10 +9,9 @@ import torch
 
 from edkm_cli import hf
 from edkm_cli.errors import UserError
-from edkm_cli.export.command import export_model
+from edkm_cli.export.command import export_model, require_parity
 from edkm_cli.export.formats import coreml
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.parity import require_parity
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import DENSE_BITS
 from helpers import byte_tokenizer, cluster, export, refused, tiny_llama, tiny_qwen

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from edkm_cli import hf
 from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
-from edkm_cli.export.command import export_model
+from edkm_cli.export.command import export_model, require_parity, require_same_perplexity
 from edkm_cli.export.formats import any_precision, find, lut_b, squeezellm
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.parity import require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
 from edkm_cli.packing import pack
 from families import family
@@ -71,6 +70,40 @@ def test_fused_experts_are_written_as_their_family_stores_them(tmp_path):
     assert result["largest_difference"] == 0
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
     assert any(name.endswith("experts.3.w2.weight") for name in names)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "llama4_text"])
+def test_experts_that_stayed_dense_are_written_and_read_back(kind, tmp_path):
+    source = export(*cluster(family(kind), experts=False), tmp_path / "source")
+    assert export_model(source, "dense", tmp_path / "out", options=Options(dtype="float32"))["largest_difference"] == 0
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("mixtral", 2.0**-4), ("qwen3_moe", 1.0)])
+def test_experts_are_tiles_of_lut_b_under_the_names_of_their_family(kind, scale, text_file, tmp_path):
+    model = family(kind, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, head_dim=16)
+    options = {"granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": scale}
+    model, spec = cluster(model, **options, skip=("*.experts.down_proj.1",))
+    source = export(model, spec, tmp_path / "source")
+    byte_tokenizer().save_pretrained(source)
+    measured = Options(verify="perplexity", data=str(text_file), context=64, max_windows=2)
+    result = export_model(source, "lut-b", tmp_path / "out", options=measured)
+    assert (result["rounded"], result["largest_difference"]) == (0, 0)
+    assert result["perplexity"]["export"] == pytest.approx(result["perplexity"]["source"], rel=1e-5)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    block, down = ("block_sparse_moe", "w2") if kind == "mixtral" else ("mlp", "down_proj")
+    tile = {name.rpartition("experts.")[2]: t for name, t in stored.items() if f"layers.1.{block}.experts" in name}
+    assert tile[f"3.{down}.weight_packed"].shape[2] + tile[f"3.{down}.weight_codebook"].shape[2] == 200
+    assert tile[f"1.{down}.weight"].shape == model.model.layers[1].mlp.experts.down_proj[1].weight.shape
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert f"model.layers.1.{block}.experts.1.{down}" in ignored
+
+
+def test_experts_that_files_keep_in_one_tensor_are_refused_by_lut_b(tmp_path):
+    options = {"granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 1.0}
+    model, spec = cluster(family("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16), **options)
+    source = export(model, spec, tmp_path / "source")
+    message = refused("export", source, "--to", "lut-b", "--output", tmp_path / "out")
+    assert re.search(r"experts\.\w+\.0\.\w+ of gpt_oss is not; use --to dense", message)
 
 
 def test_a_file_that_changes_after_writing_leaves_nothing_behind(rows, tmp_path, monkeypatch):

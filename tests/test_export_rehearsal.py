@@ -1,9 +1,11 @@
 """Export is tried before training: a model that could not be written is refused at once."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.rehearsal import rehearse_export
+from edkm_cli.export.checkpoint import rehearse_export
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering
@@ -17,7 +19,9 @@ def rehearse(model):
     swaps = tuple(plan_swaps(model, embedding_bits=8))
     skipped = [swap.name for swap in swaps if swap.reason and swap.role != OTHER]
     spec = QuantizationSpec(3, "row:1", "float16", 8, skipped)
-    rehearse_export(model, swaps, spec, Clustering(3, Granularity.parse("row:1"), "float16"))
+    clustering = Clustering(3, Granularity.parse("row:1"), "float16")
+    config = SimpleNamespace(trust_remote_code=False)
+    rehearse_export(SimpleNamespace(skeleton=model, swaps=swaps, spec=spec, clustering=clustering, config=config))
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "deepseek_v3", "mixtral"])

@@ -14,7 +14,7 @@ import torch
 from edkm_cli import integrity
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load
-from edkm_cli.report.verify import verify_checkpoint
+from edkm_cli.report.inspection import verify_checkpoint
 from fuzzing import Mutator, copied
 from helpers import byte_tokenizer, cluster, tiny_llama
 

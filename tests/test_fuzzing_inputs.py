@@ -14,7 +14,7 @@ import pytest
 from edkm_cli.config import build_config
 from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources
 from edkm_cli.errors import UserError
-from edkm_cli.report.build import build_report
+from edkm_cli.report.document import build_report
 from edkm_cli.research.compare.config import build_compare_config
 from edkm_cli.settings import configs_directory
 from edkm_cli.train.metrics import keep_metrics

@@ -182,7 +182,7 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
     assert (chosen == indices).float().mean() > 0.99  # a choice that was close may differ in the last bit
     assert torch.allclose(last.centroids, start.centroids, atol=1e-3)
     kept = nearest_indices(expected, last.lut(), granularity=granularity) == chosen
-    assert torch.allclose(last.weight[kept], expected[kept], atol=1e-5)
+    assert torch.allclose(last.weight[kept], expected[kept], atol=1e-4)  # the factor was float32 there
     assert torch.equal(last.weight[~kept], lookup(chosen, last.lut(), granularity=granularity)[~kept])
 
 

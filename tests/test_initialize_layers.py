@@ -10,19 +10,22 @@ from edkm_cli import models
 from edkm_cli.compress import compress
 from edkm_cli.distributed import ALONE
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.initialize import build as building
 from edkm_cli.initialize import layers as streaming
-from edkm_cli.initialize.build import Recipe, initialize, initialize_by_layer, restore
+from edkm_cli.initialize.build import Recipe, Steps, initialize, restore
+from edkm_cli.initialize.embeddings import compensating_rounding
 from edkm_cli.initialize.importance import collect_by_layer, collect_importance
 from edkm_cli.initialize.kept import KeptStart, tensors_of
 from edkm_cli.initialize.layers import HiddenStates, Layers
+from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import open_layers
+from edkm_cli.nn.allocation import choose, rises_of, tried_bits
 from edkm_cli.nn.clustered import Clustering, lut_layers
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.swap import plan_swaps
+from edkm_cli.nn.held import hold
+from edkm_cli.nn.hooks import decoder_layers
+from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 from edkm_cli.runtime.experts import split_experts
 from families import FAMILIES, family
-from helpers import settings, tiny_llama, tiny_qwen
+from helpers import clustered_linear_of, settings, tiny_llama, tiny_qwen
 
 
 def texts(count, length, seed=0):
@@ -46,6 +49,33 @@ def recipe_of(model, **changes):
     spec = QuantizationSpec(3, "row:1", "float16", 6, [swap.name for swap in swaps if swap.reason])
     settings = {"importance": "gradient", "average_bits": 3.3, "passes": 1, "holds": True, **changes}
     return Recipe(swaps, spec, Clustering(3, "row:1", "float16"), **settings)
+
+
+def plain_start(model, recipe, calibration, fitting):
+    """What `initialize` gives, with the whole model, its importance and its dense weights in memory."""
+    linears = [swap for swap in recipe.swaps if swap.clustered]
+    names, kind = [swap.name for swap in linears], recipe.importance
+    importance = collect_importance(model, names, calibration, kind=kind, moments=["lm_head"])
+    bits = dict.fromkeys(names, recipe.spec.bits)
+    if recipe.average_bits:
+        rises = {}
+        for name in names:
+            weight, about = model.get_submodule(name).weight, {"granularity": recipe.spec.granularity}
+            starts = {
+                bits: replace(recipe.clustering.grid, bits=bits).start(weight, importance=importance[name], **about)
+                for bits in tried_bits(recipe.average_bits)
+            }
+            rises[name] = rises_of(name, weight, importance[name], recipe.spec, starts)
+        bits = choose(linears, rises, recipe.spec, recipe.average_bits)
+    for name in names:
+        clustering, linear = replace(recipe.clustering, bits=bits[name]), model.get_submodule(name)
+        model.set_submodule(name, clustered_linear_of(linear, clustering, importance=importance.get(name), name=name))
+    spec = recipe.spec.with_bits(bits)
+    palettize_embeddings(model, recipe.swaps, spec, compensating_rounding(recipe.swaps, importance))
+    reconstruct(model, fitting, passes=recipe.passes, seed=recipe.seed)
+    if recipe.holds:
+        hold(model)
+    return model
 
 
 def assert_same(first, second):
@@ -95,6 +125,7 @@ def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, 
         {"average_bits": None},
         {"importance": "activation", "average_bits": None},
         {"importance": "none", "average_bits": None},
+        {"holds": False},
     ],
     ids=str,
 )
@@ -103,10 +134,10 @@ def test_from_files_and_in_memory_it_is_the_start_of_a_whole_model(tied, changes
     source = saved(tiny_llama(tied=tied), tmp_path / "model")
     recipe = recipe_of(tiny_llama(tied=tied), **changes)
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
-    expected = initialize(tiny_llama(tied=tied), recipe, **texts_of)
+    expected = plain_start(tiny_llama(tied=tied), recipe, **texts_of)
     monkeypatch.setattr(streaming, "_MEMORY_BYTES", 5000)  # some hidden states wait on disk
-    streamed = initialize_by_layer(opened(source), recipe, **texts_of)
-    assert_same(initialize_by_layer(Layers(tiny_llama(tied=tied)), recipe, **texts_of), expected)
+    streamed = initialize(opened(source), recipe, **texts_of)
+    assert_same(initialize(tiny_llama(tied=tied), recipe, **texts_of), expected)
     assert_same(streamed, expected)
     ids = texts(1, 16, seed=2)[0]
     assert torch.equal(streamed(ids).logits, expected(ids).logits)
@@ -121,7 +152,7 @@ def test_a_killed_start_goes_on_with_the_layer_it_was_in(done, tmp_path, monkeyp
     source = saved(tiny_llama(), tmp_path / "model")
     recipe = recipe_of(tiny_llama())
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
-    expected = initialize_by_layer(opened(source), recipe, **texts_of)
+    expected = initialize(opened(source), recipe, **texts_of)
     worked_on = []
 
     class Killing(KeptStart):
@@ -134,12 +165,12 @@ def test_a_killed_start_goes_on_with_the_layer_it_was_in(done, tmp_path, monkeyp
                 raise Killed
 
     with pytest.raises(Killed):
-        initialize_by_layer(opened(source), recipe, **texts_of, kept=Killing(tmp_path / "start", ALONE))
+        initialize(opened(source), recipe, **texts_of, kept=Killing(tmp_path / "start", ALONE))
     kept = KeptStart(tmp_path / "start", ALONE)
     add = kept.add
     monkeypatch.setattr(kept, "add", lambda path, *rest: (worked_on.append(path), add(path, *rest)))
-    monkeypatch.setattr(building, "collect_by_layer", None)  # the importance is not measured again
-    model = initialize_by_layer(opened(source), recipe, **texts_of, kept=kept)
+    never = Steps(collect=None)  # the importance is not measured again
+    model = initialize(opened(source), recipe, **texts_of, kept=kept, steps=never)
     assert worked_on == list(decoder_layers(model))  # each once
     assert_same(model, expected)
     kept.write(model, {name: layer.clustering.bits for name, layer in lut_layers(model).items()})
@@ -160,12 +191,12 @@ def test_a_killed_start_goes_on_with_the_layer_it_was_in(done, tmp_path, monkeyp
 def test_a_layer_that_was_damaged_begins_the_start_anew(tmp_path):
     source, recipe = saved(tiny_llama(), tmp_path / "model"), recipe_of(tiny_llama())
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
-    expected = initialize_by_layer(opened(source), recipe, **texts_of, kept=KeptStart(tmp_path / "start", ALONE))
+    expected = initialize(opened(source), recipe, **texts_of, kept=KeptStart(tmp_path / "start", ALONE))
     damaged = tmp_path / "start" / "model.layers.0.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     kept = KeptStart(tmp_path / "start", ALONE)
     assert kept.begun() is None
-    assert_same(initialize_by_layer(opened(source), recipe, **texts_of, kept=kept), expected)
+    assert_same(initialize(opened(source), recipe, **texts_of, kept=kept), expected)
 
 
 def test_a_model_in_files_can_be_called_and_read_as_a_whole(tmp_path):

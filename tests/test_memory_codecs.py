@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from edkm_cli.errors import UserError
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
-from edkm_cli.memory.accounting import Statistics
-from edkm_cli.memory.mover import Mover
+from edkm_cli.memory.mover import Mover, Statistics
 from edkm_cli.memory.shard import _checksum
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from edkm_cli.memory import MarshalSavedTensors
-from edkm_cli.memory.accounting import Statistics
+from edkm_cli.memory.mover import Statistics
 from helpers import forced, same
 
 

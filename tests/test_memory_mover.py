@@ -4,8 +4,7 @@ import weakref
 
 import torch
 
-from edkm_cli.memory.accounting import Statistics
-from edkm_cli.memory.mover import Mover
+from edkm_cli.memory.mover import Mover, Statistics
 
 
 def test_loading_prefetches_what_was_moved_just_before():

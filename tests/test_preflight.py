@@ -14,7 +14,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.preflight import Launch, plan_run, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
-from edkm_cli.summaries import plan_summary
+from edkm_cli.summaries import summary
 from families import family
 from helpers import settings
 
@@ -183,4 +183,4 @@ def test_more_tokens_than_the_model_has_positions_for_are_warned_of(model_direct
     ]
     assert all(any(f"WARNING: {start}" in line for line in told) for start in wanted)
     assert plan_run(replace(config, sequence_length=128, context=128), HERE).warnings == []
-    assert "WARNING: --context 129" in plan_summary(dry_run(config))
+    assert "WARNING: --context 129" in summary("plan", dry_run(config))

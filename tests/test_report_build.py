@@ -11,8 +11,8 @@ from markupsafe import Markup
 from safetensors.torch import load_file
 
 from edkm_cli.hf import load
-from edkm_cli.report.build import build_report
 from edkm_cli.report.charts import bars
+from edkm_cli.report.document import build_report
 from edkm_cli.report.layers import measure_weights, place
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 

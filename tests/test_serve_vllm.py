@@ -16,6 +16,7 @@ from edkm_cli.hf import load
 from edkm_cli.packing import pack
 from edkm_cli.runtime import lut_linear_torch
 from edkm_cli.runtime.packed import Packed
+from families import family
 from helpers import byte_tokenizer, cluster, export, tiny_llama
 
 pytestmark = [
@@ -234,6 +235,27 @@ def whole(tmp_path_factory):
     return write
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """mixture(kind): a tiny compressed mixture of experts, of which one stayed dense and two differ from the others."""
+    made = {}
+
+    def write(kind):
+        if kind not in made:
+            model = family(kind, hidden_size=64, intermediate_size=44, moe_intermediate_size=44, head_dim=32)
+            experts = "model.layers.1.mlp.experts"
+            mixed = {
+                "module_bits": {f"{experts}.down_proj.2": 4},
+                "module_granularity": {f"{experts}.gate_up_proj.1": "row:4"},
+            }
+            model, spec = cluster(model, mixed=mixed, skip=(f"{experts}.gate_up_proj.3",))
+            made[kind] = export(model, spec, tmp_path_factory.mktemp("served") / kind)
+            byte_tokenizer().save_pretrained(made[kind])
+        return made[kind]
+
+    return write
+
+
 def start(directory, **options):
     from vllm import LLM
 
@@ -266,6 +288,28 @@ def test_two_processes_write_what_one_writes(whole, granularity, monkeypatch):
     directory = whole(granularity)
     llm = start(directory, tensor_parallel_size=2, enforce_eager=True)
     assert_writes_what_transformers_writes(llm, directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", {"enforce_eager": True}),
+        ("mixtral", {"enforce_eager": True, "tensor_parallel_size": 2}),
+        ("qwen3_moe", {}),
+    ],
+)
+def test_packed_experts_write_what_transformers_writes(mixture, kind, options, monkeypatch):
+    if "tensor_parallel_size" in options:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each process wants a memory node of its own
+    llm = start(mixture(kind), **options)
+    assert_writes_what_transformers_writes(llm, mixture(kind))
+
+
+def test_packed_experts_of_a_family_that_was_not_tried_are_refused_before_anything_is_loaded(mixture):
+    with pytest.raises(
+        UserError, match="vllm serves packed experts of MixtralForCausalLM and Qwen3MoeForCausalLM, got Ol"
+    ):
+        start(mixture("olmoe"))
 
 
 def test_compiled_graphs_write_what_transformers_writes_and_chats_end_where_edkm_generate_ends(whole, tmp_path):

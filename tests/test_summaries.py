@@ -35,7 +35,7 @@ def test_the_summary_says_what_stayed_dense_and_why():
         "seconds": {"load": 1.0},
         "peak_memory_bytes": 1_000_000,
     }
-    text = summary(report)
+    text = summary("compress", report)
     assert "3 compressed, 2 left uncompressed (2: matches --skip a)" in text
     assert "after training" not in text
     assert "4.00x smaller" in text

@@ -13,7 +13,7 @@ from edkm_cli.data import Blocks
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.report.build import build_report
+from edkm_cli.report.document import build_report
 from edkm_cli.summaries import summary
 from edkm_cli.train.dense import dense_directory, train_dense
 from edkm_cli.train.losses import Beside, next_token_loss
@@ -84,7 +84,7 @@ def test_both_perplexities_and_their_ratio_are_told_everywhere(compared, model_d
     text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     assert row["dense"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity, rel=1e-5)
     build_report(out, output=tmp_path / "page.html", weights=False)
-    for page in (summary(report), (out / "README.md").read_text(), (tmp_path / "page.html").read_text()):
+    for page in (summary("compress", report), (out / "README.md").read_text(), (tmp_path / "page.html").read_text()):
         assert "uncompressed, trained equally" in page
         assert f"{row['exported_over_dense']:.2f}x" in page
     assert len((out / "metrics_dense.jsonl").read_text().splitlines()) == config.steps

@@ -9,12 +9,7 @@ from typing import Annotated
 import typer
 
 from edkm_cli import __version__
-from edkm_cli.cli.bench import ablate_command, bench_clustering_command, bench_runtime_command
-from edkm_cli.cli.checkpoint import eval_command, generate_command, inspect_command, report_command
-from edkm_cli.cli.compare import compare_command
-from edkm_cli.cli.compress import compress_command
-from edkm_cli.cli.export import export_command
-from edkm_cli.cli.finetune import distill_command, finetune_command, merge_command
+from edkm_cli.cli import checkpoint, runs
 from edkm_cli.cli.options import first_process, rank
 from edkm_cli.errors import PeerLost, Preempted, UserError
 
@@ -28,22 +23,22 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_help=True)
 
-app.command("compress")(compress_command)
-app.command("finetune")(finetune_command)
+app.command("compress")(runs.compress_command)
+app.command("finetune")(runs.finetune_command)
 app.command("distill", help="Train tables to predict what the uncompressed model does: finetune --train tables.")(
-    distill_command
+    runs.distill_command
 )
-app.command("merge")(merge_command)
-app.command("eval")(eval_command)
-app.command("generate")(generate_command)
-app.command("inspect")(inspect_command)
-app.command("report")(report_command)
-app.command("export")(export_command)
-app.command("compare")(compare_command)
-app.command("ablate")(ablate_command)
+app.command("merge")(runs.merge_command)
+app.command("eval")(checkpoint.eval_command)
+app.command("generate")(checkpoint.generate_command)
+app.command("inspect")(checkpoint.inspect_command)
+app.command("report")(checkpoint.report_command)
+app.command("export")(runs.export_command)
+app.command("compare")(runs.compare_command)
+app.command("ablate")(runs.ablate_command)
 app.add_typer(bench_app, name="bench")
-bench_app.command("clustering")(bench_clustering_command)
-bench_app.command("runtime")(bench_runtime_command)
+bench_app.command("clustering")(runs.bench_clustering_command)
+bench_app.command("runtime")(runs.bench_runtime_command)
 
 
 def _version(value: bool) -> None:

@@ -38,13 +38,13 @@ def eval_command(
     from edkm_cli.evaluate.limits import require_passed
     from edkm_cli.progress import Progress
     from edkm_cli.report.verdict import verdict_page
-    from edkm_cli.summaries import evaluation_summary
+    from edkm_cli.summaries import summary
 
     progress = Progress()
     result = evaluate_model(model, settings, track=progress.track, say=progress.say)
     if page is not None:
         replace_file(page, verdict_page(stamped(result)))
-    finish(evaluation_summary(result), stamped(result), json_file)
+    finish(summary("eval", result), stamped(result), json_file)
     if settings.reference is not None:
         require_passed(result["verdict"])
 
@@ -59,13 +59,12 @@ def inspect_command(
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
     check_json_target(json_file, input_paths("DIRECTORY", directory))
-    from edkm_cli.report.inspection import format_inspection, inspect_checkpoint
+    from edkm_cli.report.inspection import inspect_checkpoint, verify_checkpoint
+    from edkm_cli.summaries import summary
 
     result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
-    text = format_inspection(result)
+    text = summary("inspect", result)
     if verify:
-        from edkm_cli.report.verify import verify_checkpoint
-
         result["verified"] = verify_checkpoint(directory, trust_remote_code=trust_remote_code)
         text += f"\nverified: {result['verified']['tensors']} tensors are those that were exported"
     finish(text, stamped(result), json_file)
@@ -87,7 +86,7 @@ def report_command(
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
     check_json_target(json_file, input_paths("DIRECTORY", directory))
     from edkm_cli.progress import Progress
-    from edkm_cli.report.build import build_report
+    from edkm_cli.report.document import build_report
 
     result = build_report(
         directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
@@ -103,28 +102,24 @@ def report_command(
 class _Writing:
     """How `edkm generate` writes."""
 
+    # fmt: off
     max_new_tokens: int = setting(256, "Most tokens of an answer.", "", minimum=1)
     chat: bool = setting(False, "Treat the prompt as a user's message.", "")
-    system: str | None = setting(
-        None, "System message of a conversation, before the first message; implies --chat.", ""
-    )
+    system: str | None = setting(None, "System message of a conversation, before the first message; implies --chat.",
+        "")
     sample: bool = setting(False, "Choose tokens at random by their probabilities, not the likeliest one.", "")
-    temperature: float | None = setting(
-        None, "Lower is closer to the likeliest token (0.7); implies --sample.", "", minimum=0.01
-    )
-    top_p: float | None = setting(
-        None, "Choose among the likeliest tokens of this probability; implies --sample.", "", minimum=0.01, maximum=1
-    )
-    dequantize: bool | None = setting(
-        None,
-        "Decode the weights once, or compute from packed ones; default: packed where that is faster.",
-        "",
-        "--dequantize/--packed",
-    )
+    temperature: float | None = setting(None, "Lower is closer to the likeliest token (0.7); implies --sample.", "",
+        minimum=0.01)
+    top_p: float | None = setting(None, "Choose among the likeliest tokens of this probability; implies --sample.", "",
+        minimum=0.01, maximum=1)
+    dequantize: bool | None = setting(None,
+        "Decode the weights once, or compute from packed ones; default: packed where that is faster.", "",
+        "--dequantize/--packed")
     dtype: str = setting("bfloat16", DTYPE, "")
     device: str = setting("auto", DEVICE, "")
     seed: int = setting(0, "Seed of --sample.", "")
     trust_remote_code: bool = setting(False, REMOTE_CODE, "")
+    # fmt: on
 
 
 @configured(_Writing)
@@ -145,15 +140,8 @@ def generate_command(
         raise UserError("the prompt must not be empty; give a text to continue")
     chosen = settings.sample or settings.temperature is not None or settings.top_p is not None
     talks = prompt is None or settings.chat or settings.system is not None
-    writer = load_writer(
-        model,
-        chat=talks,
-        dequantize=settings.dequantize,
-        dtype=settings.dtype,
-        device=choose_device(settings.device),
-        seed=settings.seed,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    how = {name: getattr(settings, name) for name in ("dequantize", "dtype", "seed", "trust_remote_code")}
+    writer = load_writer(model, chat=talks, device=choose_device(settings.device), **how)
     options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "system": settings.system}
     options["sampling"] = Sampling(settings.temperature or 0.7, settings.top_p or 1.0) if chosen else None
     options["emit"] = partial(typer.echo, nl=False)

@@ -121,14 +121,9 @@ def _help_text(of: Field[Any], repeats: bool) -> str:
     if repeats:
         parts.append("Repeatable.")
     if of.default is not False and of.default not in (None, "", ()):
-        parts.append(f"(default: {_shown(of.default)})")
+        default = ",".join(map(str, of.default)) if isinstance(of.default, tuple) else of.default
+        parts.append(f"(default: {'on' if default is True else default})")
     return " ".join([about.help, *parts])
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def first_process() -> bool:
@@ -140,12 +135,6 @@ def rank() -> str:
     """Number of this process among those of torchrun, and an empty string without it. Read at each call: a process
     forked from one that imported this module has a number of its own."""
     return os.environ.get("RANK", "")
-
-
-def require_model(model: str) -> None:
-    """Raises UserError where neither a flag nor the file names a model."""
-    if not model:
-        raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
 
 
 def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json") -> None:
@@ -174,12 +163,13 @@ def _is_stream(path: Path) -> bool:
 
 
 def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
-    """Print the result, and write it as JSON where asked.
+    """Print the result, and write it as JSON where asked; of several processes the first does.
 
     Raises UserError, after printing, where the file cannot be written.
     """
-    print(text, flush=True)
-    if json_file is None:
+    if first_process():
+        print(text, flush=True)
+    if json_file is None or not first_process():
         return
     from edkm_cli.format import json_text
 

@@ -35,15 +35,9 @@ def shortage(error: BaseException) -> UserError | None:
             f"there is not enough memory ({text or 'MemoryError'}); --dry-run says what a run needs and what would need "
             f"less; {_RESUME}"
         )
-    number = _disk_error(error)
-    if number is not None:
-        return UserError(f"a file cannot be written or read ({text}); {_DISK[number]}; {_RESUME}")
-    return None
-
-
-def _disk_error(error: BaseException) -> int | None:
-    """The number of a disk's error. Libraries in Rust give it as text only: `No space left on device (os error 28)`."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None:
+    if number is None:  # libraries in Rust give it as text only: `No space left on device (os error 28)`
         number = next((known for known in _DISK if f"(os error {known})" in str(error)), None)
-    return number if number in _DISK else None
+    if number not in _DISK:
+        return None
+    return UserError(f"a file cannot be written or read ({text}); {_DISK[number]}; {_RESUME}")

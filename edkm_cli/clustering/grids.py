@@ -8,7 +8,7 @@ number format in which they are stored; gradients pass the rounding straight thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import non_finite, usable_importance
-from edkm_cli.clustering.kmeans import kmeans_start
+from edkm_cli.clustering.kmeans import kmeans_start, kmeans_starts
 from edkm_cli.clustering.palette import lut_scale, round_lut
 from edkm_cli.granularity import AFFINE, FREE, MULTIPLES, SUPER_BLOCK, Granularity, table_numbers
 
@@ -159,6 +159,12 @@ class Grid:
             replace(self, lut_dtype="float16") if self.super_tiles else self
         )  # a scale's unit depends on its neighbours'
         return torch.cat([grid._search(part, mass) for part, mass in parts])
+
+    def starts(self, weight: Tensor, widths: Sequence[int], **options: Any) -> list[Tensor]:
+        """`start` of the grid with other numbers of bits, ascending; tables that are free are found together."""
+        if self.palette == FREE:
+            return kmeans_starts(weight, [2**bits for bits in widths], **options)
+        return [replace(self, bits=bits).start(weight, **options) for bits in widths]
 
     def _search(self, values: Tensor, masses: Tensor) -> Tensor:
         """`start` of some groups, (groups, n) each."""

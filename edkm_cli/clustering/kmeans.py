@@ -8,6 +8,8 @@ global optimum can be computed; the C kernel does so (edkm_cli/kernels/kmeans.c)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,24 @@ def kmeans_start(
     are ignored; a group that has no others is clustered unweighted. Raises UserError for k outside 2 to 256, shapes that do
     not fit, NaN or Inf, and negative importance.
     """
-    check_k(k, layer=name)
+    return kmeans_starts(weight, [k], granularity=granularity, importance=importance, name=name)[0]
+
+
+@torch.no_grad()
+def kmeans_starts(
+    weight: Tensor,
+    ks: Sequence[int],
+    *,
+    granularity: str | Granularity,
+    importance: Tensor | None = None,
+    name: str = "weight",
+) -> list[Tensor]:
+    """`kmeans_start` for each number k of some, ascending, at the cost of the largest."""
+    for k in ks:
+        check_k(k, layer=name)
     tile = Granularity.parse(granularity).tile(weight.shape[0], weight.shape[1], layer=name)
     home = weight.device
-    if weight.is_cuda and kernels.finds_optimum():
+    if weight.is_cuda and kernels.build.library() is not None:  # finds the optimum, in host memory
         weight = weight.cpu()
     values = weight.detach().float()
     if not bool(values.sum(dtype=torch.float64).isfinite()):
@@ -43,4 +59,4 @@ def kmeans_start(
     masses = None
     if importance is not None:
         masses = kernels.to_groups(usable_importance(importance, weight, layer=name).expand(weight.shape), tile)
-    return kernels.kmeans(kernels.to_groups(values, tile), masses, k).to(home)
+    return [centroids.to(home) for centroids in kernels.kmeans(kernels.to_groups(values, tile), masses, ks)]

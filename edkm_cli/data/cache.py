@@ -32,14 +32,9 @@ from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
 from edkm_cli.errors import UserError
 from edkm_cli.format import sync
-from edkm_cli.settings import cache_directory
+from edkm_cli.settings import token_cache_directory
 
 Say = Callable[[str], None]
-
-
-def cache_root() -> Path:
-    """$EDKM_TOKEN_CACHE; else `tokens/` in the cache directory."""
-    return Path(os.environ.get("EDKM_TOKEN_CACHE") or cache_directory() / "tokens")
 
 
 def cached_store(
@@ -63,7 +58,7 @@ def cached_store(
 
     Raises UserError where the source cannot be read or the cache cannot be written; the cache then is as it was.
     """
-    root = cache_root()
+    root = token_cache_directory()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     directory = root / key
     try:

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,18 @@ TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin"
 _DIGEST_CHUNK = 32 << 20
 
 
+@dataclass(eq=False)
 class TokenStore:
-    """Token ids (tokens,), which of them are learnt, and where documents end; in memory or mapped from files. `sampled`:
-    only a share of the marks is kept."""
+    """Token ids (tokens,), bits of which of them are learnt, and where documents end; in memory or mapped from files.
+    `sampled`: only a share of the marks is kept."""
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        trained: np.ndarray | None,
-        ends: np.ndarray,
-        marks: np.ndarray,
-        counts: Counts,
-        *,
-        sampled: bool = False,
-    ):
-        self._tokens, self._trained = tokens, trained
-        self.ends, self.marks, self.counts, self.sampled = ends, marks, counts, sampled
-        self._sha256 = ""
+    _tokens: np.ndarray
+    _trained: np.ndarray | None
+    ends: np.ndarray
+    marks: np.ndarray
+    counts: Counts
+    sampled: bool = False
+    _sha256: str = ""
 
     @property
     def has_masks(self) -> bool:

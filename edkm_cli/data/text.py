@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,12 +69,12 @@ def require_held_out(trained: Sequence[Source], measured: Source) -> None:
     """Raises UserError where a text to be measured is one that is trained on: the same file, a copy of it under another
     name, or the same split."""
     for source in trained:
-        both = {
-            mine.resolve()
-            for mine in measured.files
-            for other in source.files
-            if _same_bytes(mine, other, measured.option)
-        }
+        both = set()
+        for mine, other in product(measured.files, source.files):
+            with refusing(measured.option, mine):
+                same = mine.resolve() == other.resolve()
+                if same or (mine.stat().st_size > 0 and filecmp.cmp(mine, other, shallow=False)):
+                    both.add(mine.resolve())
         same_split = source.kind == measured.kind == "hub" and measured.split is not None
         same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)
         same_prose = source.name == measured.name == PROSE
@@ -84,13 +84,6 @@ def require_held_out(trained: Sequence[Source], measured: Source) -> None:
                 f"{measured.option} must not be trained on, but {what} is in {source}, too; leave it out "
                 "(a part of the first --data is held out for it), or name another text"
             )
-
-
-def _same_bytes(one: Path, other: Path, option: str) -> bool:
-    """Raises UserError where a file cannot be read."""
-    with refusing(option, one):
-        same = one.resolve() == other.resolve()
-        return same or (one.stat().st_size > 0 and filecmp.cmp(one, other, shallow=False))
 
 
 def tokenize(documents: list[str], tokenizer: Any) -> Tensor:

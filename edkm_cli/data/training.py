@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,15 +191,9 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
                 say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
         _require_same(source, settings["source"])
 
-    return cached_store(
-        settings,
-        parts,
-        encoder,
-        workers=options.data_workers or available_cpus(),
-        token_limit=limit,
-        rebuild=options.rebuild_cache,
-        say=say,
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    how: dict[str, Any] = {"workers": options.data_workers or cores, "rebuild": options.rebuild_cache, "say": say}
+    return cached_store(settings, parts, encoder, token_limit=limit, **how)
 
 
 @contextmanager
@@ -218,26 +211,20 @@ def _require_same(source: Source, identity: dict[str, Any]) -> None:
         raise UserError(f"{source} changed while it was read; start again when it is whole")
 
 
-def available_cpus() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _identity(source: Source) -> dict[str, Any]:
     """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
     if source.kind == "files":
-        return {"files": [_file_identity(path, source.option) for path in source.files]}
+        files = []
+        for path in source.files:
+            samples = hashlib.sha256()
+            with refusing(source.option, path), open(path, "rb") as file:
+                facts = path.stat()
+                for index in range(_SAMPLES):
+                    file.seek(facts.st_size * index // _SAMPLES)
+                    samples.update(file.read(_SAMPLE_BYTES))
+            files.append([str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()])
+        return {"files": files}
     return {"repository": source.repository, "config": source.config, "split": source.split}
-
-
-def _file_identity(path: Path, option: str) -> list[Any]:
-    samples = hashlib.sha256()
-    with refusing(option, path), open(path, "rb") as file:
-        facts = path.stat()
-        for index in range(_SAMPLES):
-            file.seek(facts.st_size * index // _SAMPLES)
-            samples.update(file.read(_SAMPLE_BYTES))
-    return [str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()]
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

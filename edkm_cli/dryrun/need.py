@@ -1,17 +1,23 @@
-"""What a process of a planned run needs: tensors, by a rehearsal, and the process itself."""
+"""What a process of a planned run needs: tensors, by a rehearsal, and the process itself; and the machine that it is planned
+for: its devices, their memory, and what takes memory besides tensors."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import first_line, launched, wants_sharding
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
-from edkm_cli.dryrun.machine import Machine, resident_bytes
 from edkm_cli.dryrun.rehearsal import Rehearsal
-from edkm_cli.preflight import RunPlan
+from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.errors import UserError
+from edkm_cli.preflight import Launch, RunPlan, choose_device
+from edkm_cli.settings import parse_bytes
 
 RUNTIME, HEAP = "runtime", "heap"
 _TOKENIZER_BYTES = 650  # an entry of the vocabulary: SmolLM2's 49,152 take 31 MB
@@ -25,6 +31,57 @@ _USABLE = 0.95  # of a GPU: the caching allocator cannot use all that lies betwe
 _HEAP_SHARE = 0.2
 # What the products in bfloat16 of the reconstructed start leave behind on a CPU, code and scratch memory: 65 to 80 MB.
 _ROUNDING_BYTES = 70_000_000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is: so many bytes of each device, and of host memory for all processes (None: not known)."""
+
+    launch: Launch
+    memory_bytes: int
+    host_bytes: int | None
+
+
+def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | None) -> Machine:
+    """The GPUs that are named, else what this machine has. Raises UserError where these contradict each other."""
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {gpus}")
+    present = torch.cuda.is_available()
+    if gpus is not None and gpu_memory is None and not present:
+        raise UserError("--gpus needs --gpu-memory on a machine without a GPU, got none; add for example 24GiB")
+    named = gpu_memory is not None or gpus is not None
+    if named and config.device == "cpu":
+        raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
+    device = "cuda" if named else choose_device(config.device)
+    processes = gpus or launched()
+    launch = Launch(device, processes, wants_sharding(config.sharding, processes), torch.get_num_threads())
+    if gpu_memory is not None:
+        return Machine(launch, parse_bytes(gpu_memory), None)
+    return this_machine(launch)
+
+
+def this_machine(launch: Launch) -> Machine:
+    """The machine that this process runs on."""
+    if not launch.gpu:
+        return Machine(launch, physical_bytes(), None)
+    number = torch.device(launch.device).index or 0
+    return Machine(launch, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; at its peak, where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_memory_bytes("cpu")
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def physical_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows does not tell
+        return 2**63
 
 
 @dataclass(frozen=True)
@@ -67,7 +124,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         peaks = Rehearsal(plan, stored_bytes=2 * plan.parameters if stored is None else stored).run()
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         # Remote code, or layers that look at values: then only what no forward pass is needed for.
-        not_counted = f"activations: this model does not run on the meta device ({_first_line(error)})"
+        not_counted = f"activations: this model does not run on the meta device ({first_line(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
     if not launch.gpu:
         return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
@@ -111,7 +168,3 @@ def _static(plan: RunPlan) -> Peak:
 def _with(peak: Peak, part: str, size: int) -> Peak:
     """The phases stay those of tensors."""
     return replace(peak, parts={**peak.parts, part: size})
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

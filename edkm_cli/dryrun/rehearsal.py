@@ -22,9 +22,15 @@ from torch import Tensor, nn
 
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
-from edkm_cli.dryrun.compensation import compensation_bytes
-from edkm_cli.dryrun.experts import OneExpert
-from edkm_cli.dryrun.gradients import Gradients, Taught, layer_bytes, rounded_bytes, size_bytes
+from edkm_cli.dryrun.held import (
+    Gradients,
+    OneExpert,
+    Taught,
+    compensation_bytes,
+    layer_bytes,
+    rounded_bytes,
+    size_bytes,
+)
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak, stands_for
 from edkm_cli.dryrun.meta import (
     ACTIVATIONS,
@@ -42,13 +48,12 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
 from edkm_cli.initialize.build import Recipe, Steps, initialize
 from edkm_cli.initialize.corrections import Corrections
-from edkm_cli.initialize.importance import collect_by_layer, collect_importance
+from edkm_cli.initialize.importance import Take, collect
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import decoder_layers, hooked
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
@@ -121,13 +126,20 @@ class Rehearsal:
                 pass
         return model
 
-    def _share_layers(self, model: Any) -> list[nn.Parameter]:
-        """Of the weights that decoder layers have in turn, count one layer's, and all of what they are packed to."""
-        layers = decoder_layers(model).values()
-        weights = [value for layer in layers for name, value in layer.named_parameters() if name.endswith("weight")]
-        packed = self.plan.spec.bits / 8 / weights[0].element_size() if clustered_layers(model) else 0.0
-        self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
-        return weights
+    def _enter_weights(self, model: Any, *, in_turn: bool) -> None:
+        """Enter what a model is made of. Of the weights that decoder layers have `in_turn`, count one layer's, and all of
+        what they are packed to."""
+        self._stage.label(model)
+        shared: set[int] = set()
+        if in_turn:
+            layers = decoder_layers(model).values()
+            weights = [value for layer in layers for name, value in layer.named_parameters() if name.endswith("weight")]
+            packed = self.plan.spec.bits / 8 / weights[0].element_size() if clustered_layers(model) else 0.0
+            self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
+            shared = set(map(id, weights))
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
+        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
+        self._ledger.move(model.buffers(), WEIGHTS)
 
     def _dense_model(self, dtype: str, *, whole: bool = True) -> Any:
         """The dense model in a dtype, sharded if the run is; of its layers one, where they are not needed `whole`."""
@@ -135,12 +147,8 @@ class Rehearsal:
             model = copy.deepcopy(self._skeleton)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
-        self._stage.label(model)
         model.config.dtype = getattr(torch, dtype)
-        shared = {id(weight) for weight in ([] if whole else self._share_layers(model))}
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
-        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
-        self._ledger.move(model.buffers(), WEIGHTS)
+        self._enter_weights(model, in_turn=not whole)
         return model.eval()
 
     def _write(self, model: Any) -> None:
@@ -190,37 +198,30 @@ class Rehearsal:
         self._settle(model)
         return model
 
-    def _collect(self, model: Any, names: list[str], batches: list[Tensor], **options: Any) -> dict[str, Tensor]:
-        """`collect_importance`; then the start begins."""
-        with self._ledger.under(ACTIVATIONS), self._stage.clustering(), self._gathered(model):
-            if self._streams:
-                return self._collect_by_layer(model, names, batches, **options)
-            found = collect_importance(model, names, batches, **options)
-        self._ledger.move(self._experts.for_all(found), CLUSTERING, place=self._host, share=self.launch.share)
-        self._ledger.begin("start")
-        return found
-
-    def _collect_by_layer(
-        self, model: Any, names: list[str], batches: list[Tensor], **options: Any
+    def _collect(
+        self, layers: Layers, names: list[str], batches: list[Tensor], take: Take, *, by_layer: bool, **options: Any
     ) -> dict[str, Tensor]:
-        """`collect_by_layer`, which forgets a layer's importance when the next one has its turn."""
-        average, layer_shapes = self.plan.average_bits, {swap.name: swap.shape for swap in self.plan.clustered}
-        tried = tried_bits(average) if average else [self.plan.spec.bits]
-        entries = sum(table_numbers(self.plan.spec.palette, bits) for bits in tried)
+        """`collect`; then the start begins, tables included where they are not a layer's at a time."""
+        average, spec = self.plan.average_bits, self.plan.spec
+        shapes = {swap.name: swap.shape for swap in self.plan.clustered if average}
+        entries = sum(table_numbers(spec.palette, bits) for bits in tried_bits(average or 1))
 
-        def done(path: str, layer: nn.Module, importance: dict[str, Tensor]) -> None:
-            self._ledger.move(self._experts.for_all(importance), CLUSTERING)
-            for name in importance:  # tables with each number of bits that the linear may get
-                tables = torch.empty(
-                    self.plan.spec.granularity_of(name).groups(*layer_shapes[name]), entries, device=META
-                )
+        def done(path: str, part: nn.Module, importance: dict[str, Tensor]) -> None:
+            self._ledger.move(self._experts.for_all(importance), CLUSTERING, place=self._host, share=self.launch.share)
+            for name in importance.keys() & shapes.keys():  # tables with the other numbers of bits that it may get
+                others = entries - table_numbers(spec.palette, spec.bits_of(name))
+                tables = torch.empty(spec.granularity_of(name).groups(*shapes[name]), others, device=META)
                 self._ledger.move(self._experts.for_all({name: tables}), CLUSTERING, place=self._host)
                 self._tables.append(tables)
-            importance.clear()
+            if by_layer:
+                take(path, part, importance)
 
-        moments = collect_by_layer(Layers(model), names, batches, done, **options) if batches else {}
+        with self._ledger.under(ACTIVATIONS), self._stage.clustering(), self._gathered(layers.model):
+            found = collect(layers, names, batches, done, by_layer=by_layer, **options)
         self._ledger.begin("start")
-        return moments
+        if not by_layer:
+            take("", layers.model, found)
+        return found
 
     def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounded]:
         """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
@@ -246,27 +247,23 @@ class Rehearsal:
         return model
 
     def _settle(self, model: Any) -> None:
-        """What the clustered model is made of belongs to the weights."""
-        self._stage.label(model)
-        layered = self._share_layers(model) if self._streams and clustered_layers(model) else []  # but all tables
-        shared = {id(weight) for weight in layered}
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
-        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
-        self._ledger.move(model.buffers(), WEIGHTS)
+        """What the clustered model is made of belongs to the weights; all tables are there at once."""
+        self._enter_weights(model, in_turn=self._streams and bool(clustered_layers(model)))
 
     def _kmeans(
         self,
         weight: Tensor,
         grid: Grid,
+        widths: Sequence[int],
         *,
         granularity: Granularity,
         importance: Tensor | None,
         name: str,
         world: World,
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """One k-means for each shape, in host memory, where a weight on a GPU is copied to, with the scratch memory of
         kernels/kmeans.c. Layers of a shape need the same."""
-        shape = (weight.shape[0], weight.shape[1])
+        shape, grid = (weight.shape[0], weight.shape[1]), replace(grid, bits=max(widths))
         if shape not in self._seen:
             self._seen.add(shape)
             tile = granularity.tile(*shape)
@@ -280,7 +277,8 @@ class Rehearsal:
             held = self._ledger.more(copied + scratch, CLUSTERING, place=self._host)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
                 grid.start(weight, granularity=granularity, importance=importance)
-        return torch.empty(granularity.groups(*shape), grid.numbers, device=META)
+        numbers = [table_numbers(grid.palette, bits) for bits in widths]
+        return [torch.empty(granularity.groups(*shape), count, device=META) for count in numbers]
 
     def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrections: Corrections | None = None) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""
@@ -303,8 +301,12 @@ class Rehearsal:
         with self._ledger.under(ACTIVATIONS), self._gathered(model), holding:
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
 
-    def _reconstruct(self, model: Any, batches: list[Tensor], *, passes: int, **options: Any) -> None:
+    def _reconstruct(
+        self, model: Any, batches: list[Tensor], *, passes: int, begin: Callable[..., None], **options: Any
+    ) -> None:
         """`reconstruct`, of two decoder layers for two steps each: from then on all hold the same."""
+        for path, layer in decoder_layers(model).items():
+            begin(path, layer)
         self._settle(model)
         with self._ledger.under(ACTIVATIONS), self._stage.autocast(model, self._rounds):
             reconstruct(

@@ -15,54 +15,38 @@ class EvalConfig:
     more than themselves does more harm than none.
     """
 
-    data: tuple[str, ...] = setting(
-        (),
+    # fmt: off
+    data: tuple[str, ...] = setting((),
         "Text to measure on: wikitext2, builtin, builtin-prose or a file. Default: wikitext2, or none with --tasks.",
-        DATA,
-        "--data",
-        "--eval-data",
-    )
+        DATA, "--data", "--eval-data")
     context: int = setting(2048, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int | None = setting(None, "Number of windows, from the first; default: all.", DATA, minimum=1)
-    reference: str | None = setting(
-        None,
-        "Uncompressed model: compare predictions, layers, texts and answers with it, and say pass or fail.",
-        VERDICT,
-    )
+    reference: str | None = setting(None,
+        "Uncompressed model: compare predictions, layers, texts and answers with it, and say pass or fail.", VERDICT)
     max_kl: float = setting(0.2, "Most KL divergence per token from --reference; 0: no limit.", VERDICT, minimum=0)
-    min_agreement: float = setting(
-        0.75, "Least share of predictions with the likeliest token of --reference.", VERDICT, minimum=0, maximum=1
-    )
-    max_matrix_error: float = setting(
-        1.0, "Most relative error of a matrix's outputs, from --reference; 0: no limit.", VERDICT, minimum=0
-    )
-    max_perplexity_ratio: float = setting(
-        0.0, "Most perplexity, as a multiple of that of --reference; 0: no limit.", VERDICT, minimum=0
-    )
-    positions: int | None = setting(
-        None,
-        "Window measured by position, with --reference; default: the full context, at most 8192.",
-        VERDICT,
-        minimum=2,
-    )
-    prompts: int = setting(
-        64, "Prompts that both models write after, with --reference.", VERDICT, minimum=0, maximum=64
-    )
+    min_agreement: float = setting(0.75, "Least share of predictions with the likeliest token of --reference.", VERDICT,
+        minimum=0, maximum=1)
+    max_matrix_error: float = setting(1.0, "Most relative error of a matrix's outputs, from --reference; 0: no limit.",
+        VERDICT, minimum=0)
+    max_perplexity_ratio: float = setting(0.0, "Most perplexity, as a multiple of that of --reference; 0: no limit.",
+        VERDICT, minimum=0)
+    positions: int | None = setting(None,
+        "Window measured by position, with --reference; default: the full context, at most 8192.", VERDICT, minimum=2)
+    prompts: int = setting(64, "Prompts that both models write after, with --reference.", VERDICT, minimum=0,
+        maximum=64)
     tasks: str | None = setting(None, "Tasks of lm-evaluation-harness, with commas, such as piqa,hellaswag.", TASKS)
-    task_path: str | None = setting(
-        None, "Directory with your own task files (*.yaml). They may run code, so trust them first.", TASKS
-    )
-    limit: int | None = setting(
-        None, "Number of documents of each task, from the first; default: all.", TASKS, minimum=1
-    )
-    num_fewshot: int | None = setting(
-        None, "Number of examples in the prompt of a task; default: the task's own.", TASKS, minimum=0
-    )
+    task_path: str | None = setting(None,
+        "Directory with your own task files (*.yaml). They may run code, so trust them first.", TASKS)
+    limit: int | None = setting(None, "Number of documents of each task, from the first; default: all.", TASKS,
+        minimum=1)
+    num_fewshot: int | None = setting(None, "Number of examples in the prompt of a task; default: the task's own.",
+        TASKS, minimum=0)
     batch_size: int = setting(1, "Sequences in a forward pass, for tasks.", TASKS, minimum=1)
     speed: bool = setting(False, "Measure tokens per second as well.", SCALE)
     dtype: str = setting("float32", DTYPE, SCALE)
     device: str = setting("auto", DEVICE, SCALE)
     trust_remote_code: bool = setting(False, REMOTE_CODE, MODEL)
+    # fmt: on
 
     def __post_init__(self) -> None:
         nothing = "--tasks must name at least one task, for example piqa,hellaswag; got nothing"
@@ -76,11 +60,6 @@ class EvalConfig:
     @property
     def texts(self) -> tuple[str, ...]:
         """The names of the texts that are measured: `data`, or what stands for it."""
-        instead = (
-            ()
-            if self.benchmarks and self.reference is None
-            else ("builtin-prose",)
-            if self.benchmarks
-            else ("wikitext2",)
-        )
-        return self.data or instead
+        if self.data or (self.benchmarks and self.reference is None):
+            return self.data
+        return ("builtin-prose",) if self.benchmarks else ("wikitext2",)

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import decoder_layers, hooked
 
 TOKENS = 256  # that layers are compared on
 _MATRIX_TOKENS = 64  # of these, for each matrix

@@ -48,12 +48,9 @@ def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:
     values: list[tuple[str, str, float]] = []
     for text in result["texts"]:
         ratio = text["perplexity"] / text["reference_perplexity"]
-        figures = {
-            "max_kl": text["kl_per_token"],
-            "min_agreement": text["top1_agreement"],
-            "max_perplexity_ratio": ratio,
-        }
-        values += [(limit, text["data"], value) for limit, value in figures.items()]
+        limited = ("max_kl", "min_agreement", "max_perplexity_ratio")
+        figures = (text["kl_per_token"], text["top1_agreement"], ratio)
+        values += [(limit, text["data"], value) for limit, value in zip(limited, figures, strict=True)]
     values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1]]
     judged = []
     for limit, of, value in values:

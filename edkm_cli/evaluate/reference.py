@@ -71,21 +71,25 @@ class Recorder:
 
 
 class RememberedPredictions:
-    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed."""
+    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed; each is
+    in memory only while it is computed with."""
 
     def __init__(self, directory: str | Path):
-        self._files = {path.name: safe_open(path, framework="pt") for path in Path(directory).glob("*.safetensors")}
+        self._files = {path.name: path.open("rb") for path in Path(directory).glob("*.safetensors")}
 
     def __call__(self, ids: Tensor) -> Iterator[Tensor]:
         """The logits of a window that was seen; KeyError for another."""
-        opened = self._files[_file_of(ids)]
-        if "hidden" not in opened.keys():  # noqa: SIM118 - not a mapping
-            yield from opened.get_tensor("log_probabilities").split(CHUNK_TOKENS)
+        kept = self._tensors(_file_of(ids))
+        if "hidden" not in kept:
+            yield from kept["log_probabilities"].split(CHUNK_TOKENS)
             return
-        head = self._files[_HEAD]
-        weights = {name: head.get_tensor(name).to(ids.device) for name in head.keys()}  # noqa: SIM118
-        for hidden in opened.get_tensor("hidden").split(CHUNK_TOKENS):
-            yield nn.functional.linear(hidden.to(ids.device), **weights)
+        head = {name: tensor.to(ids.device) for name, tensor in self._tensors(_HEAD).items()}
+        for hidden in kept["hidden"].split(CHUNK_TOKENS):
+            yield nn.functional.linear(hidden.to(ids.device), **head)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        with safe_open(f"/dev/fd/{self._files[name].fileno()}", framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
 
     def knows_text(self, tokens: Tensor, context: int) -> bool:
         """Whether the first window of `context` tokens of a text (tokens,) was seen."""

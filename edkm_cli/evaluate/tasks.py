@@ -52,7 +52,12 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
     loaded = {}
     for name in dict.fromkeys(names):
         if name not in manager.all_tasks:
-            raise _unknown(name, manager.all_tasks, folder)
+            close = get_close_matches(name, manager.all_tasks, n=1)
+            places = f"lm-evaluation-harness {harness_version()}" + (f" or {folder}" if folder else "")
+            remedy = (
+                f"did you mean {close[0]!r}?" if close else "see `lm-eval ls tasks`, or give --task-path with its file"
+            )
+            raise UserError(f"--tasks must name tasks of {places}, got {name!r}; {remedy}")
         with chdir(folder) if folder else nullcontext(), _hub_metrics(settings.trust_remote_code) as refused:
             try:
                 loaded[name] = manager.load([name])
@@ -100,12 +105,8 @@ def run_tasks(
                 f"--tasks {name} does not fit its data or this model ({_one_line(error)}); check the task file"
             ) from error
         for task, metrics in outcome["results"].items():
-            facts = {
-                "samples": metrics.get("sample_len"),
-                "num_fewshot": outcome["n-shot"].get(task),
-                "version": outcome["versions"].get(task),
-            }
-            results[task] = {**_metrics(metrics), **facts}
+            facts = {"num_fewshot": outcome["n-shot"].get(task), "version": outcome["versions"].get(task)}
+            results[task] = {**_metrics(metrics), "samples": metrics.get("sample_len"), **facts}
         for task, samples in outcome["samples"].items():
             several = len({sample["filter"] for sample in samples}) > 1
             for sample in samples:
@@ -243,13 +244,6 @@ def _metrics(outcome: dict[str, Any]) -> dict[str, Any]:
         usable = isinstance(value, (int, float)) and math.isfinite(value)
         plain[metric if metrics.count(metric) == 1 else key] = float(value) if usable else None
     return plain
-
-
-def _unknown(name: str, known: Sequence[str], folder: Path | None) -> UserError:
-    close = get_close_matches(name, known, n=1)
-    places = f"lm-evaluation-harness {harness_version()}" + (f" or {folder}" if folder else "")
-    remedy = f"did you mean {close[0]!r}?" if close else "see `lm-eval ls tasks`, or give --task-path with its file"
-    return UserError(f"--tasks must name tasks of {places}, got {name!r}; {remedy}")
 
 
 def _loading_error(name: str, manager: Any, folder: Path | None, error: Exception) -> UserError:

@@ -100,17 +100,10 @@ class Measurements:
         by_text = {}
         for text in self.texts:
             about = f" of {text.name}" if len(self.texts) > 1 else ""
-            measured = perplexity(
-                model,
-                text.tokens,
-                context=self._context,
-                max_windows=self._max_windows,
-                world=world,
-                reference=reference,
-                track=self._track if stage else no_progress,
-                description=f"perplexity{about}, {stage}",
-                **({"seen": recorder.see} if recorder is not None else {}),
-            )
+            window: dict[str, Any] = {"context": self._context, "max_windows": self._max_windows, "world": world}
+            window |= {"seen": recorder.see} if recorder is not None else {}
+            shown: Any = {"track": self._track if stage else no_progress, "description": f"perplexity{about}, {stage}"}
+            measured = perplexity(model, text.tokens, reference=reference, **window, **shown)
             by_text[text.name] = {name: getattr(measured, name) for name in ("perplexity", *DISTANCES)}
         return by_text
 

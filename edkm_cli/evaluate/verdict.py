@@ -18,9 +18,8 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks, writing
 from edkm_cli.evaluate.config import EvalConfig
-from edkm_cli.evaluate.distances import by_position, distribution
 from edkm_cli.evaluate.layers import TOKENS, compare_layers, record_layers
-from edkm_cli.evaluate.perplexity import Perplexity, perplexity
+from edkm_cli.evaluate.perplexity import Perplexity, by_position, distribution, perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
@@ -130,15 +129,9 @@ class Study:
             return None
         other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
         torch.nn.Module.to(model, other)
-        floor = perplexity(
-            model,
-            self.tokens[0],
-            context=self.settings.context,
-            max_windows=min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS),
-            track=self.track,
-            description="noise floor",
-            reference=self._predictions,
-        )
+        most = min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS)
+        window = {"context": self.settings.context, "max_windows": most, "track": self.track}
+        (floor,) = self._measure(model, [("noise floor", self.tokens[0], window)])
         figures = {"kl_per_token": floor.kl_per_token, "top1_agreement": floor.top1_agreement}
         return {"dtype": str(other).removeprefix("torch."), "windows": floor.windows, **figures}
 

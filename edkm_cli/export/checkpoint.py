@@ -1,30 +1,77 @@
-"""The compressed checkpoint: a Hugging Face directory, written tensor by tensor (docs/format.md)."""
+"""The compressed checkpoint: a Hugging Face directory, written tensor by tensor (docs/format.md), and what export records of
+each tensor, so that it can be recognised later: tensors.json.
+
+The end of a run is tried before its beginning: swap, export and reload on the meta device, without a weight. What a
+checkpoint needs is known from shapes alone: that each tensor it will hold is in the clustered model under the same name,
+and that the configuration, written and read again, describes the same tensors. A family for which that does not hold is
+refused then, not after training.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
+from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
-from edkm_cli.export.record import RECORD, record_tensors
-from edkm_cli.format import QuantizationSpec, write_checksums
+from edkm_cli.format import QuantizationSpec, write_checksums, write_json
 from edkm_cli.hf import EdkmConfig
-from edkm_cli.integrity import skeleton, skeleton_tensors
+from edkm_cli.initialize.build import Recipe, Tables, no_tables
+from edkm_cli.integrity import describe_tensors, expected_tensors, skeleton, skeleton_tensors
 from edkm_cli.nn.clustered import LutLayer
+from edkm_cli.nn.swap import palettize_embeddings, palettize_skeleton
 from edkm_cli.packing import pack, packed_width
+from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import PALETTIZED
 
 _PACKED = ("indices", "lut", "lut_scale", "scales", "offsets")
+
+
+RECORD = "tensors.json"
+_CHUNK = 2**22
+
+
+def tensor_record(tensor: Tensor) -> dict[str, Any]:
+    """dtype, shape and sha256 of a tensor; of floating ones their mean magnitude and the largest, of integers the sum."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    record: dict[str, Any] = {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
+    }
+    if flat.numel() == 0:
+        return record
+    if not flat.is_floating_point():
+        return {**record, "sum": int(flat.sum(dtype=torch.int64))}
+    total = largest = 0.0
+    for part in flat.split(_CHUNK):  # of a vocabulary's rows a copy would be as large as the model
+        magnitude = part.float().abs()
+        total += float(magnitude.sum(dtype=torch.float64))
+        largest = max(largest, float(magnitude.amax()))
+    return {**record, "mean_magnitude": total / flat.numel(), "largest": largest}
+
+
+def record_tensors(directory: Path) -> None:
+    """Write tensors.json about all safetensors files of a directory, reading them back from the disk."""
+    records = {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                records[name] = tensor_record(opened.get_tensor(name))
+    write_json(directory / RECORD, records)
 
 
 @dataclass(frozen=True)
@@ -193,3 +240,41 @@ def write_checkpoint(
         tokenizer.save_pretrained(directory)
     record_tensors(directory)
     write_checksums(directory, [*files, RECORD])
+
+
+def rehearse_export(plan: RunPlan) -> None:
+    """Swap a copy of the dense model on the meta device, and try whether what it becomes can be written and read again.
+
+    Raises UserError naming what does not fit.
+    """
+    model, target, swaps, spec = copy.deepcopy(plan.skeleton), copy.deepcopy(plan.skeleton), plan.swaps, plan.spec
+    tables = Tables(Recipe(swaps, spec, plan.clustering), ALONE, no_tables)
+    tables.add("", model, {})
+    tables.swap("", model)
+    palettize_embeddings(model, swaps, spec, rounded=None)
+    try:
+        palettize_skeleton(target, spec)
+        _, announced = announced_tensors(model, spec, target=target)
+        with tempfile.TemporaryDirectory(prefix="edkm-rehearsal-") as folder:
+            write_config(target, spec, Path(folder))
+            copy_code(model, Path(folder))
+            trust = plan.config.trust_remote_code
+            expected = expected_tensors(Path(folder), spec, limit=len(announced), trust_remote_code=trust)
+    except UserError as error:
+        raise _refused(model, str(error)) from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, OSError) as error:
+        raise _refused(model, f"{type(error).__name__}: {error}") from error
+    written = describe_tensors(target, announced)
+    different = sorted(name for name in written.keys() | expected.keys() if written.get(name) != expected.get(name))
+    if different:
+        name = different[0]
+        raise _refused(
+            model, f"{name} is {written.get(name, 'not there')}, and {expected.get(name, 'not there')} when read again"
+        )
+
+
+def _refused(model: Any, why: str) -> UserError:
+    return UserError(
+        f"a compressed {type(model).__name__} cannot be exported and loaded ({' '.join(why.split())[:300]}); nothing "
+        "was trained; leave what it names dense with --skip, or report it with the model's name"
+    )

@@ -1,9 +1,14 @@
-"""`edkm export`: a compressed checkpoint in the format of another runtime, read back and compared before it appears."""
+"""`edkm export`: a compressed checkpoint in the format of another runtime, read back and compared before it appears.
+
+An export that loads and is silently wrong is worse than none: read back by its own rules, it must be the source, tensor by
+tensor. A format's `read` knows nothing of its `write`, so a wrong order of rows, tiles or bits, a lost bias or a damaged
+table shows as a tensor that differs.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +22,14 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
-from edkm_cli.export.formats.folder import read_model
+from edkm_cli.export.formats.folder import read_model, require_fit
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.ownership import input_paths
-from edkm_cli.export.parity import Parity, require_parity, require_same_perplexity
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import write_json
 from edkm_cli.hf import load
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.experts import apart
 from edkm_cli.targets import TARGETS
 
 RECORD = "export.json"
@@ -52,13 +56,17 @@ def export_model(
     form = find(to)
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
-    if to != "dense" and (source.spec.split_experts or source.spec.module_granularity):
-        what = "packed experts" if source.spec.split_experts else "matrices that differ in granularity"
+    experts = source.spec.split_experts and to != "lut-b"
+    if to != "dense" and (experts or source.spec.module_granularity):
+        what = "packed experts" if experts else "matrices that differ in granularity"
         raise UserError(f"--to {to} holds no {what}, but {directory} has some; use --to dense")
     if to in TARGETS:
         require_fit(to, source)
     form.check(source, options)
-    tokens = _tokens(source, options.data) if options.verify == "perplexity" else None
+    tokens = None
+    if options.verify == "perplexity":  # the text is read before the work
+        late = models.LateTokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
+        tokens = texts.tokenize(texts.load_documents(texts.parse_source(options.data), tokenizer=late), late.tokenizer)
     inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)]
     with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
         place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
@@ -88,12 +96,6 @@ def export_model(
     }
 
 
-def _tokens(source: Compressed, data: str) -> Tensor:
-    """The text that perplexities are measured on, read before the work."""
-    late = models.LateTokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
-    return texts.tokenize(texts.load_documents(texts.parse_source(data), tokenizer=late), late.tokenizer)
-
-
 def _perplexities(
     source: Compressed, folder: Path, form: Any, options: Options, parity: Parity, tokens: Tensor, track: Track
 ) -> dict[str, float]:
@@ -112,3 +114,62 @@ def _perplexities(
     figures["export"] = measure("export", exported)
     require_same_perplexity(figures["source"], figures["export"], exact=not parity.rounded)
     return figures
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What the comparison saw: `tensors` compared, those of them `rounded` as the format states, and the
+    `largest_difference` of any number from the source's."""
+
+    tensors: int
+    rounded: int
+    largest_difference: float
+
+
+def require_parity(
+    source: Compressed, folder: Path, form: Any, options: Options, *, track: Track = no_progress
+) -> Parity:
+    """Compare an export with its source. Raises UserError naming the first tensor that differs, lacks or is too many."""
+    missing = dict(source.tensors)
+    changed, largest = 0, 0.0
+    tensors = apart(source.model, form.read(folder, options))
+    for name, read_back in track(tensors, "comparing with the source", len(missing)):
+        if name not in missing:
+            raise _drift(name, "is in the export and not in the source, or twice")
+        del missing[name]
+        wanted, exact = form.stated(source, name, options)
+        if read_back.shape != wanted.shape:
+            raise _drift(name, f"is {tuple(read_back.shape)} in the export, and {tuple(wanted.shape)} in the source")
+        if not torch.equal(read_back, wanted):
+            wrong = read_back != wanted
+            place = tuple(int(index) for index in wrong.nonzero()[0])
+            numbers = f"{float(read_back[place]):g} instead of {float(wanted[place]):g}"
+            raise _drift(
+                name,
+                f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers, first at {place}: {numbers}",
+            )
+        difference = float((read_back - exact).abs().max()) if read_back.numel() else 0.0
+        changed, largest = changed + (difference > 0), max(largest, difference)
+    if missing:
+        raise _drift(next(iter(missing)), "is in the source, but not in the export")
+    return Parity(len(source.tensors), changed, largest)
+
+
+def _drift(name: str, what: str) -> UserError:
+    return UserError(
+        f"the export must read back as its source, but {name} {what}; nothing was put in place, please report it"
+    )
+
+
+# Both models multiply the same numbers; where the format rounds some, the perplexity may move in its third digit.
+_EXACT, _ROUNDED = 1e-4, 1e-2
+
+
+def require_same_perplexity(source: float, export: float, *, exact: bool) -> None:
+    """Raises UserError where an export's perplexity is not its source's, to four digits if nothing was rounded."""
+    limit = _EXACT if exact else _ROUNDED
+    if not abs(export - source) <= limit * source:
+        raise UserError(
+            f"the export must have its source's perplexity within {limit:.2%}, but has {export:.5f} and the source "
+            f"{source:.5f}; nothing was put in place, please report it"
+        )

@@ -8,9 +8,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
@@ -23,6 +24,19 @@ from edkm_cli.format import json_text, sync, write_json
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_main(method: _Method) -> _Method:
+    """A method that the first process runs, for all."""
+
+    @wraps(method)
+    def of_all(self: OutputDirectory, *args: Any, **options: Any) -> Any:
+        return self._world.on_main(lambda: method(self, *args, **options))
+
+    return cast("_Method", of_all)
 
 
 class OutputDirectory:
@@ -53,8 +67,9 @@ class OutputDirectory:
         self.partial = self.path.with_name(self.path.name + ".partial") if self.path.name else self.path
         self._overwrite, self._resume, self._world = overwrite, resume, world
         self._lock = Lock(self.path)
-        world.on_main(lambda: self._check([*inputs, *ownership.cache_paths()]))
+        self._check([*inputs, *ownership.cache_paths()])
 
+    @_on_main
     def _check(self, inputs: list[tuple[str, Path]]) -> None:
         ownership.require_apart("--output", self.path, inputs)
         ownership.require_apart("--output", self.partial, inputs)
@@ -89,108 +104,97 @@ class OutputDirectory:
 
     def __enter__(self) -> OutputDirectory:
         """Raises UserError naming the run that holds the directory already."""
-
-        def hold() -> None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-
-        self._world.on_main(hold)
+        self._hold()
         return self
+
+    @_on_main
+    def _hold(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+    @_on_main
     def rehearse(self, needed_bytes: int) -> None:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
         and the disk has room for the result."""
+        folder = next(folder for folder in self.path.parents if folder.exists())
+        try:
+            ownership.rehearse(folder, self.path.name)
+        except OSError as error:
+            raise UserError(
+                f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
+            ) from error
+        free = shutil.disk_usage(folder).free
+        if free < needed_bytes:
+            raise UserError(
+                f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB "
+                "free; free some or choose another place"
+            )
 
-        def attempt() -> None:
-            folder = next(folder for folder in self.path.parents if folder.exists())
-            try:
-                ownership.rehearse(folder, self.path.name)
-            except OSError as error:
-                raise UserError(
-                    f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
-                ) from error
-            free = shutil.disk_usage(folder).free
-            if free < needed_bytes:
-                raise UserError(
-                    f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB "
-                    "free; free some or choose another place"
-                )
-
-        self._world.on_main(attempt)
-
+    @_on_main
     def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
         """To resume: the report, by its file's name, of a finished run with this identity, and of what it reports with this
         configuration; None where there is none. What is left to clear away there after a kill is cleared away.
 
         Raises UserError where the finished run is another one (without `overwrite`), naming what differs.
         """
+        if not self._resume or not ownership.listing(self.path):
+            return None
+        content = ownership.read_object(self.path / report)
+        asked = {name: config[name] for name in _REPORTED if name in config}
+        before = {name: (content.get("config") or {}).get(name) for name in asked}
+        recorded = ownership.listing(self.path).get("identity") or {}
+        changes = differences({**recorded, **before}, {**identity, **asked})
+        if changes and self._overwrite:
+            return None
+        if changes:
+            raise UserError(
+                f"--resume: {self.path} is finished, but {changes}; choose another --output, or give --overwrite"
+            )
+        settle(self.path)
+        return content
 
-        def read() -> dict[str, Any] | None:
-            if not self._resume or not ownership.listing(self.path):
-                return None
-            content = ownership.read_object(self.path / report)
-            asked = {name: config[name] for name in _REPORTED if name in config}
-            before = {name: (content.get("config") or {}).get(name) for name in asked}
-            recorded = ownership.listing(self.path).get("identity") or {}
-            changes = differences({**recorded, **before}, {**identity, **asked})
-            if changes and self._overwrite:
-                return None
-            if changes:
-                raise UserError(
-                    f"--resume: {self.path} is finished, but {changes}; choose another --output, or give --overwrite"
-                )
-            settle(self.path)
-            return content
-
-        return self._world.on_main(read)
-
+    @_on_main
     def unfinished(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         """To resume: what `mark` recorded of an unfinished run with this identity; None where there is none.
 
         Raises UserError where the unfinished run is another one, naming what differs.
         """
-
-        def read() -> dict[str, Any] | None:
-            facts = self.marked() if self._resume else None
-            changes = differences(facts["fingerprint"], identity) if facts is not None else ""
-            if changes:
-                raise UserError(
-                    f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}; give the "
-                    "same ones, or start again without --resume"
-                )
-            return facts
-
-        return self._world.on_main(read)
+        facts = self.marked() if self._resume else None
+        changes = differences(facts["fingerprint"], identity) if facts is not None else ""
+        if changes:
+            raise UserError(
+                f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}; give the "
+                "same ones, or start again without --resume"
+            )
+        return facts
 
     def marked(self) -> dict[str, Any] | None:
         """What `mark` recorded in an unfinished run, or None where there is none, or none that can be read."""
         facts = ownership.read_object(self.partial / MARKER)
         return facts if isinstance(facts.get("fingerprint"), dict) else None
 
+    @_on_main
     def begin(self, *, keep: bool = False) -> Path:
         """Make `DIR.partial` and return it. What an unfinished run left there is removed, or kept to go on with.
 
         Raises UserError where checkpoints would be removed that nobody has given up.
         """
+        if self.partial.exists() and not keep:
+            self._require_no_checkpoints()
+            ownership.remove(self.partial)
+        (self.partial / FILES).unlink(missing_ok=True)  # of a run that was killed while it put its result in place
+        self.partial.mkdir(parents=True, exist_ok=True)
+        if not (self.partial / MARKER).is_file():
+            write_json(self.partial / MARKER, {})  # from here on it is ours
+        return self.partial
 
-        def make() -> str:
-            if self.partial.exists() and not keep:
-                self._require_no_checkpoints()
-                ownership.remove(self.partial)
-            (self.partial / FILES).unlink(missing_ok=True)  # of a run that was killed while it put its result in place
-            self.partial.mkdir(parents=True, exist_ok=True)
-            if not (self.partial / MARKER).is_file():
-                write_json(self.partial / MARKER, {})  # from here on it is ours
-            return str(self.partial)
-
-        return Path(self._world.on_main(make))
-
+    @_on_main
     def mark(self, identity: Mapping[str, Any], **facts: Any) -> None:
         """Record what the unfinished run is; a directory with this file is ours to remove."""
-        self._world.on_main(lambda: write_json(self.partial / MARKER, {"fingerprint": identity, **facts}))
+        write_json(self.partial / MARKER, {"fingerprint": identity, **facts})
 
     def commit(self) -> None:
         """On the first process: put the finished result in its place. An earlier one disappears only after it is there.

@@ -20,7 +20,7 @@ from typing import Any
 from edkm_cli import __version__
 from edkm_cli.config import CHECKPOINTS
 from edkm_cli.errors import UserError
-from edkm_cli.settings import cache_directory
+from edkm_cli.settings import cache_directory, token_cache_directory
 
 MARKER, FILES = "edkm-run.json", "edkm-files.json"
 GENERATOR = f"edkm {__version__}"
@@ -93,10 +93,10 @@ def adopt(path: Path) -> None:
     """Add a file that was written beside a finished run's to its list, or bring its digest up to date there."""
     content = listing(path.parent)
     if content and path.name != FILES:
+        from edkm_cli.format import write_json
+
         content["files"][path.name] = entry_of(path)
-        partial = path.with_name(f"{FILES}.tmp")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path.with_name(FILES))
+        write_json(path.with_name(FILES), content)
 
 
 def require_ours(directory: Path, why: str) -> None:
@@ -161,8 +161,7 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
 
 def cache_paths() -> list[tuple[str, Path]]:
     """The cache directories, which are inputs, too."""
-    tokens = [Path(os.environ["EDKM_TOKEN_CACHE"])] if os.environ.get("EDKM_TOKEN_CACHE") else []
-    return [("the cache", path) for path in (cache_directory(), *tokens)]
+    return [("the cache", path) for path in (cache_directory(), token_cache_directory())]
 
 
 def require_replaceable(option: str, path: Path) -> None:

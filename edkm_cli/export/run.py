@@ -23,6 +23,7 @@ from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
 from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.format import digest
 from edkm_cli.hf import load
 from edkm_cli.initialize.layers import Layers
@@ -70,6 +71,16 @@ class Session:
         self.config, self.sources, self.world, self.watch = config, sources, world, watch
         self.dtype, self.mixed_precision, self.clock = dtype, mixed, Clock()
 
+    def run(self, option: str, model: str | Path, **options: bool) -> dict[str, Any]:
+        """The run on the model that `option` names, and its report; `options` are those of `OutputDirectory`."""
+        inputs = run_paths(self.config, option, model)
+        with OutputDirectory(self.config.output, inputs=inputs, world=self.world, **options) as self.output:
+            return self.steps()
+
+    def steps(self) -> dict[str, Any]:
+        """What the run does, in order."""
+        raise NotImplementedError
+
     @property
     def writes_text(self) -> bool:
         """Whether a model writes some of the training text."""
@@ -98,7 +109,7 @@ class Session:
         """Divide the training text into blocks. Raises UserError where it is too short."""
         self.blocks = self.data.blocks(self.config.sequence_length, seed=self.config.seed)
 
-    def finished(self, output: OutputDirectory, report: str, asked: Any, **resolved: Any) -> dict[str, Any] | None:
+    def finished(self, report: str, asked: Any, **resolved: Any) -> dict[str, Any] | None:
         """To resume: the report of a finished run that is this one. Where there is none, `unfinished` is what is recorded of
         one that was interrupted.
 
@@ -106,7 +117,7 @@ class Session:
         files among it. Batch size, accumulation and the number of processes may change as long as their product stays: the
         run then goes on with the same data, equal to rounding. Text that the model writes itself follows from the rest.
         """
-        config, self.output = self.config, output
+        config, output = self.config, self.output
         self.identity = {
             **{key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)},
             "sequences_per_step": config.step_sequences(self.world.size),

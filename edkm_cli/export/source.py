@@ -7,6 +7,7 @@ Memory holds what one of them needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from edkm_cli.clustering import lookup
 from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
+from edkm_cli.initialize.stored import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles
 from edkm_cli.packing import unpack
@@ -65,6 +67,18 @@ class Compressed:
                     f"{path}.weight", (module.rows, module.columns), path, linear
                 )
         self._files = TensorFiles(self.directory, remedy=AGAIN)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Where the files of the model's family hold the tensors of the dense model, where that is known."""
+        return places(self.dense_skeleton(), split=self.spec.split_experts)
+
+    def dense_skeleton(self) -> Any:
+        """The dense model of transformers on the meta device."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
     def names(self) -> list[str]:

@@ -37,13 +37,8 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     if named == ALL_LINEAR and any(is_expert(name) for name in names):
         head = model.get_output_embeddings()
         named = [name for name in names if not is_expert(name) and model.get_submodule(name) is not head]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]
-        target_modules=named,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    scaled: Any = alpha  # peft says int
+    config = LoraConfig(r=rank, lora_alpha=scaled, target_modules=named, bias="none", task_type="CAUSAL_LM")
     try:
         return get_peft_model(model, config)
     except ValueError as error:
@@ -95,32 +90,3 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     except Exception as error:  # peft, safetensors and json each have their own
         told = " ".join(str(error).split())[:300]
         raise UserError(f"--adapter {directory} does not fit the model ({type(error).__name__}: {told})") from error
-
-
-def adapter_card(report: dict[str, Any]) -> str:
-    """README.md of an adapter, with the metadata block the hub reads."""
-    before, after = report["perplexity"]["compressed"], report["perplexity"]["adapted"]
-    measured, config = report["texts"][0], report["config"]
-    version, learnt = report["versions"].get("edkm-cli", ""), ", ".join(config["data"])
-    return f"""---
-library_name: peft
-tags:
-- edkm
-- lora
----
-
-# LoRA of rank {config["lora_rank"]} on {report["model"]}
-
-Trained by `edkm finetune` {version} for {report["steps"]} steps on {learnt}.
-The model it belongs to is compressed and stays as it is.
-
-```python
-import edkm_cli
-from peft import PeftModel
-
-model = PeftModel.from_pretrained(edkm_cli.load("{report["model"]}"), "PATH")  # PATH: this directory
-```
-
-Perplexity on {measured["data"]}, {measured["windows"]} windows of {measured["context"]} tokens: {before:.3f} without
-the adapter, {after:.3f} with it. All settings and versions are in `finetune.json`.
-"""

@@ -15,24 +15,21 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.model_card import checkpoint_card
 from edkm_cli.finetune.adapters import (
     adapted_layers,
-    adapter_card,
     add_adapter,
     load_adapter,
     save_adapter,
     trained_parameters,
 )
 from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
-from edkm_cli.finetune.reference import Reference
-from edkm_cli.finetune.session import PackedSession
+from edkm_cli.finetune.session import PackedSession, Reference
 from edkm_cli.format import write_json
 from edkm_cli.nn.clustered import lut_layers
 from edkm_cli.nn.held import hold_packed
 from edkm_cli.preflight import choose_device, choose_dtype, choose_label_weight
 from edkm_cli.progress import Observer
+from edkm_cli.summaries import card
 from edkm_cli.train.loop import require_launch, train
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.packed import require_attention_within_documents
@@ -63,7 +60,7 @@ def finetune(
     world = open_world(choose_device(config.device), sharding="none", timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        return _Run(Path(directory), config, world, watch).run(overwrite=overwrite, resume=resume)
+        return _Run(Path(directory), config, world, watch).run("DIR", directory, overwrite=overwrite, resume=resume)
 
 
 def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, Any]:
@@ -91,12 +88,7 @@ class _Run(PackedSession):
             label_weight=choose_label_weight(config, self.sources) if self.reference else None,
         )
 
-    def run(self, *, overwrite: bool, resume: bool) -> dict[str, Any]:
-        place, options = self.config.output, {"overwrite": overwrite, "resume": resume}
-        with OutputDirectory(place, inputs=self.inputs, world=self.world, **options) as output:
-            return self._run(output)
-
-    def _run(self, output: OutputDirectory) -> dict[str, Any]:
+    def steps(self) -> dict[str, Any]:
         config, reference = self.config, self.reference
         with self.clock.phase("load"):
             stages = ("compressed", *(("trained", "exported") if self.tables else ("adapted",)))
@@ -104,13 +96,13 @@ class _Run(PackedSession):
             self.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
         resolved = {"model_sha256": self.digest(), "dtype": self.dtype}
         resolved |= {} if reference is None else {"reference_sha256": reference.sha256}
-        if (report := self.finished(output, REPORT, config, **resolved)) is not None:
+        if (report := self.finished(REPORT, config, **resolved)) is not None:
             return report
         with self.clock.phase("load"):
             dense = None if reference is None else reference.open()
             self.write_text(dense)
             model = self.trained_model()
-            output.rehearse(self._needed_bytes(model))
+            self.output.rehearse(self._needed_bytes(model))
             if config.packing:
                 require_attention_within_documents(model)
         plan = self.plan(model)
@@ -148,14 +140,11 @@ class _Run(PackedSession):
         """What trains, how much of it, and on how much text."""
         trained = trained_parameters(model).values()
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        adapter = {"adapted_layers": len(adapted_layers(model)), "adapter_bytes": size}
         return {
             "model": str(self.directory),
             "output": str(Path(self.config.output).expanduser().absolute()),
-            **(
-                {"trained_layers": len(lut_layers(model)), "trained_bytes": size}
-                if self.tables
-                else {"adapted_layers": len(adapted_layers(model)), "adapter_bytes": size}
-            ),
+            **({"trained_layers": len(lut_layers(model)), "trained_bytes": size} if self.tables else adapter),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
             "steps": self.config.steps,
             "training_tokens": self.config.trained_tokens(self.world.size),
@@ -199,12 +188,9 @@ class _Run(PackedSession):
         report = {**result, **self.facts(self.config), **offload, "data": self.trained_on()}
         write_json(staging / REPORT, report)
         made = f"tables, norms and biases of {report['model']} trained for {report['steps']} steps"
-        card = (
-            checkpoint_card(report, title=f"{report['model']}, trained on", made=made, file=REPORT)
-            if self.tables
-            else adapter_card(report)
-        )
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        about = {"title": f"{report['model']}, trained on", "made": made, "file": REPORT}
+        page = card("checkpoint", report, **about) if self.tables else card("adapter", report)
+        (staging / "README.md").write_text(page, encoding="utf-8")
         self.output.commit()
         return report
 

@@ -1,4 +1,11 @@
-"""`edkm merge`: an adapter becomes part of the tables and indices of the compressed model it was trained on."""
+"""`edkm merge`: an adapter becomes part of the tables and indices of the compressed model it was trained on.
+
+The update B A of a layer is small beside the gaps of its table: rounded to the nearest entries, nearly every weight would
+fall back to the entry it had. So weights are compensated column by column, and decoder layer by decoder layer trained to
+give what the adapted one gives (`edkm_cli.initialize.reconstruct`), from the tables that are there; then all together, to
+predict what the adapted model predicts. Layers without an update are clustered, too: their weights are entries of their
+tables already.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import nn
 
 from edkm_cli import models
 from edkm_cli.config import TrainingSettings
@@ -15,20 +24,21 @@ from edkm_cli.distributed import World, launched
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.export.model_card import checkpoint_card
 from edkm_cli.export.ownership import listing, read_object
 from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
-from edkm_cli.finetune.recluster import cluster_again, decoded_copy
 from edkm_cli.finetune.session import PackedSession
 from edkm_cli.format import sha256_of, write_json
 from edkm_cli.initialize.reconstruct import reconstruct
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
+from edkm_cli.nn.held import parameters_of
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
+from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
 from edkm_cli.self_text import self_text
 from edkm_cli.settings import part_of
+from edkm_cli.summaries import card
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Beside, Objective
 from edkm_cli.train.packed import require_attention_within_documents
@@ -54,9 +64,7 @@ def merge(
     config = with_data(config, adapter)
     run = _Run(directory, adapter, config, observer or Observer())
     require_base(run, adapter)
-    with OutputDirectory(config.output, inputs=run.inputs, overwrite=overwrite) as output:
-        output.rehearse(int(1.5 * models.weight_files_bytes(directory)) + 50_000_000)
-        return run.run(output)
+    return run.run("DIR", directory, overwrite=overwrite)
 
 
 def require_base(session: PackedSession, adapter: Path) -> None:
@@ -87,17 +95,12 @@ def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
         name: trained_on.get(name, default) if getattr(config, name) is None else getattr(config, name)
         for name, default in defaults.items()
     }
-    config = replace(config, **learnt)
     if config.data:
-        return config
+        return replace(config, **learnt)
     names = _names(trained_on.get("data"))
     require_data(names, f"since {adapter} does not say what it was trained on")
-    return replace(
-        config,
-        data=names,
-        data_column=config.data_column or trained_on.get("data_column"),
-        eval_data=config.eval_data or _names(trained_on.get("eval_data")),
-    )
+    learnt["eval_data"] = config.eval_data or _names(trained_on.get("eval_data"))
+    return replace(config, data=names, data_column=config.data_column or trained_on.get("data_column"), **learnt)
 
 
 def _names(found: Any) -> tuple[str, ...]:
@@ -116,7 +119,8 @@ class _Run(PackedSession):
         self.start_tokens = config.start_tokens or choose_start_tokens(trained_tokens)
         self.needed_tokens = max(self.start_tokens, int(1.1 * trained_tokens)) + config.sequence_length
 
-    def run(self, output: OutputDirectory) -> dict[str, Any]:
+    def steps(self) -> dict[str, Any]:
+        self.output.rehearse(int(1.5 * models.weight_files_bytes(self.directory)) + 50_000_000)
         torch.manual_seed(self.config.seed)
         with self.clock.phase("load"):
             model = self.load_model(self.directory)
@@ -137,9 +141,12 @@ class _Run(PackedSession):
             del model
             merged.generation_config = generation
             teacher = decoded_copy(merged) if self.config.steps else None
-            self._fit(merged)
-        staging = output.begin()
-        output.mark({"merge": str(self.adapter)})
+            # Each decoder layer by itself, to give what the adapted one gives.
+            seed, track = self.config.seed, self.watch.track
+            text = calibration_batches(self.data, self.start_tokens, seed=seed, length=_FIT_TOKENS)
+            reconstruct(merged, text, passes=self.config.start_passes, seed=seed, track=track, world=self.world)
+        staging = self.output.begin()
+        self.output.mark({"merge": str(self.adapter)})
         if teacher is not None:
             self._train(merged, teacher, staging)
             del teacher
@@ -148,26 +155,20 @@ class _Run(PackedSession):
             del merged
             exported = self.load_model(staging)
         self.measure("merged", exported)
-        report = self._report(output, staging, layers, footprint(exported))
+        report = self._report(staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
         require_close(self.measured.perplexity, self.config.max_perplexity_ratio, staging)
         title = f"{report['model']} with {report['adapter']} merged"
         made = "the adapter is part of the lookup tables and indices"
-        card = checkpoint_card(report, title=title, made=made, file=REPORT)
-        (staging / "README.md").write_text(card, encoding="utf-8")
-        output.commit()
+        page = card("checkpoint", report, title=title, made=made, file=REPORT)
+        (staging / "README.md").write_text(page, encoding="utf-8")
+        self.output.commit()
         return report
 
     def _write_text(self, model: Any) -> None:
         self.watch.say("the adapted model writes its own text, once")
         options: dict[str, Any] = {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
         self.take_text(self_text(model, self.tokenizer, tokens=self.needed_tokens, seed=self.config.seed, **options))
-
-    def _fit(self, merged: Any) -> None:
-        """Each decoder layer by itself, to give what the adapted one gives."""
-        passes, seed, track = self.config.start_passes, self.config.seed, self.watch.track
-        text = calibration_batches(self.data, self.start_tokens, seed=seed, length=_FIT_TOKENS)
-        reconstruct(merged, text, passes=passes, seed=seed, track=track, world=self.world)
 
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
@@ -178,17 +179,15 @@ class _Run(PackedSession):
             train(merged, objective, self.blocks, self.settings, **self.training(staging))
         merged.requires_grad_(False)
 
-    def _report(self, output: OutputDirectory, staging: Path, layers: int, size: Any) -> dict[str, Any]:
-        earlier, sha256 = (
-            read_object(self.directory / REPORT).get("merged_adapters", []),
-            sha256_of(self.adapter / WEIGHTS),
-        )
+    def _report(self, staging: Path, layers: int, size: Any) -> dict[str, Any]:
+        earlier = read_object(self.directory / REPORT).get("merged_adapters", [])
+        sha256 = sha256_of(self.adapter / WEIGHTS)
         return {
             "model": str(self.directory),
             "adapter": str(self.adapter),
             "adapter_sha256": sha256,
             "merged_adapters": [*earlier, sha256],
-            "output": str(output.path),
+            "output": str(self.output.path),
             "adapted_layers": layers,
             "steps": self.config.steps,
             "weights_bytes": models.weight_files_bytes(staging),
@@ -208,3 +207,40 @@ def require_close(perplexity: dict[str, float | None], limit: float, staging: Pa
             f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --steps or --start-tokens, keep "
             "the adapter as it is, or allow more"
         )
+
+
+def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
+    """The model without peft, its adapter added to the weights (float32), each layer with the tables it had, in place.
+
+    Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
+    """
+    base: Any = model.base_model.model
+    tables: dict[str, tuple[torch.Tensor, int]] = {}
+    for name, module in list(base.named_modules()):
+        if isinstance(module, PalettizedLinear):
+            path = name.removesuffix(".base_layer")
+            tables[path] = parameters_of(module), module.bits
+            base.set_submodule(name, to_dense(module, torch.float32))
+        elif isinstance(module, (PalettizedEmbedding, PalettizedHead)) and name.endswith(".base_layer"):
+            raise UserError(
+                f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own that cannot "
+                "be merged into; train an adapter with --target-modules all-linear"
+            )
+    merged = model.merge_and_unload()
+    for path, (table, bits) in tables.items():
+        linear = merged.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        if not bool(linear.weight.isfinite().all()):
+            raise UserError(f"the adapter must be finite, but its update of {path} is not")
+        own = replace(clustering, bits=bits)
+        layer = ClusteredLinear(linear.weight, linear.bias, table, own, temperature=1.0, name=path)
+        merged.set_submodule(path, layer)
+    return merged.requires_grad_(False).eval()
+
+
+def decoded_copy(model: Any) -> Any:
+    """A frozen copy of a clustered model that computes with its weights as they are: the adapted model, for a teacher."""
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    for layer in clustered_layers(teacher).values():
+        layer.dense = True
+    return teacher

@@ -1,4 +1,5 @@
-"""What finetune and merge do alike, beside what every run does: the packed model they begin with."""
+"""What finetune and merge do alike, beside what every run does: the packed model they begin with, and the uncompressed one
+that it may learn from."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from edkm_cli import data, models
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.export.checkpoint import DenseFormat
-from edkm_cli.export.ownership import run_paths
-from edkm_cli.export.run import Session
+from edkm_cli.export.run import Session, model_digest
 from edkm_cli.format import QuantizationSpec, read_spec, sha256_of
+from edkm_cli.hf import load_source
+from edkm_cli.initialize.layers import Layers
+from edkm_cli.initialize.sharded import open_layers
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import files_digest, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
+from edkm_cli.runtime.palettized import PALETTIZED
 
 
 def require_palettized(directory: Path) -> QuantizationSpec:
@@ -41,11 +46,6 @@ class PackedSession(Session):
         super().__init__(config, data.parse_sources(config.data), world, watch, dtype=dtype)
 
     @property
-    def inputs(self) -> list[tuple[str, Path]]:
-        """(option, path) of what the run reads."""
-        return run_paths(self.config, "DIR", self.directory)
-
-    @property
     def clustering(self) -> Clustering:
         """Of the model's layers, where they train."""
         return Clustering(self.spec.bits, self.spec.granularity, self.spec.lut_dtype, palette=self.spec.palette)
@@ -65,3 +65,45 @@ class PackedSession(Session):
     def digest(self, *more: Path) -> str:
         """Of the compressed model's files, and of `more`."""
         return " ".join([self.world.on_main(lambda: files_digest(self.directory)), *map(sha256_of, more)])
+
+
+class Reference:
+    """The model that `--reference` names, which is read when it is needed. Raises UserError where the session's model was
+    not made of it: another architecture, other shapes, another tokenizer."""
+
+    def __init__(self, session: PackedSession):
+        self._session, self._name, self._trust = session, session.config.reference, session.config.trust_remote_code
+        try:
+            self._source = models.resolve(self._name)
+            architecture = models.load_config(self._source, trust_remote_code=self._trust)
+            skeleton = models.skeleton(self._source, architecture, trust_remote_code=self._trust)
+        except UserError as error:
+            raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
+        compressed = stored_skeleton(session.directory, trust_remote_code=self._trust)
+        shapes = {name: tuple(getattr(m, "weight", torch.empty(0)).shape) for name, m in skeleton.named_modules()}
+        for name, module in compressed.named_modules():
+            if isinstance(module, PALETTIZED):
+                shape = (module.rows, module.columns)
+                if shapes.get(name) != shape:
+                    self._refuse(
+                        f"has {shapes.get(name, 'nothing')} at {name}, which is {shape} in {session.directory}"
+                    )
+        tokenizer = models.load_tokenizer(self._source, trust_remote_code=self._trust)
+        if tokenizer.get_vocab() != session.tokenizer.get_vocab():
+            self._refuse(f"has another tokenizer than {session.directory}")
+        self.sha256 = model_digest(self._source, architecture, session.world)
+
+    def _refuse(self, why: str) -> None:
+        raise UserError(
+            f"--reference must be the uncompressed model that DIR was made of, but {self._name} {why}; name that one, or "
+            "leave it out",
+            everywhere=True,
+        )
+
+    def open(self) -> Layers:
+        """The model, layer by layer where its files can be read so."""
+        dtype, options = self._session.dtype, {"device": self._session.world.device, "trust_remote_code": self._trust}
+        layers = open_layers(self._source, dtype=getattr(torch, dtype), **options)
+        layers = layers or Layers(load_source(self._source, dequantize=False, dtype=dtype, **options))
+        models.require_finite(self._source, layers)
+        return layers

@@ -40,32 +40,23 @@ def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) 
 
 
 def _rounding(moment: Tensor, damping: float) -> Rounded:
-    order = moment.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(moment[order][:, order], damping=damping)
-    factor = (factor / factor.diagonal()[:, None]).float()
+    by_size = moment.diagonal().argsort(descending=True, stable=True)
+    inverse = inverse_factor(moment[by_size][:, by_size], damping=damping)
+    inverse = (inverse / inverse.diagonal()[:, None]).float()
 
     def rounded(weight: Tensor, scale: Tensor, top: int) -> Tensor:
-        on = weight.device
-        return compensated_levels(weight, scale, top, factor=factor.to(on), order=order.to(on))
+        """Levels -top..top of a weight, whose numbers each have a scale; all (rows, columns) float32."""
+        factor, order = inverse.to(weight.device), by_size.to(weight.device)
+        scales = scale.t()[order].contiguous()
+
+        def round_block(block: Tensor, at: slice) -> Tensor:
+            errors, passed = torch.empty_like(block), factor[at, at]
+            for j, steps in enumerate(scales[at]):
+                torch.sub(block[j], (block[j] / steps).round_().clamp_(-top, top).mul_(steps), out=errors[j])
+                block[j + 1 :].addr_(passed[j, j + 1 :], errors[j], alpha=-1)
+            return errors
+
+        before = rounded_in_order(weight, factor, order, round_block, lazy_columns=_LAZY_COLUMNS)
+        return (before / scale).round_().clamp_(-top, top)
 
     return rounded
-
-
-def compensated_levels(weight: Tensor, scale: Tensor, top: int, *, factor: Tensor, order: Tensor) -> Tensor:
-    """Levels -top..top, (rows, columns) float32, of a weight (rows, columns) float32.
-
-    Args:
-        scale: (rows, columns), of each number.
-        factor, order: see `rounded_in_order`.
-    """
-    scales = scale.t()[order].contiguous()
-
-    def round_block(block: Tensor, at: slice) -> Tensor:
-        errors, passed = torch.empty_like(block), factor[at, at]
-        for j, steps in enumerate(scales[at]):
-            torch.sub(block[j], (block[j] / steps).round_().clamp_(-top, top).mul_(steps), out=errors[j])
-            block[j + 1 :].addr_(passed[j, j + 1 :], errors[j], alpha=-1)
-        return errors
-
-    before = rounded_in_order(weight, factor, order, round_block, lazy_columns=_LAZY_COLUMNS)
-    return (before / scale).round_().clamp_(-top, top)

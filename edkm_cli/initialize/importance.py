@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
-from edkm_cli.nn.hooks import evaluating, hooked
+from edkm_cli.nn.hooks import evaluating, frozen, hooked
 from edkm_cli.precision import bfloat16_products, sum_of_products
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import is_expert
@@ -28,10 +28,11 @@ from edkm_cli.runtime.experts import is_expert
 _LEAST_TOKENS = 32
 IMPORTANCES = ("gradient", "activation", "none")
 _LOGITS = 2**25  # at a time: 130 MB, as much again for their gradient
+Take = Callable[[str, nn.Module, dict[str, Tensor]], None]
 
 
 class _Collector:
-    """Hooks on linears that add up squared inputs, or squared gradients of the weight, in float32 in host memory; of
+    """A hook on linears that adds up squared inputs, or squared gradients of the weight, in float32 in host memory; of
     those in `moments`, products of the inputs.
 
     Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
@@ -43,27 +44,25 @@ class _Collector:
         self.counts = True
         self._waiting: dict[str, list[Tensor]] | None = None
         self._kind, self._world, self._moments = kind, world, moments
-        self._layers = layers
-        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in layers.items()]
+        self._layers, self._names = layers, {layer: name for name, layer in layers.items()}
 
-    def _hook(self, name: str) -> Any:
-        def forward_hook(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in); the square is taken when needed
-            self.tokens[name] += x.shape[0] if self.counts else 0
-            if name in self._moments and self._waiting is not None:
-                self._waiting.setdefault(name, []).append(inputs[0].detach())
-            elif name in self._moments:
-                self._add(name, sum_of_products(x, x))
-            elif self._kind == "activation":
-                self._add(name, x.float().square().sum(0))
-            elif output.requires_grad:
-                output.register_hook(
-                    lambda grad: self._add_rows(
-                        name, grad.reshape(-1, module.out_features).float().square().t() @ x.float().square()
-                    )
-                )
+    def see(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """After each pass of a layer."""
+        name, x = self._names[module], inputs[0].detach().reshape(-1, module.in_features)  # (tokens, in)
+        self.tokens[name] += x.shape[0] if self.counts else 0
+        if name in self._moments and self._waiting is not None:
+            self._waiting.setdefault(name, []).append(inputs[0].detach())
+        elif name in self._moments:
+            self._add(name, sum_of_products(x, x))
+        elif self._kind == "activation":
+            self._add(name, x.float().square().sum(0))
+        elif output.requires_grad:
 
-        return forward_hook
+            def arrived(grad: Tensor) -> None:  # squares are taken when they are needed
+                squares = grad.reshape(-1, module.out_features).float().square()
+                self._add_rows(name, squares.t() @ x.float().square())
+
+            output.register_hook(arrived)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -114,12 +113,27 @@ class _Collector:
                 found[name].fill_(means.get(name.rpartition(".")[0], 1.0))
         return found
 
-    def __enter__(self) -> _Collector:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+@contextmanager
+def _collecting(*about: Any) -> Iterator[_Collector]:
+    collector = _Collector(*about)
+    with hooked(about[0].values(), collector.see, after=True):
+        yield collector
+
+
+def collect(
+    layers: Layers, names: list[str], batches: list[Tensor], take: Take, *, by_layer: bool, **options: Any
+) -> dict[str, Tensor]:
+    """Gives the importance of the named linears to `take(path, part, importance)`, which may pop what it is done with:
+    layer by layer (`collect_by_layer`), or all at once, of the model as one part at path "" (`collect_importance`).
+
+    Returns the products of the inputs of `moments`, and what nobody has taken of a whole model.
+    """
+    if by_layer:
+        return collect_by_layer(layers, names, batches, take, **options)
+    found = collect_importance(layers.model, names, batches, **options)
+    take("", layers.model, found)
+    return found
 
 
 def collect_importance(
@@ -149,9 +163,9 @@ def collect_importance(
         raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
     if kind == "none":
         return {}
-    hooked = {name: model.get_submodule(name) for name in (*names, *moments)}
+    layers = {name: model.get_submodule(name) for name in (*names, *moments)}
     turns = world.turns(batches)
-    with _Collector(hooked, kind, world, moments) as collector, _frozen(model), bfloat16_products():
+    with _collecting(layers, kind, world, moments) as collector, frozen(model), evaluating(model), bfloat16_products():
         for batch, collector.counts in track(turns, "calibration", len(turns)):
             _run(model, batch.to(world.device), kind)
     return collector.means(sum(batch.numel() for batch in batches))
@@ -161,7 +175,7 @@ def collect_by_layer(
     layers: Layers,
     names: list[str],
     batches: list[Tensor],
-    take: Callable[[str, nn.Module, dict[str, Tensor]], None],
+    take: Take,
     *,
     kind: str,
     moments: Sequence[str] = (),
@@ -173,17 +187,22 @@ def collect_by_layer(
     What is found of a layer goes to `take(path, layer, importance)` while its weights are there; layers come in any order.
     Returns the products of the inputs of `moments`, linears outside of the decoder layers.
     """
+    if kind == "none":
+        for path in track(layers.paths, "k-means start", len(layers.paths)):
+            with layers.whole(path) as layer:
+                take(path, layer, {})
+        return {}
     gradient, tokens = kind == "gradient", sum(batch.numel() for batch in batches)
     turns = [(batch.to(world.device), counts) for batch, counts in world.turns(batches)]
     passes = len(layers.paths) * (2 if gradient else 1)
     progress = iter(track(range(passes), "calibration", passes))
     inputs, model = HiddenStates(), layers.model
 
-    def collector(path: str) -> _Collector:
+    def collector(path: str) -> AbstractContextManager[_Collector]:
         inside = [name for name in names if name.startswith(f"{path}.")] if path else moments
-        return _Collector({name: model.get_submodule(name) for name in inside}, kind, world, moments)
+        return _collecting({name: model.get_submodule(name) for name in inside}, kind, world, moments)
 
-    with _frozen(model), bfloat16_products():
+    with frozen(model), evaluating(model), bfloat16_products():
         with torch.no_grad():
             calls = list(zip(layers.paths, layers.calls(turns[0][0]), strict=True))
             hidden = [layers.calls(batch)[0].hidden for batch, _ in turns]
@@ -232,24 +251,6 @@ def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bo
     return gradients
 
 
-@contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """In evaluation mode, and no parameter asks for a gradient."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for name in trained:
-            model.get_parameter(name).requires_grad_(True)
-
-
-def _loss(logits: Tensor, batch: Tensor) -> Tensor:
-    """A sum, not a mean: each token's own gradient is squared."""
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
-
-
 def _run(model: Any, batch: Tensor, kind: str) -> None:
     if kind == "activation":
         with torch.no_grad():
@@ -260,4 +261,6 @@ def _run(model: Any, batch: Tensor, kind: str) -> None:
         [model.get_input_embeddings()], lambda layer, args, output: output.detach().requires_grad_(True), after=True
     )
     with asking, torch.enable_grad():
-        _loss(model(input_ids=batch, use_cache=False).logits, batch).backward()
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+        # A sum, not a mean: each token's own gradient is squared.
+        nn.functional.cross_entropy(logits.float(), batch[:, 1:].flatten(), reduction="sum").backward()

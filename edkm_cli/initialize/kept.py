@@ -33,12 +33,16 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import decoder_layers
 
 STATE = "state.json"
 _PROGRESS, _BEGUN = "progress.json", "begun"
 _REST = "rest"
 _RANDOM = "random.cpu"
+
+
+# Of a start that was interrupted: how many layers are done, bits, what `begin` was given, what `add` was given last.
+Begun = tuple[int, dict[str, int], dict[str, Tensor], dict[str, Tensor] | None]
 
 
 class KeptStart:
@@ -75,9 +79,8 @@ class KeptStart:
         write_json(self.directory / _PROGRESS, self._progress)
         sync(self.directory)
 
-    def begun(self) -> tuple[int, dict[str, int], dict[str, Tensor], dict[str, Tensor] | None] | None:
-        """Of a start that was interrupted: (how many layers are done, bits, what `begin` was given, what `add` was given
-        last); None where there is none."""
+    def begun(self) -> Begun | None:
+        """What there is of a start that was interrupted; None where there is none."""
         state = self.state(_PROGRESS)
         if state is None:
             return None
@@ -90,8 +93,7 @@ class KeptStart:
 
     def fill_layer(self, path: str, layer: nn.Module) -> None:
         """Give a layer of the same modules what was kept of it."""
-        materialize(layer, self._world.device)
-        put(layer, {name.removeprefix(f"{path}."): value for name, value in self._read([f"{path}.safetensors"])})
+        self._fill(layer, [f"{path}.safetensors"], f"{path}.")
 
     def state(self, file: str = STATE) -> dict[str, Any] | None:
         """state.json of a whole start, every file checked; None where there is none."""
@@ -128,18 +130,21 @@ class KeptStart:
             for file in [_PROGRESS, *(files.keys() - whole.keys())]:
                 (self.directory / file).unlink(missing_ok=True)
 
-    @torch.no_grad()
     def fill(self, model: Any) -> None:
         """Give a model of the same modules the tensors that were kept. Raises UserError where one is missing."""
+        state: Any = self.state()
+        self._fill(model, state["files"])
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, files: Iterable[str], prefix: str = "") -> None:
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None
         materialize(model, self._world.device)
         tensors = tensors_of(model)
-        state: Any = self.state()
-        for name, value in self._read(state["files"]):
+        for name, value in ((name.removeprefix(prefix), value) for name, value in self._read(files)):
             if name.endswith(".importance"):
                 kept = nn.Parameter(value.to(self._world.device), requires_grad=False)
-                model.get_submodule(name.rpartition(".")[0]).importance = kept
+                model.get_submodule(name.rpartition(".")[0]).register_parameter("importance", kept)
             elif name == _RANDOM:
                 torch.set_rng_state(value)
             elif name not in tensors or tensors[name].shape != value.shape:
@@ -185,14 +190,6 @@ def materialize(model: nn.Module, device: str) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-@torch.no_grad()
-def put(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Give a module its tensors by name."""
-    tensors = tensors_of(module)
-    for name, value in values.items():
-        tensors[name].copy_(value)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hooked, layer_calls
 from edkm_cli.precision import bfloat16_linears
 
 _MEMORY_BYTES = 2**24  # of hidden states that wait for their turn; more of them do so on disk
@@ -70,19 +69,13 @@ class Layers:
     @contextmanager
     def at_hand(self) -> Iterator[Any]:
         """The model, to be called as a whole: each layer is read before its pass and forgotten after it."""
+        paths = {self.model.get_submodule(path): path for path in self.paths} if self.streamed else {}
         held = ExitStack()
 
-        def enter(path: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                held.enter_context(self.whole(path))
+        def enter(layer: nn.Module, *_: Any) -> None:
+            held.enter_context(self.whole(paths[layer]))
 
-            return hook
-
-        with ExitStack() as hooks:
-            for path in self.paths if self.streamed else ():
-                layer = self.model.get_submodule(path)
-                hooks.callback(layer.register_forward_pre_hook(enter(path)).remove)
-                hooks.callback(layer.register_forward_hook(lambda *_: held.close()).remove)
+        with hooked(paths, enter), hooked(paths, lambda *_: held.close(), after=True):
             yield self.model
 
     @contextmanager

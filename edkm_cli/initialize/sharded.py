@@ -15,7 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.stored import StoredModel
 from edkm_cli.model_files import require_unquantized
-from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.nn.hooks import decoder_layers
 
 
 def build_sharded(
@@ -115,7 +115,9 @@ def _read(
             )
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype), requires_grad=parameter.requires_grad))
+        # A copy: where a file holds it at an odd address, some processors' products differ in the last bit.
+        value = tensor.to(device, dtype, copy=True)
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
     for path, owner in module.named_modules():
         for leaf, buffer in owner._buffers.items():
             name = f"{prefix}{path}.{leaf}" if path else prefix + leaf

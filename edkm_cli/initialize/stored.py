@@ -19,7 +19,7 @@ from edkm_cli.runtime.experts import Experts, split_experts
 _JOINS = {"MergeModulelist", "Concatenate"}  # of the matrices of all experts, and of two matrices of one
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A parameter: the rows of some tensors one after another, or one expert of a tensor, perhaps transposed."""
 
     names: tuple[str, ...]
@@ -28,31 +28,19 @@ class _Place(NamedTuple):
 
 
 class StoredModel:
-    """The parameters and buffers of a dense `model`, by name, in the safetensors files of a directory. With `split` the
-    model's experts are split, in place. Those that the files do not hold, or in a way that is not known here, are not `in`
-    it."""
+    """The parameters and buffers of a dense `model`, by name, in the safetensors files of a directory, see `places`. Those
+    that the files do not hold are not `in` it."""
 
     def __init__(self, model: Any, directory: Path, *, split: bool = True):
         self.files = TensorFiles(directory)
-        held = _held(model)
-        if split:
-            split_experts(model)
-        blocks = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-        self._places = {name: _Place(names) for name, names in held.items()}
-        for path, block in blocks.items():
-            for leaf, linears in block.matrices().items():
-                for suffix, kind in (("", "weight"), ("_bias", "bias")):
-                    place = self._places.pop(f"{path}.{leaf}{suffix}", _Place(()))
-                    for expert in range(len(linears)) if place.names else ():
-                        one = _of_expert(place, expert, len(linears), transposed=block.transposed and not suffix)
-                        self._places[f"{path}.{leaf}.{expert}.{kind}"] = one
+        self._places = places(model, split=split)
 
     def __contains__(self, name: str) -> bool:
         return all(part in self.files for part in self._places[name].names) if name in self._places else False
 
     def get(self, name: str) -> Tensor:
         """The tensor on the CPU as stored. Raises UserError where the files do not have it."""
-        place = self._places.get(name, _Place((name,)))
+        place = self._places.get(name, Place((name,)))
         if place.expert is not None:
             with self.files.opened(place.names[0]) as file:
                 matrix = file.get_slice(place.names[0])[place.expert]
@@ -63,6 +51,23 @@ class StoredModel:
     def strangers(self) -> list[str]:
         """The names of tensors in the files that are of none of the model's."""
         return sorted(self.files.tensors.keys() - {part for place in self._places.values() for part in place.names})
+
+
+def places(model: Any, *, split: bool = True) -> dict[str, Place]:
+    """Where files hold the parameters and buffers of a dense `model`, as transformers would write them. With `split` the
+    model's experts are split, in place. What is held in a way that is not known here is not in it."""
+    held = {name: Place(names) for name, names in _held(model).items()}
+    if split:
+        split_experts(model)
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    for path, block in blocks:
+        for leaf, linears in block.matrices().items():
+            for suffix, kind in (("", "weight"), ("_bias", "bias")):
+                place = held.pop(f"{path}.{leaf}{suffix}", Place(()))
+                for expert in range(len(linears)) if place.names else ():
+                    one = _of_expert(place, expert, len(linears), transposed=block.transposed and not suffix)
+                    held[f"{path}.{leaf}.{expert}.{kind}"] = one
+    return held
 
 
 def _held(model: Any) -> dict[str, tuple[str, ...]]:
@@ -80,8 +85,8 @@ def _held(model: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(revert_weight_conversion(model, {name: value})) for name, value in empty.items()}
 
 
-def _of_expert(place: _Place, expert: int, count: int, *, transposed: bool) -> _Place:
+def _of_expert(place: Place, expert: int, count: int, *, transposed: bool) -> Place:
     """Where the matrix of one of `count` experts is, of a place of all."""
     if len(place.names) == 1:
-        return _Place(place.names, expert, transposed)
-    return _Place(place.names[expert::count])  # the gates of all experts, then what they gate
+        return Place(place.names, expert, transposed)
+    return Place(place.names[expert::count])  # the gates of all experts, then what they gate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -23,12 +24,13 @@ from edkm_cli.kernels import (
     palette_c,
     palette_torch,
     shapes_meta,
+    table_c,
+    table_torch,
 )
 from edkm_cli.kernels.attention_c import CPasses
 from edkm_cli.kernels.attention_torch import TorchPasses
 from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, centroid_dtype, relative_temperature
-from edkm_cli.kernels.table_c import CTableKernels
-from edkm_cli.kernels.table_torch import PATTERNS, TableKernels, TablePasses, TorchTableKernels
+from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 
@@ -55,9 +57,9 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 
-def _table_kernels(weight: Tensor) -> TableKernels:
-    """The fastest table kernels for this 16-bit weight."""
-    return CTableKernels() if layout_c.supports(weight) else TorchTableKernels()
+def _table_kernels(weight: Tensor) -> ModuleType:
+    """The module with the fastest passes by bit pattern over this 16-bit weight."""
+    return table_c if layout_c.supports(weight) else table_torch
 
 
 def _palette(weight: Tensor) -> ModuleType:
@@ -98,26 +100,28 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     return (palette_c if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
 
 
-def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    """Centroids (groups, k) float32, ascending, of float32 values (groups, n), weighted by importance if given."""
+def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
+    """Of each number k, ascending: centroids (groups, k) float32, ascending, of float32 values (groups, n), weighted by
+    importance if given. All together they cost what the largest does."""
     if values.is_meta:
-        return shapes_meta.kmeans(values, importance, k)
+        return shapes_meta.kmeans(values, importance, ks)
     if values.shape[1] <= PATTERNS:
-        return _kmeans(values, importance, k)
+        return _kmeans(values, importance, ks)
     masses = [None] * len(values) if importance is None else importance
-    return torch.cat([_kmeans_of_group(*group, k) for group in zip(values, masses, strict=True)])
+    groups = [_kmeans_of_group(*group, ks) for group in zip(values, masses, strict=True)]
+    return [torch.cat(centroids) for centroids in zip(*groups, strict=True)]
 
 
-def _kmeans_of_group(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    """(1, k) of a large group (n,): by its distinct values where there are few."""
+def _kmeans_of_group(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
+    """(1, k) each of a large group (n,): by its distinct values where there are few."""
     narrow = kmeans_torch.narrowed(values)
     if narrow is None:
-        return _kmeans(values[None], None if importance is None else importance[None], k)
-    return _kmeans(*kmeans_torch.distinct(narrow, importance, _table_kernels(narrow)), k)
+        return _kmeans(values[None], None if importance is None else importance[None], ks)
+    return _kmeans(*kmeans_torch.distinct(narrow, importance, _table_kernels(narrow)), ks)
 
 
-def _kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    return (kmeans_c if layout_c.supports(values) else kmeans_torch).kmeans(values, importance, k)
+def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
+    return (kmeans_c if layout_c.supports(values) else kmeans_torch).kmeans(values, importance, ks)
 
 
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
@@ -137,8 +141,3 @@ def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
     """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `columns_torch.sum_by_code`."""
     fast = hessian.dtype == torch.float32 and layout_c.supports(hessian)
     return (columns_c if fast else columns_torch).sum_by_code(indices, hessian, k)
-
-
-def finds_optimum() -> bool:
-    """Whether `kmeans` of values in host memory finds the global optimum: whether a C compiler was there."""
-    return build.library() is not None

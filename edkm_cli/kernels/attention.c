@@ -176,15 +176,19 @@ void edkm_soft(
     restore(mode);
 }
 
-void edkm_soft_backward(
-    const Layout *layout, const Matrix *weight, const float *centroids, const double *tau, const Matrix *grad,
-    const Matrix *grad_weight, double *grad_centroids, double *grad_tau, int64_t first, int64_t last
+/* Backward of `edkm_soft`, with `grad` that of its output, or, with `moved` and `pull`, of `edkm_moments`, added to `grad`. */
+void edkm_backward(
+    const Layout *layout, const Matrix *weight, const Matrix *importance, const float *centroids, const double *tau,
+    const Matrix *grad, const float *moved, const float *pull, const Matrix *grad_weight, double *grad_centroids,
+    double *grad_tau, int64_t first, int64_t last
 ) {
     unsigned mode = flush_tiny();
-    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64)));
+    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64))), m[BLOCK] __attribute__((aligned(64)));
+    const float *masses = importance->data ? m : NULL;
     int64_t k = layout->k;
     FOR_PIECES(layout, piece, first, last) {
-        const float *c = centroids + piece.group * k;
+        int64_t at = piece.group * k;
+        const float *c = centroids + at;
         float scale = (float)(LOG2E / tau[piece.group]), twice = (float)(2.0 / tau[piece.group]);
         double *to_c = grad_centroids + piece.slot * k, *to_tau = grad_tau + piece.slot;
         for (int64_t j = 0; j < k; j++) to_c[j] = 0;
@@ -192,33 +196,13 @@ void edkm_soft_backward(
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
             load(grad, layout, rect, g);
-            WITH_CONSTANT_K(k, soft_backward_block(w, g, count, c, K, scale, twice, to_c, to_tau));
-            store((void *)grad_weight->data, FLOAT32, layout, rect, g);
-        }
-    }
-    restore(mode);
-}
-
-void edkm_moments_backward(
-    const Layout *layout, const Matrix *weight, const Matrix *importance, const float *centroids, const double *tau,
-    const float *moved, const float *pull, const Matrix *grad_weight, double *grad_centroids, double *grad_tau,
-    int64_t first, int64_t last
-) {
-    unsigned mode = flush_tiny();
-    float w[BLOCK] __attribute__((aligned(64))), g[BLOCK] __attribute__((aligned(64))), m[BLOCK] __attribute__((aligned(64)));
-    const float *masses = importance->data ? m : NULL;
-    int64_t k = layout->k;
-    FOR_PIECES(layout, piece, first, last) {
-        const float *c = centroids + piece.group * k, *to = moved + piece.group * k, *p = pull + piece.group * k;
-        float scale = (float)(LOG2E / tau[piece.group]), twice = (float)(2.0 / tau[piece.group]);
-        double *to_c = grad_centroids + piece.slot * k, *to_tau = grad_tau + piece.slot;
-        for (int64_t j = 0; j < k; j++) to_c[j] = 0;
-        *to_tau = 0;
-        FOR_RECTS(piece, rect) {
-            int64_t count = load(weight, layout, rect, w);
-            load(grad_weight, layout, rect, g);
             if (masses) load(importance, layout, rect, m);
-            WITH_CONSTANT_K(k, moments_backward_block(w, masses, g, count, c, to, p, K, scale, twice, to_c, to_tau));
+            if (moved) {
+                const float *to = moved + at, *by = pull + at;
+                WITH_CONSTANT_K(k, moments_backward_block(w, masses, g, count, c, to, by, K, scale, twice, to_c, to_tau));
+            } else {
+                WITH_CONSTANT_K(k, soft_backward_block(w, g, count, c, K, scale, twice, to_c, to_tau));
+            }
             store((void *)grad_weight->data, FLOAT32, layout, rect, g);
         }
     }

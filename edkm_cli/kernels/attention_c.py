@@ -48,18 +48,16 @@ class CPasses(Passes):
         tiled, k, upstream = self._tiled, centroids.shape[1], readable(grad)
         assert self._grad_weight is None, "the output's gradient comes first: its kernel overwrites"
         grad_centroids, grad_tau, weight_grad = tiled.partial(k), tiled.partial(), self._gradient(zero=False)
-        matrices = matrix(upstream), matrix(weight_grad)
-        tiled.run(
-            "soft_backward", k, matrix(tiled.weight), centroids.contiguous(), tau, *matrices, grad_centroids, grad_tau
-        )
+        at = matrix(tiled.weight), matrix(None), centroids.contiguous(), tau, matrix(upstream)
+        tiled.run("backward", k, *at, None, None, matrix(weight_grad), grad_centroids, grad_tau)
         return tiled.join(grad_centroids), tiled.join(grad_tau) / tau / tau
 
     def moments_backward(self, centroids: Tensor, moved: Tensor, pull: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k, pull = self._tiled, centroids.shape[1], pull.float()
         grad_centroids, grad_tau, weight_grad = tiled.partial(k), tiled.partial(), self._gradient(zero=True)
-        of_weights = matrix(tiled.weight), matrix(self._importance)
-        at = centroids.contiguous(), tau, moved.contiguous()
-        tiled.run("moments_backward", k, *of_weights, *at, pull, matrix(weight_grad), grad_centroids, grad_tau)
+        of_weights, into = (matrix(tiled.weight), matrix(self._importance)), matrix(weight_grad)
+        at = centroids.contiguous(), tau, into, moved.contiguous()
+        tiled.run("backward", k, *of_weights, *at, pull, into, grad_centroids, grad_tau)
         return tiled.join(grad_centroids), tiled.join(grad_tau) / tau / tau
 
     def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:

@@ -26,16 +26,12 @@ _MAX_GROUP = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def interpreted() -> bool:
-    """Whether Triton runs kernels in Python on CPU tensors, as tests do."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def supports(weight: Tensor, tile: Tile, k: int) -> bool:
     """Whether the kernels take this weight: contiguous groups of at most 16,384 weights, k a power of two up to 16."""
     whole_rows = tile[1] == weight.shape[1]
     fits = tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0
-    return whole_rows and fits and weight.dtype in _DTYPES and (weight.is_cuda or interpreted())
+    runs = weight.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"  # in Python on CPU tensors, as in tests
+    return whole_rows and fits and weight.dtype in _DTYPES and runs
 
 
 @triton.jit

@@ -3,7 +3,8 @@
  * In one dimension clusters are intervals of the sorted values. With prefix sums of mass S0 and mass * value S1, an
  * interval (m, i] explains (S1[i] - S1[m])^2 / (S0[i] - S0[m]) of the squares, and best[q][i] = max over m of
  * best[q-1][m] + explained(m, i) is the best split of the first i values into q intervals. The best m never decreases
- * with i, so halving i halves the range of m: O(k u log u) for u distinct values (Ckmeans.1d.dp, Wang and Song 2011).
+ * with i or with q, so halving i halves the range of m: O(k u log u) for u distinct values (Ckmeans.1d.dp, Wang and Song
+ * 2011). Splits into fewer intervals are on the way to those into more: several k cost what the largest does.
  * More than LIMIT distinct values may only be cut at LIMIT evenly spaced ranks; Lloyd's iteration then converges on all.
  */
 #include <stdlib.h>
@@ -12,6 +13,7 @@
 
 #define LIMIT 65536
 #define LLOYD_STEPS 200
+#define SHORT 64 /* beginnings that may be tried one after the other for eight ends at once */
 
 typedef double vd __attribute__((vector_size(64), aligned(64)));
 typedef int64_t vl __attribute__((vector_size(64), aligned(64)));
@@ -60,6 +62,8 @@ static void sort_items(Work *work, int64_t n) {
     }
 }
 
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 INLINE double explained(double moment, double mass) { return moment * moment / (mass > 1e-300 ? mass : 1e-300); }
 
 /* The best beginning m in [low, high] of the last interval ending at i. */
@@ -92,30 +96,59 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
     return (int32_t)at;
 }
 
-static void fill(Work *work, int32_t *from, int64_t first, int64_t last, int64_t low, int64_t high) {
+/* Eight consecutive ends from `first` on, as far as `last`, a lane each: where ranges are short, this is what costs least. */
+static void fill_lanes(Work *work, int32_t *from, int64_t first, int64_t last, int64_t low, int64_t high) {
+    const double *mass = work->cut_mass, *moment = work->cut_moment;
+    const vd tiny = 1e-300 - (vd){}, mass_to = *(const vdu *)(mass + first), moment_to = *(const vdu *)(moment + first);
+    vd top = -1.0 - (vd){};
+    vl where = low - (vl){}, end = {0, 1, 2, 3, 4, 5, 6, 7};
+    end += first;
+    for (int64_t m = low; m <= smaller(high, last); m++) {
+        vd s1 = moment_to - moment[m], s0 = mass_to - mass[m];
+        vl some = s0 > tiny;
+        s0 = (vd)(((vl)s0 & some) | ((vl)tiny & ~some));
+        vd candidate = work->previous[m] + s1 * s1 / s0;
+        vl better = (candidate > top) & (m <= end);
+        top = (vd)(((vl)candidate & better) | ((vl)top & ~better));
+        where = (m & better) | (where & ~better);
+    }
+    for (int64_t l = 0; l <= last - first; l++) work->best[first + l] = top[l], from[first + l] = (int32_t)where[l];
+}
+
+/* The best beginnings for all ends in [first, last], which lie in [low, high] and not below those for an interval less. */
+static void fill(Work *work, int32_t *from, const int32_t *fewer, int64_t first, int64_t last, int64_t low, int64_t high) {
     while (first <= last) {
-        int64_t middle = (first + last) / 2;
-        int32_t at = best_begin(work, middle, low, smaller(high, middle), &work->best[middle]);
+        if (last - first < 8 && high - low < SHORT) {
+            fill_lanes(work, from, first, last, larger(low, fewer[first]), high);
+            return;
+        }
+        int64_t middle = (first + last) / 2, least = larger(low, fewer[middle]);
+        int32_t at = best_begin(work, middle, least, smaller(high, middle), &work->best[middle]);
         from[middle] = at;
-        fill(work, from, first, middle - 1, low, at);
+        fill(work, from, fewer, first, middle - 1, low, at);
         first = middle + 1, low = at;
     }
 }
 
-/* Ranks of the k - 1 inner cuts of the best split, ascending, in `edges`. */
-static void split(Work *work, int64_t k, int64_t *edges) {
+/* All splits into up to k intervals, of which the last matters for all of the values only. */
+static void solve(Work *work, int64_t k) {
     int64_t points = work->points;
+    for (int64_t i = 0; i <= points; i++) work->from[i] = 0;
     for (int64_t i = 0; i <= points; i++) work->best[i] = explained(work->cut_moment[i], work->cut_mass[i]);
     for (int64_t q = 1; q < k; q++) {
         double *swap = work->previous;
         work->previous = work->best, work->best = swap;
-        int32_t *from = work->from + q * (points + 1);
-        if (q == k - 1) from[points] = best_begin(work, points, 0, points, &work->best[points]);
-        else fill(work, from, 0, points, 0, points);
+        int32_t *from = work->from + q * (points + 1), *fewer = from - (points + 1);
+        if (q == k - 1) from[points] = best_begin(work, points, fewer[points], points, &work->best[points]);
+        else fill(work, from, fewer, 0, points, 0, points);
     }
-    int64_t end = points;
+}
+
+/* Ranks of the k - 1 inner cuts of the best split, ascending, in `edges`. */
+static void trace(const Work *work, int64_t k, int64_t *edges) {
+    int64_t end = work->points;
     for (int64_t q = k - 1; q > 0; q--) {
-        end = work->from[q * (points + 1) + end];
+        end = work->from[q * (work->points + 1) + end];
         edges[q - 1] = work->cuts[end];
     }
 }
@@ -176,37 +209,49 @@ static int64_t prepare(Work *work, const float *values, const float *importance,
     return u;
 }
 
-static void cluster(Work *work, const float *values, const float *importance, int64_t n, int64_t k, float *centroids) {
+/* Centroids of one group for each of `count` numbers k, the largest last, one after the other. */
+static void cluster(
+    Work *work, const float *values, const float *importance, int64_t n, const int64_t *ks, int64_t count, float *centroids
+) {
     double center;
-    int64_t u = prepare(work, values, importance, n, &center), edges[MAX_K];
-    if (u <= k) { /* every value is a centroid; spare entries repeat the last */
-        for (int64_t j = 0; j < k; j++) centroids[j] = (float)(work->values[smaller(j, u - 1)] + center);
-        return;
-    }
+    int64_t u = prepare(work, values, importance, n, &center), edges[MAX_K], most = 0;
+    for (int64_t c = 0; c < count; c++)
+        if (ks[c] < u) most = ks[c];
     work->points = smaller(u, LIMIT);
     for (int64_t p = 0; p <= work->points; p++) {
         work->cuts[p] = u * p / work->points;
         work->cut_mass[p] = work->mass[work->cuts[p]], work->cut_moment[p] = work->moment[work->cuts[p]];
     }
-    split(work, k, edges);
-    if (u > LIMIT) lloyd(work, u, k, edges);
-    for (int64_t j = 0, before = 0; j < k; j++) {
-        int64_t end = j + 1 < k ? edges[j] : u;
-        double mean = end > before ? mean_of(work, before, end) : work->values[smaller(before, u - 1)];
-        centroids[j] = (float)(mean + center);
-        before = end;
+    solve(work, most);
+    for (int64_t c = 0; c < count; centroids += ks[c++]) {
+        int64_t k = ks[c];
+        if (u <= k) { /* every value is a centroid; spare entries repeat the last */
+            for (int64_t j = 0; j < k; j++) centroids[j] = (float)(work->values[smaller(j, u - 1)] + center);
+            continue;
+        }
+        trace(work, k, edges);
+        if (u > LIMIT) lloyd(work, u, k, edges);
+        for (int64_t j = 0, before = 0; j < k; j++) {
+            int64_t end = j + 1 < k ? edges[j] : u;
+            double mean = end > before ? mean_of(work, before, end) : work->values[smaller(before, u - 1)];
+            centroids[j] = (float)(mean + center);
+            before = end;
+        }
     }
 }
 
-/* values and importance (groups, n), importance may be NULL; centroids (groups, k). Returns 0, or 1 without memory. */
+/* values and importance (groups, n), importance may be NULL; ks (count,) ascending; centroids (groups, sum of ks). Returns
+ * 0, or 1 without memory. */
 int edkm_kmeans(
-    const float *values, const float *importance, int64_t n, int64_t k, float *centroids, int64_t first, int64_t last
+    const float *values, const float *importance, int64_t n, const int64_t *ks, int64_t count, float *centroids,
+    int64_t first, int64_t last
 ) {
-    int64_t points = smaller(n, LIMIT), doubles = (n + 1) * 3 + (points + 1) * 4;
+    int64_t points = smaller(n, LIMIT), doubles = (n + 1) * 3 + (points + 1) * 4, all = 0;
+    for (int64_t c = 0; c < count; c++) all += ks[c];
     Item *items = malloc(2 * n * sizeof(Item));
     double *room = malloc(doubles * sizeof(double));
     int64_t *cuts = malloc((points + 1) * sizeof(int64_t));
-    int32_t *from = malloc(k * (points + 1) * sizeof(int32_t));
+    int32_t *from = malloc(ks[count - 1] * (points + 1) * sizeof(int32_t));
     int failed = !items || !room || !cuts || !from;
     if (!failed) {
         Work work = {.items = items, .spare = items + n, .values = room, .cuts = cuts, .from = from};
@@ -214,7 +259,7 @@ int edkm_kmeans(
         work.cut_moment = work.cut_mass + points + 1, work.best = work.cut_moment + points + 1;
         work.previous = work.best + points + 1;
         for (int64_t g = first; g < last; g++)
-            cluster(&work, values + g * n, importance ? importance + g * n : NULL, n, k, centroids + g * k);
+            cluster(&work, values + g * n, importance ? importance + g * n : NULL, n, ks, count, centroids + g * all);
     }
     free(items), free(room), free(cuts), free(from);
     return failed;

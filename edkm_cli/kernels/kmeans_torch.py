@@ -9,10 +9,13 @@ distinct values, each with the sum of its importances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.table_torch import PATTERNS, TableKernels
+from edkm_cli.kernels.table_torch import PATTERNS
 
 _STEPS = 100
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}  # values sorted at a time; about 80 bytes are in use for each
@@ -45,9 +48,9 @@ def _lloyd(values: Tensor, sums: Tensor, centroids: Tensor) -> tuple[Tensor, Ten
     return centroids, (2 * moment * centroids - mass * centroids.square()).sum(1)
 
 
-def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
     """`kmeans_c.kmeans`, to a local optimum."""
-    parts = []
+    parts: list[list[Tensor]] = [[] for _ in ks]
     at_once = max(1, _CHUNK.get(values.device.type, 1 << 22) // values.shape[1])
     for first in range(0, values.shape[0], at_once):
         chunk, order = values[first : first + at_once].double().sort(1)
@@ -58,10 +61,11 @@ def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
         mass = mass / mass.sum(1, keepdim=True)
         sums = torch.stack((mass, mass * chunk)).cumsum(2)
         sums = torch.nn.functional.pad(sums, (1, 0))
-        runs = [_lloyd(chunk, sums, start.sort(1).values) for start in _starts(chunk, mass, k)]
-        best = torch.stack([explained for _, explained in runs]).argmax(0)
-        parts.append(torch.stack([c for c, _ in runs])[best, torch.arange(len(chunk), device=chunk.device)])
-    return torch.cat(parts).float()
+        for k, found in zip(ks, parts, strict=True):
+            runs = [_lloyd(chunk, sums, start.sort(1).values) for start in _starts(chunk, mass, k)]
+            best = torch.stack([explained for _, explained in runs]).argmax(0)
+            found.append(torch.stack([c for c, _ in runs])[best, torch.arange(len(chunk), device=chunk.device)])
+    return [torch.cat(found).float() for found in parts]
 
 
 def narrowed(values: Tensor) -> Tensor | None:
@@ -73,7 +77,7 @@ def narrowed(values: Tensor) -> Tensor | None:
     return None
 
 
-def distinct(values: Tensor, importance: Tensor | None, kernels: TableKernels) -> tuple[Tensor, Tensor]:
+def distinct(values: Tensor, importance: Tensor | None, kernels: ModuleType) -> tuple[Tensor, Tensor]:
     """(distinct values (1, u) float32, their importances (1, u) float32) of 16-bit values (n,), all finite.
 
     Without importance, or where it is zero everywhere, each value counts as often as it occurs.

@@ -4,29 +4,19 @@
  */
 #include "lanes.h"
 
-/* Index of the nearest of k entries for 16 weights. */
-INLINE vi nearest_lanes(vf w, const float *c, int k) {
+/* The nearest of k entries for 16 weights, which needs no gather; returns its index. */
+INLINE vi nearest_lanes(vf w, const float *c, int k, vf *entry) {
     const vi magnitude = splat_int(0x7fffffff);
     vf best = keep(w - c[0], magnitude);
     vi index = {};
+    *entry = splat(c[0]);
     for (int j = 1; j < k; j++) {
         vf distance = keep(w - c[j], magnitude);
         index = (vi)choose_if_less(distance, best, (vf)splat_int(j), (vf)index);
+        *entry = choose_if_less(distance, best, splat(c[j]), *entry);
         best = least(distance, best);
     }
     return index;
-}
-
-/* The entry itself, which needs no gather. */
-INLINE vf snap_lanes(vf w, const float *c, int k) {
-    const vi magnitude = splat_int(0x7fffffff);
-    vf best = keep(w - c[0], magnitude), entry = splat(c[0]);
-    for (int j = 1; j < k; j++) {
-        vf distance = keep(w - c[j], magnitude);
-        entry = choose_if_less(distance, best, splat(c[j]), entry);
-        best = least(distance, best);
-    }
-    return entry;
 }
 
 void edkm_nearest(
@@ -39,7 +29,8 @@ void edkm_nearest(
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
             for (int64_t v = 0; v * LANES < count; v++) {
-                vi index = nearest_lanes(*(vf *)(w + v * LANES), c, (int)layout->k);
+                vf entry;
+                vi index = nearest_lanes(*(vf *)(w + v * LANES), c, (int)layout->k, &entry);
                 for (int l = 0; l < LANES; l++) found[v * LANES + l] = (uint8_t)index[l];
             }
             for (int64_t r = 0; r < rect.rows; r++)
@@ -60,9 +51,11 @@ void edkm_snap(
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
             for (int64_t v = 0; v * LANES < count; v++) {
-                vf x = *(vf *)(w + v * LANES);
+                vf x = *(vf *)(w + v * LANES), entry;
                 zero += x - x;
-                *(vf *)(w + v * LANES) = layout->k == 8 ? snap_lanes(x, c, 8) : snap_lanes(x, c, (int)layout->k);
+                if (layout->k == 8) nearest_lanes(x, c, 8, &entry);
+                else nearest_lanes(x, c, (int)layout->k, &entry);
+                *(vf *)(w + v * LANES) = entry;
             }
             store((void *)out->data, out->dtype, layout, rect, w);
         }
@@ -80,6 +73,7 @@ void edkm_sum_by_entry(
     FOR_PIECES(layout, piece, first, last) {
         const float *c = centroids + piece.group * k;
         double *to = sums + piece.slot * k;
+        vf entry;
         for (int j = 0; j < k; j++) to[j] = 0;
         FOR_RECTS(piece, rect) {
             int64_t count = load(weight, layout, rect, w);
@@ -87,14 +81,14 @@ void edkm_sum_by_entry(
             if (k == 8) {
                 vf part[8] = {};
                 for (int64_t v = 0; v * LANES < count; v++) {
-                    vi index = nearest_lanes(*(vf *)(w + v * LANES), c, 8);
+                    vi index = nearest_lanes(*(vf *)(w + v * LANES), c, 8, &entry);
                     vf upstream = keep(*(vf *)(g + v * LANES), valid(v, count));
                     for (int j = 0; j < 8; j++) part[j] = add_if_equal(part[j], index, splat_int(j), upstream);
                 }
                 for (int j = 0; j < 8; j++) to[j] += total(part[j]);
             } else {
                 for (int64_t v = 0; v * LANES < count; v++) {
-                    vi index = nearest_lanes(*(vf *)(w + v * LANES), c, k);
+                    vi index = nearest_lanes(*(vf *)(w + v * LANES), c, k, &entry);
                     for (int64_t l = 0; l < LANES && v * LANES + l < count; l++) to[index[l]] += g[v * LANES + l];
                 }
             }

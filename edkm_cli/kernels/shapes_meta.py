@@ -6,6 +6,8 @@ while they work, as far as it is of the weight's size. Used like any other kerne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,9 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     return indices.new_empty(indices.shape, dtype=dtype)
 
 
-def kmeans(values: Tensor, importance: Tensor | None, k: int) -> Tensor:
+def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
     """`kmeans_torch.kmeans`. What k-means itself needs is host memory, also for weights on a GPU."""
-    return values.new_empty(values.shape[0], k)
+    return [values.new_empty(values.shape[0], k) for k in ks]
 
 
 class ShapePasses(Passes):

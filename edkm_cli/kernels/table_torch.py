@@ -9,7 +9,7 @@ g_i * slope(v_i) + offset(v_i) backward. The paper's uniquification keeps an ind
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,66 +25,57 @@ _ONE_THREAD_ENTRIES = 1 << 15
 Parts = Sequence[tuple[Tensor, Tensor]]
 
 
-class TableKernels(Protocol):
-    """What is done to every weight of a 16-bit matrix. Tables have one entry a bit pattern."""
-
-    def count_patterns(self, weight: Tensor) -> Tensor:
-        """How often each pattern occurs, (65536,) int64."""
-
-    def sum_by_pattern(self, weight: Tensor, grad: Tensor) -> Tensor:
-        """The sum of `grad` over the weights with each pattern, (65536,) float64."""
-
-    def gather(self, weight: Tensor, table: Tensor) -> Tensor:
-        """table[pattern] in the weight's shape and the table's dtype."""
-
-    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
-        """offset[pattern] + sum over (factor, table) in `parts` of factor * table[pattern], in the weight's shape and
-        dtype. Tables are float32; a factor is of the weight's shape, and there are at most two parts."""
+def _cut(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(some of the weights, their bit patterns), a chunk at a time."""
+    bits, size = weight.reshape(-1).view(torch.int16), _CHUNK.get(weight.device.type, 1 << 20)
+    for first in range(0, bits.numel(), size):
+        chunk = slice(first, first + size)
+        yield chunk, bits[chunk].to(torch.int32) & (PATTERNS - 1)
 
 
-class TorchTableKernels:
-    """`TableKernels` in plain PyTorch, a chunk at a time."""
+def count_patterns(weight: Tensor) -> Tensor:
+    """How often each bit pattern occurs in a 16-bit weight, (65536,) int64."""
+    counts = torch.zeros(PATTERNS, dtype=torch.int64, device=weight.device)
+    for _, patterns in _cut(weight):
+        counts += torch.bincount(patterns, minlength=PATTERNS)
+    return counts
 
-    def _cut(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        bits, size = weight.reshape(-1).view(torch.int16), _CHUNK.get(weight.device.type, 1 << 20)
-        for first in range(0, bits.numel(), size):
-            chunk = slice(first, first + size)
-            yield chunk, bits[chunk].to(torch.int32) & (PATTERNS - 1)
 
-    def count_patterns(self, weight: Tensor) -> Tensor:
-        counts = torch.zeros(PATTERNS, dtype=torch.int64, device=weight.device)
-        for _, patterns in self._cut(weight):
-            counts += torch.bincount(patterns, minlength=PATTERNS)
-        return counts
+def sum_by_pattern(weight: Tensor, grad: Tensor) -> Tensor:
+    """The sum of `grad` over the weights with each pattern, (65536,) float64."""
+    sums = torch.zeros(PATTERNS, dtype=torch.float64, device=weight.device)
+    flat = grad.reshape(-1)
+    for chunk, patterns in _cut(weight):
+        sums += torch.bincount(patterns, weights=flat[chunk].double(), minlength=PATTERNS)
+    return sums
 
-    def sum_by_pattern(self, weight: Tensor, grad: Tensor) -> Tensor:
-        sums = torch.zeros(PATTERNS, dtype=torch.float64, device=weight.device)
-        flat = grad.reshape(-1)
-        for chunk, patterns in self._cut(weight):
-            sums += torch.bincount(patterns, weights=flat[chunk].double(), minlength=PATTERNS)
-        return sums
 
-    def gather(self, weight: Tensor, table: Tensor) -> Tensor:
-        out = torch.empty(weight.numel(), dtype=table.dtype, device=weight.device)
-        for chunk, patterns in self._cut(weight):
-            out[chunk] = table[patterns]
-        return out.view(weight.shape)
+def gather(weight: Tensor, table: Tensor) -> Tensor:
+    """table[pattern] of a table (65536,), in the weight's shape and the table's dtype."""
+    out = torch.empty(weight.numel(), dtype=table.dtype, device=weight.device)
+    for chunk, patterns in _cut(weight):
+        out[chunk] = table[patterns]
+    return out.view(weight.shape)
 
-    def blend(self, weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
-        out = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
-        flat = [(factor.reshape(-1), table) for factor, table in parts]
-        for chunk, patterns in self._cut(weight):
-            out[chunk] = offset[patterns] + sum(factor[chunk].float() * table[patterns] for factor, table in flat)
-        return out.view(weight.shape)
+
+def blend(weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
+    """offset[pattern] + sum over (factor, table) in `parts` of factor * table[pattern], in the weight's shape and
+    dtype. Tables are (65536,) float32; a factor is of the weight's shape, and there are at most two parts."""
+    out = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
+    flat = [(factor.reshape(-1), table) for factor, table in parts]
+    for chunk, patterns in _cut(weight):
+        out[chunk] = offset[patterns] + sum(factor[chunk].float() * table[patterns] for factor, table in flat)
+    return out.view(weight.shape)
 
 
 class TablePasses(Passes):
     """The passes over a bfloat16 or float16 weight (out, in) whose group is the whole matrix.
 
-    With an importance, (in,) or (out, in), a distinct value counts in the moments by the sum over its weights.
+    With an importance, (in,) or (out, in), a distinct value counts in the moments by the sum over its weights. `kernels` is
+    this module or one with the same functions.
     """
 
-    def __init__(self, weight: Tensor, kernels: TableKernels, importance: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, kernels: ModuleType, importance: Tensor | None = None) -> None:
         self._weight, self._kernels, self.group_size = weight, kernels, weight.numel()
         counts = kernels.count_patterns(weight)
         self._patterns = counts.nonzero()[:, 0]  # (u,)

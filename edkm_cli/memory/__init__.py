@@ -3,7 +3,7 @@
 Works on tensors, autograd graphs and process groups; knows nothing of clustering or models.
 """
 
-from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.marshaling import MarshalSavedTensors
+from edkm_cli.memory.mover import Statistics
 from edkm_cli.memory.shard import Shard
 from edkm_cli.memory.uniquify import Uniquify

@@ -26,9 +26,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from edkm_cli.memory.accounting import Statistics
 from edkm_cli.memory.graph import Marks, Visit, walk
-from edkm_cli.memory.mover import Codec, Mover, Store, Stored
+from edkm_cli.memory.mover import Codec, Mover, Statistics, Store, Stored
 from edkm_cli.memory.storage import Region, View, storage_address
 
 

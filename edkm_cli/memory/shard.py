@@ -26,13 +26,12 @@ class Shard:
     replicated weights, such as clustering. A learner that drops out makes the others wait for the group's timeout.
 
     `group` is the process group, of gloo or nccl; None is the default one. Without torch.distributed initialised there is
-    one learner. `verify` compares checksums (order, length and content) before slicing, which costs one pass and one small
+    one learner. Checksums (order, length and content) are compared before slicing, which costs one pass and one small
     collective for each tensor; UserError is raised in forward, on every learner, if the learners' tensors differ.
     """
 
-    def __init__(self, group: Any = None, *, verify: bool = True) -> None:
-        self._group, self._verify = group, verify
-        self._sequence = 0
+    def __init__(self, group: Any = None) -> None:
+        self._group, self._sequence = group, 0
 
     def pack(self, flat: torch.Tensor, store: Store) -> Stored | None:
         """Store this learner's slice, ceil(bytes / L) of them or what is left; None in a group of one."""
@@ -40,8 +39,7 @@ class Shard:
         if world == 1:
             return None
         data = flat.view(torch.uint8)
-        if self._verify:
-            self._compare(data)
+        self._compare(data)
         self._sequence += 1
         share = -(-data.numel() // world)
         rank = dist.get_rank(self._group)

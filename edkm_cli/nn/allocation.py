@@ -32,7 +32,6 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import is_expert
 
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
@@ -226,48 +225,15 @@ def expected_rise(weight: Tensor, tables: Tensor, importance: Tensor, granularit
     return 0.5 * float(difference.sum(dtype=torch.float64))
 
 
-def sampled_rows(weight: Tensor, granularity: Granularity) -> Tensor:
-    """Rows of a weight (out, in) that stand for all of them, ascending: whole tables, some hundred of them or all. A mean
-    over so many is within a few percent, and errors differ by factors of four from one number of bits to the next."""
-    tile = granularity.tile(weight.shape[0], weight.shape[1])[0]
-    bands = torch.arange(weight.shape[0], device=weight.device).view(-1, tile)
-    return bands[:: max(1, bands.shape[0] // _BANDS)].flatten()
-
-
-@torch.no_grad()
-def allocate(
-    model: Any,
-    swaps: Sequence[Swap],
-    importance: Mapping[str, Tensor],
-    spec: QuantizationSpec,
-    average: float,
-    *,
-    track: Track = no_progress,
-) -> dict[str, int]:
-    """The bits of each linear of a dense model, by module path.
-
-    Args:
-        swaps: the linears.
-        importance: of each linear's weights, (out, in), the squared gradients of one loss.
-        spec: geometry and number format of the tables.
-        average: bits, at least 1 and at most 8; the result takes no more room than a model with so many everywhere.
-
-    Raises UserError where the importance is missing or not that of weights.
-    """
-    rises = {
-        swap.name: rises_of(swap.name, model.get_submodule(swap.name).weight, importance.get(swap.name), spec, average)
-        for swap in track(list(swaps), "sensitivity", len(swaps))
-    }
-    return choose(swaps, rises, spec, average)
-
-
 @torch.no_grad()
 def rises_of(
-    name: str, weight: Tensor, importance: Tensor | None, spec: QuantizationSpec, average: float
+    name: str, weight: Tensor, importance: Tensor | None, spec: QuantizationSpec, starts: Mapping[int, Tensor]
 ) -> dict[int, float]:
-    """Bits -> what the loss is expected to rise by, of one linear with a weight (out, in), for each number that is tried.
+    """Bits -> what the loss is expected to rise by, of one linear with a weight (out, in), for each number whose tables
+    start as given. `importance` are the squared gradients of one loss, (out, in).
 
-    Raises UserError where the importance is missing or not that of weights.
+    Some hundred bands of tables stand for all. A mean over so many is within a few percent, and errors differ by factors
+    of four from one number of bits to the next. Raises UserError where the importance is missing or not that of weights.
     """
     if importance is None or importance.shape != weight.shape:
         raise UserError(
@@ -275,12 +241,11 @@ def rises_of(
             f"as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform"
         )
     granularity = spec.granularity_of(name)
-    rows = sampled_rows(weight, granularity)
-    weights, weighing = weight.detach()[rows], importance[rows]
-    share = weights.shape[0] / weight.shape[0]
-    rises = {}
-    for bits in tried_bits(average):
-        grid = Grid(spec.palette, bits, spec.lut_dtype)
-        start = grid.start(weights, granularity=granularity, importance=weighing, name=name)
-        rises[bits] = expected_rise(weights, grid.tables(start), weighing, granularity) / share
+    bands = weight.shape[0] // granularity.tile(*weight.shape)[0]
+    chosen = slice(None, None, max(1, bands // _BANDS))
+    weights, weighing = (full.detach().unflatten(0, (bands, -1))[chosen].flatten(0, 1) for full in (weight, importance))
+    share, rises = weights.shape[0] / weight.shape[0], {}
+    for bits, start in starts.items():
+        tables = Grid(spec.palette, bits, spec.lut_dtype).tables(start).unflatten(0, (bands, -1))[chosen].flatten(0, 1)
+        rises[bits] = expected_rise(weights, tables, weighing, granularity) / share
     return rises

@@ -86,6 +86,11 @@ class LutLayer(nn.Module):
         return self.clustering.grid.tables(self.centroids.detach())
 
     @torch.no_grad()
+    def hard_weight(self) -> Tensor:
+        """The weight (out, in) float32 as export stores it."""
+        return lookup(self.codes(), self.lut(), granularity=self.clustering.granularity)
+
+    @torch.no_grad()
     def snapped(self) -> tuple[Tensor, Tensor | None]:
         """(indices (out, in) uint8, lut (groups, 2**bits) in the LUT's dtype, rows ascending): what export writes. A
         float8 LUT is divided by its `stored_scale`. Indices of a palette stay those of its template, which has no LUT.
@@ -174,26 +179,25 @@ class ClusteredLinear(LutLayer):
         if not self.training:
             return nn.functional.linear(x, self.hard_weight().to(x.dtype), self.bias)
         new_centroids = None if options.trains_luts else self._new_centroids()
-        free = options.palette == FREE
         if options.method == "dkm":
             with self.saving(self.weight):
                 clustered = self._dense_weight()
             return nn.functional.linear(x, clustered.to(x.dtype), self.bias)
-        return clustered_linear(
-            x,
-            self.weight,
-            self.centroids if free else options.grid.tables(self.centroids),
-            self.bias,
-            granularity=options.granularity,
-            temperature=self.temperature,
-            iterations=options.iterations,
-            mode=options.mode,
-            lut_dtype=options.lut_dtype if free else None,
-            lut_scale=options.lut_scale,
-            new_centroids=new_centroids,
-            importance=self.importance,
-            name=self.name,
-        )
+        rounding = {"lut_dtype": options.lut_dtype if options.palette == FREE else None, "lut_scale": options.lut_scale}
+        about: dict[str, Any] = {**self._updates, **rounding, "new_centroids": new_centroids, "name": self.name}
+        return clustered_linear(x, self.weight, self._tables(), self.bias, mode=options.mode, **about)
+
+    @property
+    def _updates(self) -> dict[str, Any]:
+        """What updates of the centroids depend on beside the weight."""
+        options = self.clustering
+        about = {"granularity": options.granularity, "iterations": options.iterations}
+        return {**about, "temperature": self.temperature, "importance": self.importance}
+
+    def _tables(self) -> Tensor:
+        """What is trained in place of the tables, or the tables that it stands for; differentiable."""
+        options = self.clustering
+        return self.centroids if options.palette == FREE else options.grid.tables(self.centroids)
 
     def _dense_weight(self) -> Tensor:
         """The clustered weight by plain autograd operations, in the chosen mode: the reference for `clustered_linear`."""
@@ -201,28 +205,14 @@ class ClusteredLinear(LutLayer):
         if options.mode == "straight-through":
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
             indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
-            tables = self.centroids if options.palette == FREE else options.grid.tables(self.centroids)
-            entries = differentiable_lookup(tables, indices, options.granularity)
+            entries = differentiable_lookup(self._tables(), indices, options.granularity)
             value = self.hard_weight().to(entries.dtype)
             return value + (entries - entries.detach()) + (weight - weight.detach())
-        soft, final = dense_dkm(
-            weight,
-            self.centroids,
-            granularity=options.granularity,
-            temperature=self.temperature,
-            iterations=options.iterations,
-            importance=self.importance,
-        )
+        soft, final = dense_dkm(weight, self.centroids, **self._updates)
         if options.mode == "soft":
             return soft
-        hard = snap(
-            weight,
-            final,
-            granularity=options.granularity,
-            lut_dtype=options.lut_dtype,
-            scale=options.lut_scale,
-            name=self.name,
-        )
+        rounding: dict[str, Any] = {"lut_dtype": options.lut_dtype, "scale": options.lut_scale}
+        hard = snap(weight, final, granularity=options.granularity, name=self.name, **rounding)
         return soft + (hard.to(soft.dtype) - soft).detach()
 
     @torch.no_grad()
@@ -236,15 +226,7 @@ class ClusteredLinear(LutLayer):
     @torch.no_grad()
     def iterated_centroids(self) -> Tensor:
         """The centroids after this step's iterations (groups, k), computed anew."""
-        return iterate_centroids(
-            self.weight,
-            self.centroids,
-            granularity=self.clustering.granularity,
-            temperature=self.temperature,
-            iterations=self.clustering.iterations,
-            importance=self.importance,
-            name=self.name,
-        )
+        return iterate_centroids(self.weight, self.centroids, name=self.name, **self._updates)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -258,7 +240,7 @@ class ClusteredLinear(LutLayer):
 
     @torch.no_grad()
     def hard_weight(self) -> Tensor:
-        """The weight (out, in) float32 as export stores it."""
+        """The same in one pass, with an error for weights that are not finite."""
         return snap(self.weight, self.lut(), granularity=self.clustering.granularity, name=self.name)
 
     def codes(self) -> Tensor:

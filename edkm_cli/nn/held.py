@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import lookup
 from edkm_cli.clustering.checks import require_finite
 from edkm_cli.clustering.grids import stored_numbers
 from edkm_cli.granularity import FREE
@@ -91,11 +90,6 @@ class HeldLinear(LutLayer):
     def codes(self) -> Tensor:
         """The entry of each weight, (out, in) uint8."""
         return unpack(self.indices, self.clustering.bits, self.in_features)
-
-    @torch.no_grad()
-    def hard_weight(self) -> Tensor:
-        """The weight (out, in) float32 as export stores it."""
-        return lookup(self.codes(), self.lut(), granularity=self.clustering.granularity)
 
 
 def hold(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""What lasts as long as a block: forward hooks, attributes, evaluation; and what decoder layers are called with."""
+"""What lasts as long as a block: forward hooks, attributes, evaluation; and where decoder layers are, and what they are
+called with."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from edkm_cli.nn.decoder import decoder_layers
+from edkm_cli.errors import UserError
 from edkm_cli.runtime.experts import with_one_expert
 
 
@@ -58,6 +59,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of the model asks for a gradient as long as the block lasts, or as long as nobody makes it."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.requires_grad_(False)
+        for name in trained:
+            model.get_parameter(name).requires_grad_(True)
+
+
+def decoder_layers(model: Any) -> dict[str, nn.Module]:
+    """The model's decoder layers, in order: module path -> module.
+
+    They are of the classes that its family names (`_no_split_modules`); where it names none, the one list of as many
+    modules of one class as the configuration has layers. Raises UserError where there is no such list.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    named = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    if named:
+        return named
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and len({type(layer) for layer in module}) == 1
+    }
+    if len(lists) != 1:
+        raise UserError(
+            "--sharding full and methods that work layer by layer must know the decoder layers, but "
+            f"{type(model).__name__} does not name them (_no_split_modules); use --sharding none, or another method"
+        )
+    ((path, layers),) = lists.items()
+    return {f"{path}.{index}": layer for index, layer in enumerate(layers)}
 
 
 class LayerCall(NamedTuple):

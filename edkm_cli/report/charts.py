@@ -165,15 +165,8 @@ def bars(
             place += length
         if line is not None and place - 4 < line < place + after:  # the figure stands behind the line, not under it
             place = line
-        row = {
-            "top": tall * index + 6,
-            "label": label,
-            "parts": boxes,
-            "place": place,
-            "total": show(total),
-            "note": note,
-        }
-        drawn.append(row)
+        ends = {"place": place, "total": show(total), "note": note}
+        drawn.append({"top": tall * index + 6, "label": label, "parts": boxes, **ends})
     below = ", ".join([caption] * bool(caption) + ["log scale from 1"] * log)
     bottom = tall * len(rows)
     return chart("bars", title=title, width=_WIDTH, height=bottom + (18 if below else 4), start=x.start, thick=thick,

@@ -1,19 +1,33 @@
-"""What the page about a run shows, section by section: each is a function from the files of a run to what run.jinja lays
-out."""
+"""`edkm report`: read a run, measure its weights, write the page. What it shows, section by section: each is a function from
+the files of a run to what run.jinja lays out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from edkm_cli.report.charts import MOST_LINES, Series, bars, heat_map, histogram, line_chart, lines, scale_of
-from edkm_cli.report.layers import Histogram, Weights, place
-from edkm_cli.report.markup import figure, render
-from edkm_cli.report.read import RunFiles, number
-from edkm_cli.report.texts import fixed, perplexity_section
-from edkm_cli.summaries import STAGES, duration, megabytes, text_names
+from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import replace_file, require_replaceable
+from edkm_cli.progress import Track, no_progress
+from edkm_cli.report.charts import (
+    MOST_LINES,
+    Series,
+    bars,
+    heat_map,
+    histogram,
+    line_chart,
+    line_colour,
+    lines,
+    scale_of,
+)
+from edkm_cli.report.layers import Histogram, Weights, measure_weights, place
+from edkm_cli.report.markup import figure, fixed, render
+from edkm_cli.report.read import RunFiles, read_run, stages_of
+from edkm_cli.summaries import STAGES, megabytes, perplexity_rows, text_names, windows_of
 
 _MODES = {
     "straight-through": "the loss is that of the weights as they will be exported",
@@ -25,6 +39,59 @@ _ERRORS = (
     "weights, so this includes both what rounding lost and what training changed."
 )
 _COLUMNS = ("loss", "hard_loss", "gradient_norm", "learning_rate", "temperature", "tokens", "seconds")
+
+
+def build_report(
+    directory: str | Path,
+    *,
+    output: str | Path | None = None,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
+) -> dict[str, Any]:
+    """Write the page about a run and return what it shows, for --json.
+
+    Args:
+        directory: what `edkm compress` wrote, or is writing: `DIR` stands for `DIR.partial` until the run is finished.
+        output: the file; default `DIR/report.html`, or `DIR.partial.html` beside an unfinished run's directory.
+        weights: read the checkpoint and, where it is on this machine, the original (a finished run only).
+
+    Raises UserError for a directory that is none, broken files, or a place that cannot be written to.
+    """
+    run = read_run(directory)
+    target = _target(run, output)
+    measured = None
+    if weights and run.finished:
+        measured = measure_weights(
+            run.directory,
+            run.report["model"],
+            original_bytes=run.report["original_weights_bytes"],
+            trust_remote_code=trust_remote_code,
+            track=track,
+        )
+    replace_file(target, page(run, measured))
+    result = {"directory": str(run.directory), "page": str(target), "finished": run.finished}
+    result |= {"steps_done": len(run.metrics), "perplexity": run.perplexity}
+    if measured is not None:
+        errors = [{"name": name, "relative_squared_error": error} for name, error in measured.errors.items()]
+        result |= {"bytes": measured.stored_bytes, "original_bytes": measured.original_bytes, "layers": errors}
+        result |= {"missing": measured.missing} if measured.missing else {}
+    return result
+
+
+def _target(run: RunFiles, output: str | Path | None) -> Path:
+    """Where the page goes, checked before the work."""
+    if output is None:
+        inside, beside = run.directory / "report.html", run.directory.with_name(run.directory.name + ".html")
+        target = inside if run.finished else beside
+    else:
+        target = Path(output).expanduser().absolute()
+    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise UserError(
+            f"--output must name a file in a directory that can be written to, got {target}; choose another"
+        )
+    require_replaceable("--output", target)
+    return target
 
 
 def page(run: RunFiles, weights: Weights | None) -> str:
@@ -39,14 +106,15 @@ def page(run: RunFiles, weights: Weights | None) -> str:
         kind=" · ".join(shown),
         sentence=_sentence(run),
         made=f"{run.directory}. Made by edkm report",
-        shown=tiles(run),
+        run=run,
+        stages=STAGES,
+        last=next((stage for stage in ("exported", "trained", "start", "original") if stage in run.perplexity), None),
         perplexity=perplexity_section(run),
         training=training_section(run),
-        size=size_section(weights) if weights else None,
-        missing=weights.missing if weights else None,
+        weights=weights,
+        sizes=_sizes(weights) if weights else None,
         errors=error_map(weights.errors, "Error by layer", _ERRORS, "Relative squared error") if weights else None,
         tables=histogram_section(weights.histograms) if weights and not weights.missing else None,
-        settings=settings_section(run),
     )
 
 
@@ -68,35 +136,45 @@ def _sentence(run: RunFiles) -> str:
     return f"{smaller.capitalize()}, {trained}; the perplexity is {', '.join(parts)}."
 
 
-def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
-    """The headline figures: name, value, and what more is to say."""
-    report, measured = run.report, run.perplexity
-    shown: list[tuple[str, str, str]] = []
-    last = next((stage for stage in ("exported", "trained", "start", "original") if stage in measured), None)
-    if last is not None:
-        more = f"{STAGES[last]}; original {fixed(measured['original'])}" if "original" in measured else ""
-        shown.append(("perplexity", fixed(measured[last]), more))
-    if report:
-        ratio = report["original_weights_bytes"] / report["weights_bytes"]
-        shown += [
-            ("weights", megabytes(report["weights_bytes"]), f"{megabytes(report['original_weights_bytes'])} in 16 bits"),
-            ("smaller by", f"{ratio:.2f}x", "over the whole model, embeddings included"),
-            ("bits per weight", f"{report['decoder_bits_per_weight']:.3f}",
-             f"decoder, tables included; whole model {report['model_bits_per_weight']:.3f}"),
-            ("time", duration(sum(number(value) or 0.0 for value in report["seconds"].values())),
-             f"{report['steps']:,} steps, {report['training_tokens']:,} tokens"),
-        ]  # fmt: skip
-    elif run.metrics:
-        seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
-        left = max(run.steps - len(run.metrics), 0) * sum(seconds) / max(len(seconds), 1)
-        last_loss = run.metrics[-1].get("loss", 0.0)
-        shown += [
-            ("steps", f"{len(run.metrics):,}", f"of {run.steps:,}"),
-            ("loss", figure(last_loss), f"at the first step {figure(run.metrics[0].get('loss', 0.0))}"),
-            ("tokens", f"{int(run.metrics[-1].get('tokens', 0)):,}", "trained on so far"),
-            ("time left", duration(left), f"{sum(seconds) / max(len(seconds), 1):.2f} s a step"),
-        ]  # fmt: skip
-    return shown
+def perplexity_section(run: RunFiles) -> dict[str, Any] | None:
+    """Bars before and after for each text, a table of all, and perplexities by step where they were measured."""
+    texts = [text for text in run.texts if stages_of(text)]
+    if not texts:
+        return None
+    names = text_names([text["data"] for text in texts])
+    where = f"Measured on {windows_of({'texts': texts})}. " if run.finished else ""
+    titles = [f", {name}" if len(texts) > 1 else "" for name in names]
+    return {
+        "note": f"{where}Lower is better; the dashed line is the uncompressed model.",
+        "charts": [(name, _bars(text, title)) for text, name, title in zip(texts, names, titles, strict=True)],
+        "by_step": _over_steps(run, texts, names),
+        "header": ["", *(cell for name in names for cell in (name, "ratio"))],
+        "rows": perplexity_rows({"texts": texts}),
+        "compared": all("kl_per_token" in text for text in texts),
+    }
+
+
+def _bars(text: dict[str, Any], name: str) -> Markup:
+    measured, original = stages_of(text), text.get("original")
+    rows = []
+    for stage, value in measured.items():
+        colour = "muted" if stage in ("original", "dense") else "c1" + " pale" * (stage != list(measured)[-1])
+        note = f"{value / original:.2f}x" if original and stage != "original" else ""
+        rows.append((STAGES[stage], [("", value, colour)], note))
+    return bars(rows, title=f"Perplexity by stage{name}", reference=original, show=fixed)
+
+
+def _over_steps(run: RunFiles, texts: list[dict[str, Any]], names: list[str]) -> dict[str, Any] | None:
+    """How many times the original's perplexity each text has, step by step."""
+    series = []
+    for index, (text, name) in enumerate(zip(texts, names, strict=True)):
+        points = [(step, value / text["original"]) for step, value in run.by_step(text["data"]) if "original" in text]
+        if points:
+            series.append(Series(name, points, line_colour(index)))
+    label = "times the uncompressed model's"
+    if not series:
+        return None
+    return lines(series, title=f"Perplexity by step, in {label}", x_label="step", y_label=label, height=240, named=True)
 
 
 def training_section(run: RunFiles) -> dict[str, Any] | None:
@@ -147,19 +225,14 @@ def _small_chart(metrics: list[dict[str, float]], key: str, colour: str, log: bo
     return line_chart(series, title=f"{name} by step", x_label="step", y_label=name, log=log, width=490, height=180)
 
 
-def size_section(weights: Weights) -> dict[str, Any]:
+def _sizes(weights: Weights) -> Markup:
     """Two bars on one scale: bytes by part, in 16 bits and compressed."""
     colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
-    both = [("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes)]
+    both = (("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes))
     stacks = [
         (label, [(part, float(size), colours[part]) for part, size in parts.items()], "") for label, parts in both
     ]
-    rows = [
-        (f"{label}: {part}", f"{size:,}", f"{size / max(sum(parts.values()), 1):.1%}")
-        for label, parts in both
-        for part, size in parts.items()
-    ]
-    return {"chart": bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes), "rows": rows}
+    return bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes)
 
 
 def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) -> dict[str, Any] | None:
@@ -207,31 +280,6 @@ def histogram_section(histograms: Sequence[Histogram]) -> dict[str, Any] | None:
         "panels": list(panels.values()),
         "rows": rows,
     }
-
-
-def settings_section(run: RunFiles) -> dict[str, Any] | None:
-    """Everything that is needed to repeat the run: captions and rows of tables."""
-    report = run.report
-    settings = list(run.settings.items())
-    half = -(-len(settings) // 2)
-    facts = [("Settings", _facts(dict(settings[:half]))), ("", _facts(dict(settings[half:])))]
-    if report:
-        shown = {"Versions": "versions", "Hardware": "hardware", "Seconds by phase": "seconds"}
-        facts += [(caption, _facts(report.get(key))) for caption, key in shown.items()]
-        dense = [(str(entry.get("name")), str(entry.get("reason"))) for entry in report["skipped"]]
-        facts.append(("Left uncompressed, and why", dense))
-    note = f"{len(report['swapped'])} modules compressed, {len(report['skipped'])} left uncompressed." if report else ""
-    return {"note": note, "facts": facts} if any(rows for _, rows in facts) else None
-
-
-def _facts(values: Any) -> list[tuple[str, str]]:
-    return [(key, _setting(value)) for key, value in values.items()] if isinstance(values, dict) else []
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value is None else figure(value) if isinstance(value, float) else str(value)
 
 
 def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, float]]:

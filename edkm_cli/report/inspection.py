@@ -1,17 +1,29 @@
-"""`edkm inspect`: what a compressed checkpoint holds, from its files' headers."""
+"""`edkm inspect`: what a compressed checkpoint holds, from its files' headers; and with `--verify`, whether every byte of it
+is what export wrote, and whether it says the truth about itself.
+
+`integrity.check_checkpoint` looks at headers and checksums. To verify, the tensors are read, too: each must have the sha256
+and the statistics that export recorded in tensors.json, tables must be finite and ascending, padding zero, and the sizes
+in report.json those of the files. What is not recorded cannot be verified, and that is said, too.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
+from edkm_cli.export.checkpoint import RECORD, tensor_record
 from edkm_cli.export.source import Compressed
+from edkm_cli.format import CHECKSUMS, read_json
+from edkm_cli.integrity import AGAIN
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.swap import is_tied
+from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
-from edkm_cli.summaries import megabytes, table
 
 
 def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -28,17 +40,11 @@ def describe(source: Compressed) -> dict[str, Any]:
         if not isinstance(module, PALETTIZED):
             continue
         buffers = {key: buffer.numel() * buffer.element_size() for key, buffer in module.named_buffers(recurse=False)}
-        layer: dict[str, Any] = {"name": name, "kind": type(module).__name__, "bytes": buffers}
-        if isinstance(module, PalettizedLinear):
-            shape = (module.out_features, module.in_features)
-            layer |= {
-                "shape": list(shape),
-                "bits": spec.bits_of(name),
-                "luts": spec.granularity_of(name).groups(*shape),
-            }
-            layer |= {"granularity": spec.module_granularity[name]} if name in spec.module_granularity else {}
-        else:
-            layer |= {"shape": [module.rows, module.columns], "bits": module.bits, "luts": 0}
+        packed: Any = module
+        linear, shape = isinstance(module, PalettizedLinear), [packed.rows, packed.columns]
+        layer = {"name": name, "kind": type(module).__name__, "bytes": buffers, "shape": shape, "bits": packed.bits}
+        layer["luts"] = spec.granularity_of(name).groups(*shape) if linear else 0
+        layer |= {"granularity": spec.module_granularity[name]} if name in spec.module_granularity else {}
         layers.append(layer)
     return {
         "directory": str(source.directory),
@@ -52,30 +58,60 @@ def describe(source: Compressed) -> dict[str, Any]:
     }
 
 
-def format_inspection(result: dict[str, Any]) -> str:
-    """The description as text: totals, then a line for each layer."""
-    spec = result["quantization_config"]
-    rows = [
-        [layer["name"], "x".join(map(str, layer["shape"])), str(layer["bits"]), str(layer["luts"] or "-"),
-         f"{sum(layer['bytes'].values()):,}"]
-        for layer in result["layers"]
-    ]  # fmt: skip
-    of_embeddings = [layer["bits"] for layer in result["layers"] if not layer["luts"]]
-    embeddings = f"{of_embeddings[0]} bits" if of_embeddings else "dense"
-    embeddings += f" in groups of {spec['embedding_group']}" if spec.get("embedding_group") else ""
-    widths = sorted({spec["bits"], *spec.get("module_bits", {}).values()})
-    bits = f"{widths[0]} to {widths[-1]} bits" if len(widths) > 1 else f"{spec['bits']} bits"
-    tables = f"scales of {spec['palette']} tables" if "palette" in spec else "LUTs"
-    tied = "tied" if result["tied_embeddings"] else "not tied"
-    others = [layer["granularity"] for layer in result["layers"] if "granularity" in layer]
-    tiles = ", ".join([spec["granularity"], *(f"{text} in {count}" for text, count in Counter(others).items())])
-    return "\n".join(
-        [
-            f"{result['directory']}: {result['architecture']}, {bits}, {tiles}, "
-            f"{spec['lut_dtype']} {tables}, embeddings {embeddings} ({tied}), format {spec['format_version']}",
-            f"{megabytes(result['weights_bytes'])}, decoder {result['decoder_bits_per_weight']:.3f} bits per weight, "
-            f"whole model {result['model_bits_per_weight']:.3f}",
-            "",
-            table(rows, header=["module", "shape", "bits", "LUTs", "bytes"]),
-        ]
-    )
+def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Read a whole checkpoint and compare it with what export recorded; returns the counts of what was compared.
+
+    Raises UserError naming the first thing that differs, or the record that is missing.
+    """
+    directory = Path(directory)
+    source = Compressed(directory, trust_remote_code=trust_remote_code)
+    for name in (CHECKSUMS, RECORD):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory} holds no {name}, so it cannot be verified; {AGAIN}")
+    recorded = read_json(directory / RECORD, remedy=AGAIN)
+    modules = dict(source.model.named_modules())
+    for name in source.names:
+        tensor = source.stored(name)
+        if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
+            raise UserError(f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {AGAIN}")
+        _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
+    if len(source.names) != len(recorded):
+        raise UserError(
+            f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {AGAIN}"
+        )
+    return {"tensors": len(recorded), "report": _check_report(directory, source.model)}
+
+
+def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> None:
+    """What holds for tensors of any checkpoint, whoever recorded them."""
+    leaf = name.rpartition(".")[2]
+    if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+        raise UserError(f"{directory}: {name} must be finite, but holds NaN or Inf; {AGAIN}")
+    if leaf == "lut" and isinstance(module, PalettizedLinear):
+        values = tensor.float()
+        if not bool((values[:, 1:] >= values[:, :-1]).all()):
+            raise UserError(f"{directory}: the entries of {name} must ascend, but do not; {AGAIN}")
+    if leaf == "indices" and module is not None:
+        used = module.columns * module.bits % 8
+        if used and bool((tensor[:, -1] >> used).any()):
+            raise UserError(f"{directory}: the last bits of the rows of {name} must be zero, but are not; {AGAIN}")
+        if not isinstance(module, PalettizedLinear) and not bool(unpack(tensor, module.bits, module.columns).all()):
+            raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {AGAIN}")
+
+
+def _check_report(directory: Path, model: Any) -> bool:
+    """Compare the sizes in report.json with the files'; False where there is no report."""
+    if not (directory / "report.json").is_file():
+        return False
+    report = read_json(directory / "report.json", remedy=AGAIN)
+    size = footprint(model)
+    facts = {
+        "weights_bytes": weight_files_bytes(directory),
+        "decoder_bits_per_weight": size.decoder_bits_per_weight,
+        "model_bits_per_weight": size.model_bits_per_weight,
+    }
+    for key, actual in facts.items():
+        said = report.get(key)
+        if not isinstance(said, (int, float)) or abs(said - actual) > 1e-6 * actual:
+            raise UserError(f"{directory / 'report.json'} says {key} {str(said)[:40]}, but it is {actual}; {AGAIN}")
+    return True

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from edkm_cli.export.ownership import GENERATOR
+from edkm_cli.summaries import duration, megabytes
 
 _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
 
@@ -46,13 +47,26 @@ def figure(value: float) -> str:
     return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}".rstrip("0").rstrip(".")
 
 
+def fixed(value: float) -> str:
+    """A perplexity as text."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
+
+
+def setting(value: object) -> str:
+    """What a run was set to, as text."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else figure(value) if isinstance(value, float) else str(value)
+
+
 @cache
 def _environment() -> Environment:
     here = Path(__file__).parent
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
     made = Environment(loader=FileSystemLoader(here), autoescape=True, finalize=_written, **options)
     made.globals |= {"generator": GENERATOR, "style": Markup((here / "style.css").read_text(encoding="utf-8"))}
-    made.filters["figure"] = figure
+    made.filters |= {one.__name__: one for one in (figure, fixed, setting, megabytes, duration)}
+    made.filters |= {"number": format, "zip": zip}
     return made
 
 

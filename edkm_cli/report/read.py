@@ -53,6 +53,11 @@ class RunFiles:
         return [(record["step"], record[key]) for record in self.metrics if key in record]
 
     @property
+    def seconds(self) -> float:
+        """Of all phases, of a finished run."""
+        return sum(number(value) or 0.0 for value in self.report["seconds"].values())
+
+    @property
     def finished(self) -> bool:
         return bool(self.report)
 

@@ -11,7 +11,9 @@
 #include <string.h>
 
 enum { DTYPES = 3, MOST_MATRICES = 8, MOST_DIMENSIONS = 8 };
-typedef int Kernel(const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs);
+typedef int Kernel(
+    const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
+);
 
 typedef struct {
     PyObject_HEAD
@@ -27,7 +29,7 @@ typedef struct {
 static PyObject *tensor_type, *dtypes[DTYPES], *grad_enabled, *modes;
 
 /* PyTorch's C interface for tensors in host memory (aoti_torch_*), which costs a third of `new_empty` from Python, and the
- * function that makes a Python object of a tensor. NULL where this PyTorch has not all of them. */
+ * function that makes a Python object of a tensor. */
 typedef struct {
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **tensor);
     int32_t (*data_ptr)(void *tensor, void **address);
@@ -37,7 +39,7 @@ typedef struct {
 static Tensors tensors_of_torch;
 static int dtype_numbers[DTYPES], cpu_number;
 
-static PyObject *s_data_ptr, *s_dtype, *s_is_cpu, *s_shape, *s_is_contiguous, *s_new_empty, *s_requires_grad;
+static PyObject *s_data_ptr, *s_dtype, *s_is_cpu, *s_shape, *s_is_contiguous, *s_requires_grad;
 
 /* data_ptr() of a tensor; 0 with an error set where it has none. */
 static uint64_t address_of(PyObject *tensor) {
@@ -89,10 +91,8 @@ static int shape_of(PyObject *x, int64_t shape[MOST_DIMENSIONS], int64_t *elemen
     return (int)dimensions;
 }
 
-/* x.new_empty(shape with `last` instead of its last size), and its address. */
-static PyObject *empty_like(
-    PyObject *x, int dtype, const int64_t *shape, int dimensions, int64_t last, void **address
-) {
+/* A tensor of `shape`, with `last` instead of its last size, and its address; NULL with an error set where there is none. */
+static PyObject *empty(int dtype, const int64_t *shape, int dimensions, int64_t last, void **address) {
     int64_t sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS], stride = 1;
     for (int i = dimensions - 1; i >= 0; i--) {
         sizes[i] = i + 1 < dimensions ? shape[i] : last;
@@ -101,18 +101,10 @@ static PyObject *empty_like(
     }
     void *tensor;
     const Tensors *torch = &tensors_of_torch;
-    if (torch->empty && !torch->empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) {
-        PyObject *out = torch->data_ptr(tensor, address) ? NULL : torch->wrap(tensor);
-        torch->drop(tensor);
-        if (out) return out;
-        PyErr_Clear();
-    }
-    PyObject *numbers = PyTuple_New(dimensions);
-    for (int i = 0; numbers && i < dimensions; i++) PyTuple_SET_ITEM(numbers, i, PyLong_FromLongLong(sizes[i]));
-    PyObject *out = numbers ? PyObject_CallMethodOneArg(x, s_new_empty, numbers) : NULL;
-    Py_XDECREF(numbers);
-    if (out) *address = (void *)(uintptr_t)address_of(out);
-    return out;
+    if (torch->empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) return PyErr_NoMemory();
+    PyObject *out = torch->data_ptr(tensor, address) ? NULL : torch->wrap(tensor);
+    torch->drop(tensor);
+    return out || PyErr_Occurred() ? out : PyErr_NoMemory();
 }
 
 static PyObject *not_this_way(void) {
@@ -141,7 +133,7 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
     void *addresses[MOST_MATRICES];
     PyObject *outs = PyList_New(self->count);
     for (Py_ssize_t i = 0; outs && i < self->count; i++) {
-        PyObject *out = empty_like(x, dtype, shape, dimensions, self->rows[i], &addresses[i]);
+        PyObject *out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
         if (!out) {
             Py_DECREF(outs);
             return NULL;
@@ -155,7 +147,7 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
     int failed;
     Py_BEGIN_ALLOW_THREADS
     failed = self->kernel(
-        PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses
+        PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses, 0
     );
     Py_END_ALLOW_THREADS
     if (!failed) return outs;
@@ -222,7 +214,6 @@ static PyObject *setup(PyObject *module, PyObject *arguments) {
     tensor_type = Py_NewRef(tensor), grad_enabled = Py_NewRef(grad);
     modes = depth == Py_None ? NULL : Py_NewRef(depth);
     for (int i = 0; i < DTYPES; i++) dtypes[i] = Py_NewRef(given[i]);
-    if (!(at[0] && at[1] && at[2] && at[3])) memset(at, 0, sizeof at);
     memcpy(&tensors_of_torch, at, sizeof at);
     Py_RETURN_NONE;
 }
@@ -235,7 +226,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "edkm_calls", NUL
 PyMODINIT_FUNC PyInit_edkm_calls(void) {
     s_data_ptr = PyUnicode_InternFromString("data_ptr"), s_dtype = PyUnicode_InternFromString("dtype");
     s_is_cpu = PyUnicode_InternFromString("is_cpu"), s_shape = PyUnicode_InternFromString("shape");
-    s_is_contiguous = PyUnicode_InternFromString("is_contiguous"), s_new_empty = PyUnicode_InternFromString("new_empty");
+    s_is_contiguous = PyUnicode_InternFromString("is_contiguous");
     s_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (PyType_Ready(&Type) < 0) return NULL;
     return PyModule_Create(&definition);

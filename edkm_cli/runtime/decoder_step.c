@@ -3,12 +3,29 @@
  *
  * The residual stream is float32; what a matrix is multiplied with is rounded to the model's dtype, as its modules do.
  */
-#include "decoder_step.h"
-
+#include "packed.h"
 #include "threads.h"
 #include "vectors.h"
 
+#define MOST_HEAD_SIZE 256
 #define SHARED_PAIRS (1 << 16) /* products of a query with cached keys and values from which on threads share heads */
+
+/* What is told of a model; Python lays these structs out (decoder_step_c.py). Sizes are numbers of elements, `width`, `inner` and
+ * half a `head_size` multiples of 16. */
+typedef struct {
+    int64_t layers, width, inner, heads, kv_heads, head_size, dtype;
+    double epsilon, scale;
+    const void *cosines, *sines; /* (head_size,) of the new token's position */
+} Step;
+
+typedef struct {
+    /* Structs Packed of lut_linear.c, 3, 1, 2 and 1 matrices in all: matrices of different bits are in different ones, and
+     * those that are left over are NULL. */
+    const Packed *qkv[3], *o, *gate_up[2], *down;
+    const void *input_norm, *post_norm, *q_norm, *k_norm; /* weights in the model's dtype; the last two may be NULL */
+    void *keys, *values;                                   /* (kv_heads, room for tokens, head_size) */
+    int64_t head_stride;                                   /* elements from a head to the next one in both */
+} Layer;
 
 typedef struct {
     const Step *step;
@@ -43,6 +60,14 @@ static void normalize(
     vf factor = splat((float)(1.0 / sqrt(total(squares) / (double)count + epsilon)));
     for (int64_t i = 0; i < count; i += LANES)
         write_lanes(y, dtype, i, read_lanes(x, x_dtype, i) * factor * read_lanes(weight, dtype, i), LANES);
+}
+
+/* The same in each head, where there is a weight. */
+static void normalize_heads(const Step *step, const void *weight, int64_t heads, void *x) {
+    for (int64_t h = 0; weight && h < heads; h++) {
+        void *head = at_element(x, step->dtype, h * step->head_size);
+        normalize(head, step->dtype, weight, step->epsilon, step->dtype, step->head_size, head);
+    }
 }
 
 /* x = x cos + (-second half, first half) sin, in each head. */
@@ -113,11 +138,11 @@ static void add(const void *x, int64_t dtype, int64_t count, float *to) {
 }
 
 /* Products of x with all matrices of `count` structs Packed, one after the other to `outs`. */
-static int multiply(const void *const *packed, int count, const void *x, int64_t dtype, int64_t columns, void **outs) {
+static int multiply(const Packed *const *packed, int count, const void *x, int64_t dtype, int64_t columns, void **outs) {
     int failed = 0;
     for (int i = 0; i < count && packed[i]; i++) {
-        failed |= edkm_lut_linear(packed[i], x, dtype, columns, 1, outs);
-        outs += edkm_matrices_of(packed[i]);
+        failed |= edkm_lut_linear(packed[i], x, dtype, columns, 1, outs, 0);
+        outs += packed[i]->count;
     }
     return failed;
 }
@@ -140,14 +165,8 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
         void *first[] = {q, k, v}, *second[] = {summed}, *third[] = {gate, up};
         normalize(hidden, FLOAT32, layer->input_norm, step->epsilon, dtype, step->width, normed);
         failed |= multiply(layer->qkv, 3, normed, dtype, step->width, first);
-        for (int64_t h = 0; layer->q_norm && h < step->heads; h++) {
-            void *head = at_element(q, dtype, h * step->head_size);
-            normalize(head, dtype, layer->q_norm, step->epsilon, dtype, step->head_size, head);
-        }
-        for (int64_t h = 0; layer->k_norm && h < step->kv_heads; h++) {
-            void *head = at_element(k, dtype, h * step->head_size);
-            normalize(head, dtype, layer->k_norm, step->epsilon, dtype, step->head_size, head);
-        }
+        normalize_heads(step, layer->q_norm, step->heads, q);
+        normalize_heads(step, layer->k_norm, step->kv_heads, k);
         rotate(step, q, step->heads);
         rotate(step, k, step->kv_heads);
         size_t bytes = (size_t)step->head_size * (dtype == FLOAT32 ? 4 : 2);
@@ -158,12 +177,12 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
         }
         Attention attention = {step, layer, q, normed, past + 1, scores, padded};
         share(attend, &attention, step->heads, q_size * (past + 1) >= SHARED_PAIRS);
-        failed |= edkm_lut_linear(layer->o, normed, dtype, q_size, 1, second);
+        failed |= edkm_lut_linear(layer->o, normed, dtype, q_size, 1, second, 0);
         add(summed, dtype, step->width, hidden);
         normalize(hidden, FLOAT32, layer->post_norm, step->epsilon, dtype, step->width, normed);
         failed |= multiply(layer->gate_up, 2, normed, dtype, step->width, third);
         activate(dtype, step->inner, gate, up);
-        failed |= edkm_lut_linear(layer->down, gate, dtype, step->inner, 1, second);
+        failed |= edkm_lut_linear(layer->down, gate, dtype, step->inner, 1, second, 0);
         add(summed, dtype, step->width, hidden);
     }
     free(own);

@@ -1,6 +1,6 @@
 """decoder_step.c as a Python class: one new token through all layers of a decoder whose linears are packed.
 
-The structs of decoder_step.h are arrays of 64-bit numbers here, filled once; a call changes the addresses of the caches.
+The structs of decoder_step.c are arrays of 64-bit numbers here, filled once; a call changes the addresses of the caches.
 """
 
 from __future__ import annotations

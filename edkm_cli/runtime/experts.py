@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,15 +68,22 @@ class Experts(nn.Module):
         )
         made._modules.update({name: child for name, child in self._modules.items() if name not in _PROJECTIONS})
         made._buffers.update(self._buffers)
-        for name in _PROJECTIONS:
-            linears: Any = self._modules.get(name, ())
-            if linears:
-                weights = torch.stack([linear.weight.detach() for linear in linears])
-                made.register_parameter(name, _frozen_like(linears[0].weight, weights, transposed=_is_transposed(self)))
-                if linears[0].bias is not None:
-                    biases = torch.stack([linear.bias.detach() for linear in linears])
-                    made.register_parameter(f"{name}_bias", _frozen_like(linears[0].bias, biases))
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        for name, whole in self.joined(dict(self.named_parameters())).items():
+            made.register_parameter(name, nn.Parameter(whole.detach(), trains))
         return made.train(self.training)
+
+    def joined(self, tensors: dict[str, Tensor], path: str = "") -> dict[str, Tensor]:
+        """Of tensors of the linears, by names that begin with `path`, those of transformers' module."""
+        made = {}
+        for leaf, linears in self.matrices().items():
+            for kind, suffix in (("weight", ""), ("bias", "_bias")):
+                names = [f"{path}{leaf}.{expert}.{kind}" for expert in range(len(linears))]
+                if names[0] in tensors:
+                    whole = torch.stack([tensors[name] for name in names])
+                    flipped = self.transposed and kind == "weight"
+                    made[f"{path}{leaf}{suffix}"] = whole.transpose(1, 2).contiguous() if flipped else whole
+        return made
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         """As transformers' module: of tokens (n, hidden) the sum of what the chosen experts give for them."""
@@ -148,23 +155,25 @@ def joined(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     `model` has the same modules, of any kind; `tensors` all of a block's experts, or none.
     """
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    parts = {
-        f"{path}.{leaf}{suffix}": (
-            [f"{path}.{leaf}.{expert}.{kind}" for expert in range(block.count)],
-            block.transposed and not suffix,
-        )
-        for path, block in blocks.items()
-        for leaf in block.matrices()
-        for suffix, kind in (("", "weight"), ("_bias", "bias"))
-    }
-    made = {}
-    for name, (names, transposed) in parts.items():
-        if names[0] in tensors:
-            whole = torch.stack([tensors[part] for part in names])
-            made[name] = whole.transpose(1, 2).contiguous() if transposed else whole
-    single = {name: tensor for name, tensor in tensors.items() if not is_expert(name.rpartition(".")[0])}
-    return {**single, **made}
+    made = {name: tensor for name, tensor in tensors.items() if not is_expert(name.rpartition(".")[0])}
+    for path, module in model.named_modules():
+        made |= module.joined(tensors, f"{path}.") if isinstance(module, Experts) else {}
+    return made
+
+
+def apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Undo `joined`, of one tensor after another."""
+    modules = dict(model.named_modules())
+    for name, tensor in tensors:
+        path, _, leaf = name.rpartition(".")
+        block = modules.get(path)
+        if not isinstance(block, Experts):
+            yield name, tensor
+            continue
+        projection, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+        for expert, matrix in enumerate(tensor.unbind()):
+            flipped = block.transposed and kind == "weight"
+            yield f"{path}.{projection}.{expert}.{kind}", matrix.t() if flipped else matrix
 
 
 def fuse_experts(model: nn.Module) -> None:
@@ -196,11 +205,6 @@ def _linears(weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Iterat
         if bias is not None:
             linear.bias = nn.Parameter(bias.detach()[expert].clone(), bias.requires_grad)
         yield linear
-
-
-def _frozen_like(one: Tensor, all_of_them: Tensor, *, transposed: bool = False) -> nn.Parameter:
-    value = all_of_them.transpose(1, 2).contiguous() if transposed else all_of_them
-    return nn.Parameter(value, requires_grad=one.requires_grad)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

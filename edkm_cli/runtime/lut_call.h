@@ -17,8 +17,28 @@
 #define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
 #define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
+#define PANEL_DEPTH 256              /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
+#define PANEL_ROW (PANEL_DEPTH + 32) /* words, or floats: an odd number of cache lines, a power of two would share few sets */
 
+/* Rows of W, decoded for panels: words of bfloat16, or floats. */
+typedef union {
+    uint16_t words[UNIT][PANEL_ROW];
+    float floats[UNIT][PANEL_ROW];
+} Decoded;
+
+/* Columns [from, end) of rows [row, row + count) of a matrix, at most UNIT; `from` is a multiple of 128. `limit`: the first
+ * byte that must not be read. */
 typedef struct {
+    const struct Call *call;
+    const Part *part;
+    const Unpacker *u;
+    Table *table;
+    const uint8_t *limit;
+    int64_t row, from, end;
+    int count, bits;
+} Strip;
+
+typedef struct Call {
     const Part *parts;
     void *const *outs;
     const void *x;
@@ -26,12 +46,22 @@ typedef struct {
     Meaning meaning;
     int bits, pairs, half; /* pairs: x is laid out for lut_pairs.c, as words; half: of float16, and scaled */
     float unscale[16];     /* what undoes it, for each token */
+    /* Few tokens: all of them with whole rows. NULL where they are taken by panels, which the others are for. */
+    void (*few)(Strip *);
+    void (*lay_out_row)(const struct Call *, const void *x, void *to); /* one token, filled up with zeros */
+    int64_t (*decode)(const Strip *, Decoded *); /* returns the vectors of x that belong to it in a panel */
+    /* sums[p][r] += row r of W times panel p, `vectors` vectors of it; panels are `apart` bytes apart. */
+    void (*add)(const Decoded *, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
 } Call;
 
 INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
 
+/* The row of tiles that a row is in; divisions would be a tenth of a small product. */
+INLINE int64_t tile_of(const Part *part, int64_t row) { return part->tile_rows == 1 ? row : row / part->tile_rows; }
+
 INLINE int64_t group_at(const Call *call, const Part *part, int64_t row, int64_t column) {
-    return row / part->tile_rows * (call->columns / part->tile_columns) + column / part->tile_columns;
+    if (part->tile_columns == call->columns) return tile_of(part, row);
+    return tile_of(part, row) * (call->columns / part->tile_columns) + column / part->tile_columns;
 }
 
 /* Whether whole vectors of 16 weights have one table: the fast loops need it. */
@@ -58,9 +88,8 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
 #if HAS_PAIRS
 /* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` and `exponents` stay. */
 int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]);
+/* x for few tokens. */
 void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
-/* Units [first, last) of a part, UNIT rows each, with all tokens. */
-void edkm_pairs_units(const Call *call, const Part *part, int64_t first, int64_t last);
 #endif
 
 #endif

@@ -1,7 +1,7 @@
 /* y = x W^T + b with W packed: b-bit indices into tables, or signed levels with one scale a row. W is never written out.
  *
- * Few rows of x: each row of W is decoded in registers and multiplied with up to four rows of x at once. More rows: eight
- * rows of W at a time are decoded into the L1 cache, 512 columns of them, and multiplied with panels of 16 rows of x,
+ * Few rows of x: each row of W is decoded in registers and multiplied with up to four rows of x at once. More rows: 16 rows
+ * of W at a time are decoded into the L1 cache, up to 256 columns of them, and multiplied with panels of 16 rows of x,
  * which lie column by column, so that a lane is a row of x and nothing has to be summed across lanes.
  *
  * Sums are float32 in an order that depends on shapes only, so that the number of threads changes no result.
@@ -9,55 +9,59 @@
 #include "lut_call.h"
 #include "threads.h"
 
-#define STRIP 8    /* rows of W decoded at a time for panels */
-#define DEPTH 512  /* columns of W decoded at a time: 16 KiB of weights, 32 KiB of x */
-#define PANELS 8   /* panels of x that share a decoded strip */
+#define DEPTH 512        /* columns of a row decoded at a time where tiles cut vectors */
+#define SHARED_PANELS 64 /* panels of x that share a decoding */
+#ifdef __AVX512F__
+#define TOGETHER UNIT /* rows whose sums are in registers */
+#else
+#define TOGETHER 4
+#endif
 #define SHARED_PRODUCTS (1 << 17) /* from so many on, other threads help: below, waking them costs more */
 #define SHARED_WEIGHTS (1 << 15)  /* the same for decoding */
 
-/* Weights of columns [from, end) of one row, levels unscaled; may write up to 15 floats more. `from` is a multiple of 16. */
-INLINE void decode_row(
-    Meaning meaning, const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int64_t from,
-    int64_t end, float *to
-) {
+/* Weights of a strip's columns in one row, levels unscaled; may write up to 15 floats more. */
+INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) {
+    const Call *call = s->call;
+    const Part *part = s->part;
     const uint8_t *bytes = part->indices + row * row_bytes(call);
     int64_t step = call->bits;
     int even = even_tiles(call, part);
-    while (from < end) {
-        int64_t stop = smaller(end, (from / part->tile_columns + 1) * part->tile_columns), i = from;
-        use_table(meaning, table, part->lut, part->lut_dtype, group_at(call, part, row, from), call->bits);
+    for (int64_t from = s->from; from < s->end;) {
+        int64_t stop = smaller(s->end, (from / part->tile_columns + 1) * part->tile_columns), i = from;
+        use_table(meaning, s->table, part->lut, part->lut_dtype, group_at(call, part, row, from), call->bits);
         if (even) {
             const uint8_t *p = bytes + from * step / 8;
             vf w[4];
             for (; i + 64 <= stop; i += 64, p += 8 * step) {
-                weights64(meaning, u, table, p, w);
+                weights64(meaning, s->u, s->table, p, w);
                 for (int v = 0; v < 4; v++) put(to + i - from + v * LANES, w[v]);
             }
-            for (; i < stop; i += LANES, p += 2 * step) put(to + i - from, weights16(meaning, u, table, p));
+            for (; i < stop; i += LANES, p += 2 * step) put(to + i - from, weights16(meaning, s->u, s->table, p));
         } else {
-            for (; i < stop; i++) to[i - from] = weight_at(meaning, table, bytes, i, call->bits);
+            for (; i < stop; i++) to[i - from] = weight_at(meaning, s->table, bytes, i, call->bits);
         }
         to += stop - from;
         from = stop;
     }
 }
 
-/* sums[n][i]: lane-wise sums of row `row + i` of W times token n, for `count` rows and up to four tokens; x is padded with
- * zeros to whole vectors. */
-INLINE void few(
-    Meaning meaning, int tokens, const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count,
-    const float *x, vf sums[][UNIT]
-) {
+/* sums[n][i]: lane-wise sums of row i of a strip times token n, for up to four tokens; x is padded with zeros to whole
+ * vectors. */
+INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf sums[][UNIT]) {
+    const Call *call = s->call;
+    const Part *part = s->part;
+    const Unpacker *u = s->u;
+    Table *table = s->table;
     int64_t step = call->bits, stride = call->x_stride, tile = part->tile_columns;
     int even = even_tiles(call, part);
     float decoded[DEPTH + LANES] __attribute__((aligned(64)));
-    for (int r = 0; r < count; r++) {
-        const uint8_t *bytes = part->indices + (row + r) * row_bytes(call);
+    for (int r = 0; r < s->count; r++) {
+        const uint8_t *bytes = part->indices + (s->row + r) * row_bytes(call);
         vf acc[4][4] = {}, w[4];
         for (int64_t from = 0; even && from < call->columns; from += tile) {
             const uint8_t *p = bytes + from * step / 8;
             const float *at = x + from, *stop = at + tile;
-            use_table(meaning, table, part->lut, part->lut_dtype, group_at(call, part, row + r, from), call->bits);
+            use_table(meaning, table, part->lut, part->lut_dtype, group_at(call, part, s->row + r, from), call->bits);
             for (; at + 64 <= stop; at += 64, p += 8 * step) {
                 __builtin_prefetch(p + AHEAD);
                 weights64(meaning, u, table, p, w);
@@ -70,10 +74,11 @@ INLINE void few(
             }
         }
         for (int64_t from = 0; !even && from < call->columns; from += DEPTH) { /* tiles cut vectors: decode first */
-            int64_t end = smaller(from + DEPTH, call->columns);
-            decode_row(meaning, call, part, u, table, row + r, from, end, decoded);
-            for (int64_t i = end - from; i % LANES; i++) decoded[i] = 0;
-            for (int64_t i = 0; i < end - from; i += LANES)
+            Strip part_of = *s;
+            part_of.from = from, part_of.end = smaller(from + DEPTH, call->columns);
+            decode_row(meaning, &part_of, s->row + r, decoded);
+            for (int64_t i = part_of.end - from; i % LANES; i++) decoded[i] = 0;
+            for (int64_t i = 0; i < part_of.end - from; i += LANES)
                 for (int n = 0; n < tokens; n++) acc[n][0] += load_x(decoded + i) * load_x(x + n * stride + from + i);
         }
         for (int n = 0; n < tokens; n++) sums[n][r] = (acc[n][0] + acc[n][1]) + (acc[n][2] + acc[n][3]);
@@ -81,24 +86,12 @@ INLINE void few(
 }
 
 /* A function of its own for each meaning and number of tokens, so that accumulators get all registers. */
-typedef void Decode(const Call *, const Part *, const Unpacker *, Table *, int64_t row, int64_t from, int64_t end, float *to);
-typedef void Few(
-    const Call *, const Part *, const Unpacker *, Table *, int64_t row, int count, const float *x, vf sums[][UNIT]
-);
-#define FEW_OF(meaning, tokens)                                                                                     \
-    NOINLINE few_##meaning##_##tokens(                                                                              \
-        const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, const float *x, \
-        vf sums[][UNIT]                                                                                             \
-    ) {                                                                                                             \
-        few(meaning, tokens, call, part, u, table, row, count, x, sums);                                            \
-    }
-#define LOOPS_OF(meaning)                                                                                              \
-    NOINLINE decode_##meaning(                                                                                         \
-        const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int64_t from, int64_t end,   \
-        float *to                                                                                                      \
-    ) {                                                                                                                \
-        decode_row(meaning, call, part, u, table, row, from, end, to);                                                 \
-    }                                                                                                                  \
+typedef void Decode(const Strip *, int64_t row, float *to);
+typedef void Few(const Strip *, const float *x, vf sums[][UNIT]);
+#define FEW_OF(meaning, tokens) \
+    NOINLINE few_##meaning##_##tokens(const Strip *s, const float *x, vf sums[][UNIT]) { few(meaning, tokens, s, x, sums); }
+#define LOOPS_OF(meaning)                                                                                         \
+    NOINLINE decode_##meaning(const Strip *s, int64_t row, float *to) { decode_row(meaning, s, row, to); }        \
     FEW_OF(meaning, 1) FEW_OF(meaning, 2) FEW_OF(meaning, 3) FEW_OF(meaning, 4)
 #define NAMES_OF(meaning) {few_##meaning##_1, few_##meaning##_2, few_##meaning##_3, few_##meaning##_4}
 LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
@@ -106,105 +99,83 @@ LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
 static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
-/* Fetch the part of the strip from `row` on that stands for columns [from, end), while another one is multiplied. */
-INLINE void prefetch_strip(const Call *call, const Part *part, int64_t row, int64_t from, int64_t end) {
-    const uint8_t *bytes = part->indices + row * row_bytes(call);
-    int64_t rows = smaller(STRIP, part->rows - row), size = rows * row_bytes(call);
-    for (int64_t at = from * size / call->columns; at < end * size / call->columns; at += 64) __builtin_prefetch(bytes + at);
-}
-
 /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
 INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5 : 13; }
 
-/* Rows [row, row + count) of W, at most UNIT, with up to four tokens. */
-static void few_tokens(
-    int tokens, const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, int64_t token
-) {
-    vf sums[4][UNIT];
-    FEW[call->meaning][tokens - 1](call, part, u, table, row, count, (const float *)call->x + token * call->x_stride, sums);
-    for (int n = 0; n < tokens; n++) {
-        for (int i = count; i < UNIT; i++) sums[n][i] = splat(0);
-        finish(call, part, row, count, token + n, sum_lanes(sums[n]));
-    }
-}
-
-/* acc[p][i] += w[i][k] * panel[p][k] for all k: i a row of W, p a panel of 16 tokens. Every 64 columns a sum starts anew,
- * which keeps rounding errors as small as those of sums over lanes. */
-INLINE void multiply(int panels, const float *w, const float *x, int64_t depth, int64_t panel_stride, vf acc[][STRIP]) {
-    for (int64_t from = 0; from < depth; from += 64) {
-        int64_t end = smaller(from + 64, depth);
-        vf sums[2][STRIP] = {};
-        for (int64_t k = from; k < end; k++) {
-            vf first = load_x(x + k * LANES), second = panels > 1 ? load_x(x + panel_stride + k * LANES) : first;
-            for (int i = 0; i < STRIP; i++) {
-                vf weight = splat(w[i * (DEPTH + LANES) + k]);
-                sums[0][i] += weight * first;
-                if (panels > 1) sums[1][i] += weight * second;
-            }
+/* A strip with all tokens, up to four at a time. */
+static void few_floats(Strip *s) {
+    const Call *call = s->call;
+    for (int64_t token = 0; token < call->tokens; token += 4) {
+        vf sums[4][UNIT];
+        int tokens = (int)smaller(4, call->tokens - token);
+        FEW[call->meaning][tokens - 1](s, (const float *)call->x + token * call->x_stride, sums);
+        for (int n = 0; n < tokens; n++) {
+            for (int i = s->count; i < UNIT; i++) sums[n][i] = splat(0);
+            finish(call, s->part, s->row, s->count, token + n, sum_lanes(sums[n]));
         }
-        for (int p = 0; p < panels; p++)
-            for (int i = 0; i < STRIP; i++) acc[p][i] += sums[p][i];
     }
 }
 
-NOINLINE multiply_1(const float *w, const float *x, int64_t depth, vf acc[][STRIP]) { multiply(1, w, x, depth, 0, acc); }
-NOINLINE multiply_2(const float *w, const float *x, int64_t depth, int64_t panel_stride, vf acc[][STRIP]) {
-    multiply(2, w, x, depth, panel_stride, acc);
+static int64_t decode_floats(const Strip *s, Decoded *w) {
+    for (int r = 0; r < s->count; r++) DECODE[s->call->meaning](s, s->row + r, w->floats[r]);
+    return s->end - s->from;
 }
 
-/* Sums of rows [row, row + count) of W, at most STRIP, with panels of 16 tokens from `token` on. */
-static void strip(
-    const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, int64_t token, int panels,
-    vf acc[][STRIP]
-) {
-    float w[STRIP * (DEPTH + LANES)] __attribute__((aligned(64)));
-    if (count < STRIP) memset(w, 0, sizeof w);
-    for (int64_t from = 0; from < call->columns; from += DEPTH) {
-        int64_t end = smaller(from + DEPTH, call->columns);
-        for (int i = 0; i < count; i++)
-            DECODE[call->meaning](call, part, u, table, row + i, from, end, w + i * (DEPTH + LANES));
-        prefetch_strip(call, part, row + STRIP, from, end);
-        const float *x = (const float *)call->x + token * call->x_stride + from * LANES;
-        int p = 0;
-        for (; p + 2 <= panels; p += 2)
-            multiply_2(w, x + p * LANES * call->x_stride, end - from, LANES * call->x_stride, acc + p);
-        if (p < panels) multiply_1(w, x + p * LANES * call->x_stride, end - from, acc + p);
-    }
+/* Every 64 columns a sum starts anew, which keeps rounding errors as small as those of sums over lanes. */
+static void add_floats(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]) {
+    for (int64_t p = 0; p < panels; p++, x += apart)
+        for (int first = 0; first < UNIT; first += TOGETHER)
+            for (int64_t from = 0; from < vectors; from += 64) {
+                vf acc[TOGETHER] = {};
+                for (int64_t k = from; k < smaller(from + 64, vectors); k++) {
+                    vf tokens = load_x((const float *)x + k * LANES);
+                    for (int r = 0; r < TOGETHER; r++) acc[r] += splat(w->floats[first + r][k]) * tokens;
+                }
+                for (int r = 0; r < TOGETHER; r++) sums[p][first + r] += acc[r];
+            }
 }
 
-/* Rows [row, row + count) of W, at most UNIT, with panels of 16 tokens from `token` on. */
-static void many_tokens(
-    const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row, int count, int64_t token, int panels
-) {
-    vf acc[UNIT / STRIP][PANELS][STRIP], block[UNIT];
-    memset(acc, 0, sizeof acc);
-    for (int i = 0; i < count; i += STRIP)
-        strip(call, part, u, table, row + i, (int)smaller(STRIP, count - i), token, panels, acc[i / STRIP]);
-    for (int p = 0; p < panels; p++, token += LANES) {
-        for (int i = 0; i < UNIT; i++) block[i] = acc[i / STRIP][p][i % STRIP];
-        transpose(block);
-        for (int n = 0; n < LANES && token + n < call->tokens; n++) finish(call, part, row, count, token + n, block[n]);
-    }
+static void lay_out_floats(const Call *call, const void *x, void *to) {
+    Matrix row = {x, call->out_dtype};
+    load_run(&row, 0, call->columns, to);
+    memset((float *)to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
 }
 
-/* UNIT rows of W, or what is left of them, with all tokens. */
-static void unit_of(const Call *call, const Part *part, const Unpacker *u, Table *table, int64_t row) {
-    int64_t last = smaller(row + UNIT, part->rows);
-    if (call->tokens < panels_from(call)) {
-        for (int64_t token = 0; token < call->tokens; token += 4)
-            few_tokens((int)smaller(4, call->tokens - token), call, part, u, table, row, (int)(last - row), token);
-        return;
-    }
-    for (int64_t token = 0; token < call->tokens; token += PANELS * LANES) {
-        int panels = (int)((smaller(call->tokens - token, PANELS * LANES) + LANES - 1) / LANES);
-        many_tokens(call, part, u, table, row, (int)(last - row), token, panels);
-    }
+/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
+INLINE void prefetch_next(const Strip *s) {
+    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
+    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
+    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
+        __builtin_prefetch(bytes + at);
 }
 
-static int64_t units(const Call *call) {
-    int64_t all = 0;
-    for (int64_t p = 0; p < call->count; p++) all += (call->parts[p].rows + UNIT - 1) / UNIT;
-    return all;
+INLINE int64_t bytes_of_x(const Call *call) { return call->pairs ? 2 : 4; }
+
+/* A strip of whole rows with all tokens, in panels. */
+static void many_tokens(Strip *s) {
+    const Call *call = s->call;
+    Decoded w __attribute__((aligned(64)));
+    vf sums[SHARED_PANELS][UNIT];
+    int64_t parts = (call->columns + PANEL_DEPTH - 1) / PANEL_DEPTH, depth = (call->columns + parts - 1) / parts;
+    int64_t apart = LANES * call->x_stride * bytes_of_x(call);
+    depth = (depth + 127) / 128 * 128;
+    if (s->count < UNIT) memset(&w, 0, sizeof w);
+    for (int64_t token = 0; token < call->tokens; token += SHARED_PANELS * LANES) {
+        int64_t panels = smaller(SHARED_PANELS, (call->tokens - token + LANES - 1) / LANES);
+        memset(sums, 0, panels * sizeof sums[0]);
+        for (s->from = 0; s->from < call->columns; s->from = s->end) {
+            s->end = smaller(s->from + depth, call->columns);
+            int64_t vectors = call->decode(s, &w);
+            prefetch_next(s);
+            const char *x = (const char *)call->x + token / LANES * apart + s->from * LANES * bytes_of_x(call);
+            call->add(&w, x, vectors, apart, panels, sums);
+        }
+        for (int64_t p = 0; p < panels; p++) {
+            transpose(sums[p]);
+            for (int64_t n = 0, at = token + p * LANES; n < smaller(LANES, call->tokens - at); n++)
+                finish(call, s->part, s->row, s->count, at + n, sums[p][n]);
+        }
+    }
 }
 
 /* Units [first, last) of all parts, one after the other. */
@@ -214,43 +185,35 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
         const Part *part = call->parts + p;
         int64_t own = (part->rows + UNIT - 1) / UNIT, start = first > before ? first - before : 0;
         int64_t stop = smaller(own, last - before);
-        before += own;
-#if HAS_PAIRS
-        if (call->pairs) {
-            if (start < stop) edkm_pairs_units(call, part, start, stop);
-            continue;
-        }
-#endif
         Unpacker u;
         Table table;
+        Strip s = {.call = call, .part = part, .u = &u, .table = &table, .end = call->columns, .bits = call->bits};
+        before += own;
+        if (start >= stop) continue;
+        s.limit = part->indices + part->rows * row_bytes(call);
         table.group = -1;
-        prepare(&u, call->bits, part->indices + part->rows * row_bytes(call));
-        for (int64_t i = start; i < stop; i++) unit_of(call, part, &u, &table, i * UNIT);
+        if (!call->pairs) prepare(&u, call->bits, s.limit);
+        for (int64_t i = start; i < stop; i++) {
+            s.row = i * UNIT, s.count = (int)smaller(UNIT, part->rows - s.row);
+            (call->few ? call->few : many_tokens)(&s);
+        }
     }
 }
 
-/* x in float32: rows padded with zeros, or panels of 16 tokens, column by column. */
-static void lay_out(const Call *call, const Matrix *x, int64_t x_row, float *to) {
-    int64_t columns = call->columns, stride = call->x_stride, rounded = (call->tokens + LANES - 1) / LANES * LANES;
-    if (call->tokens < panels_from(call)) {
-        for (int64_t n = 0; n < call->tokens; n++) {
-            load_run(x, n * x_row, columns, to + n * stride);
-            memset(to + n * stride + columns, 0, (stride - columns) * sizeof(float));
-        }
-        return;
-    }
-    float *rows = to + rounded * stride;
-    for (int64_t token = 0; token < rounded; token += LANES) {
-        float *panel = to + token * stride;
+/* Panels of 16 tokens, each vector of four bytes of them. Rows are first laid out behind the panels. */
+static void lay_out_panels(const Call *call, const char *x, int64_t x_row, char *to) {
+    int64_t stride = call->x_stride * bytes_of_x(call), of_token = x_row * (call->out_dtype == FLOAT32 ? 4 : 2);
+    char *rows = to + (call->tokens + LANES - 1) / LANES * LANES * stride;
+    for (int64_t token = 0; token < call->tokens; token += LANES, to += LANES * stride) {
         for (int64_t n = 0; n < LANES; n++) {
-            if (token + n < call->tokens) load_run(x, (token + n) * x_row, columns, rows + n * stride);
-            else memset(rows + n * stride, 0, columns * sizeof(float));
+            if (token + n < call->tokens) call->lay_out_row(call, x + (token + n) * of_token, rows + n * stride);
+            else memset(rows + n * stride, 0, stride);
         }
-        for (int64_t k = 0; k < columns; k += LANES) {
+        for (int64_t at = 0; at < (call->columns + 63) / 64 * 64 * bytes_of_x(call); at += sizeof(vf)) {
             vf block[LANES];
-            for (int n = 0; n < LANES; n++) block[n] = load_x(rows + n * stride + k);
+            for (int n = 0; n < LANES; n++) block[n] = *(const vf *)(rows + n * stride + at);
             transpose(block);
-            memcpy(panel + k * LANES, block, sizeof block);
+            memcpy(to + at * LANES, block, sizeof block);
         }
     }
 }
@@ -268,42 +231,36 @@ INLINE Meaning meaning_of(const Packed *packed) {
     return packed->levels ? (packed->bits == 8 ? BYTE : LEVEL) : packed->bits <= 4 ? SMALL : LARGE;
 }
 
-int64_t edkm_matrices_of(const void *packed) { return ((const Packed *)packed)->count; }
-
 /* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix; rows of outs[p] are
- * `out_row` apart. Returns 1 where memory is short. */
-int edkm_lut_linear_into(
+ * `out_row` apart, with 0 one after the other. Returns 1 where memory is short. */
+int edkm_lut_linear(
     const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
 ) {
     Call call = {.parts = packed->parts, .count = packed->count, .outs = outs, .tokens = tokens, .out_dtype = dtype};
-    call.out_stride = out_row;
-    call.columns = packed->columns, call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
-    int64_t padded = (call.columns + 127) / 128 * 128, rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0;
+    call.out_stride = out_row, call.columns = packed->columns, call.x_stride = (call.columns + 127) / 128 * 128;
+    call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
+    call.few = tokens < panels_from(&call) ? few_floats : NULL;
+    call.lay_out_row = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
+    int64_t rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0, units = 0;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
     int exponents[16];
     call.pairs = edkm_pairs_take(&call, x, x_row, parts, exponents);
 #endif
-    float *own = scratch((tokens < panels_from(&call) && !call.pairs ? tokens : rounded + LANES) * padded);
+    float *own = scratch((call.few && !call.pairs ? tokens : rounded + LANES) * call.x_stride);
     if (!own) return 1;
     call.x = own;
-    call.x_stride = padded;
-    Matrix from = {x, dtype};
+    if (!call.few) lay_out_panels(&call, x, x_row, (char *)own);
 #if HAS_PAIRS
-    if (call.pairs) edkm_pairs_lay_out(&call, x, x_row, exponents, own);
-    else
+    else if (call.pairs) edkm_pairs_lay_out(&call, x, x_row, exponents, own);
 #endif
-        lay_out(&call, &from, x_row, own);
-    for (int64_t p = 0; p < call.count; p++) rows += call.parts[p].rows;
-    share(multiply_units, &call, units(&call), rows * call.columns * tokens >= SHARED_PRODUCTS);
+    else
+        for (int64_t n = 0; n < tokens; n++)
+            lay_out_floats(&call, (const char *)x + n * x_row * (dtype == FLOAT32 ? 4 : 2), own + n * call.x_stride);
+    for (int64_t p = 0; p < call.count; p++)
+        rows += call.parts[p].rows, units += (call.parts[p].rows + UNIT - 1) / UNIT;
+    share(multiply_units, &call, units, rows * call.columns * tokens >= SHARED_PRODUCTS);
     return 0;
-}
-
-/* The same where the rows of outs[p] follow one another. */
-int edkm_lut_linear(
-    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs
-) {
-    return edkm_lut_linear_into(packed, x, dtype, x_row, tokens, outs, 0);
 }
 
 /* Dense rows of W: those that `ids` names, or `count` rows from `first` on; columns [from, end), `from` a multiple of 16. */
@@ -321,18 +278,19 @@ static void decode_units(const void *job, int64_t first, int64_t last) {
     float w[DEPTH + LANES] __attribute__((aligned(64)));
     Unpacker u;
     Table table;
+    Strip s = {.call = call, .part = part, .u = &u, .table = &table};
     table.group = -1;
     prepare(&u, call->bits, part->indices + part->rows * row_bytes(call));
     for (int64_t i = first * UNIT; i < smaller(last * UNIT, rows->count); i++) {
         int64_t row = rows->ids ? rows->ids[i] : rows->first + i, width = rows->end - rows->from;
         vf scale = call->meaning >= LEVEL ? splat(((const float *)part->lut)[row]) : splat(1);
-        for (int64_t from = rows->from; from < rows->end; from += DEPTH) {
-            int64_t end = smaller(from + DEPTH, rows->end);
-            DECODE[call->meaning](call, part, &u, &table, row, from, end, w);
-            for (int64_t c = from; c < end; c += LANES)
+        for (s.from = rows->from; s.from < rows->end; s.from = s.end) {
+            s.end = smaller(s.from + DEPTH, rows->end);
+            DECODE[call->meaning](&s, row, w);
+            for (int64_t c = s.from; c < s.end; c += LANES)
                 write_lanes(
-                    rows->out, call->out_dtype, i * width + c - rows->from, load_x(w + c - from) * scale,
-                    (int)smaller(LANES, end - c)
+                    rows->out, call->out_dtype, i * width + c - rows->from, load_x(w + c - s.from) * scale,
+                    (int)smaller(LANES, s.end - c)
                 );
         }
     }

@@ -39,7 +39,7 @@ def _functions() -> tuple[Callable[..., int], ...] | None:
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
     multiply, decode, sums = compiled.edkm_lut_linear, compiled.edkm_packed_rows, compiled.edkm_sum_by_code
-    multiply.argtypes = (ctypes.c_char_p, address, number, number, number, ctypes.c_char_p)
+    multiply.argtypes = (ctypes.c_char_p, address, number, number, number, ctypes.c_char_p, number)
     decode.argtypes = (ctypes.c_char_p, address, *(number,) * 5, address)
     sums.argtypes = (ctypes.c_char_p, address, number, number, address)
     return multiply, decode, sums
@@ -107,7 +107,7 @@ def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
     addresses = struct.pack(f"{len(outs)}Q", *[out.data_ptr() for out in outs])
     functions = _functions()
     assert functions is not None, "callers ask `supports` first"
-    if functions[0](prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses):
+    if functions[0](prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses, 0):
         raise MemoryError(f"a product of {tokens} x {columns} activations with a packed matrix")
     return outs
 
@@ -139,10 +139,10 @@ def of_torch(names: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...], in
 
 @functools.cache
 def _calls() -> ModuleType | None:
-    module = build.calls(Path(__file__).parent)
-    if module is not None:
+    found = of_torch(_OF_TORCH)
+    module = None if found is None else build.calls(Path(__file__).parent)
+    if module is not None and found is not None:
         depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-        found = of_torch(_OF_TORCH) or ((0, 0, 0, 0), (0, 0, 0), 0)  # zeros: tensors are made from Python
         module.setup(Tensor, ORDER, torch.is_grad_enabled, depth, *found)
     return module
 

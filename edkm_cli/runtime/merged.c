@@ -36,10 +36,6 @@ typedef struct Node {
     Merged merged;
 } Node;
 
-int edkm_lut_linear_into(
-    const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
-);
-
 /* PyTorch's functions, in the order in which Python hands them over. Arguments of an operator are a stack of 64-bit values;
  * who is called owns the tensors, lists and boxes of optional arguments among them. */
 static struct {
@@ -170,8 +166,8 @@ static void *product(void *x, void *indices, void *luts, void *bias) {
     to = address_of(out);
     for (int64_t p = 0; to && !failed && p < merged.count; p++) {
         outs[0] = to;
-        failed = edkm_lut_linear_into(
-            merged.parts + p, from, dtype, merged.columns, elements / merged.columns, outs, merged.rows
+        failed = edkm_lut_linear(
+            (const Packed *)(merged.parts + p), from, dtype, merged.columns, elements / merged.columns, outs, merged.rows
         );
         to = (char *)to + merged.parts[p].part.rows * bytes_of(dtype);
     }

@@ -17,4 +17,9 @@ typedef struct {
     Part parts[];
 } Packed;
 
+/* lut_linear.c */
+int edkm_lut_linear(
+    const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
+);
+
 #endif

@@ -75,11 +75,7 @@ static void share(void (*work)(const void *, int64_t, int64_t), const void *job,
     work(job, 0, units);
 }
 
-/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. */
-typedef struct {
-    size_t bytes;
-} Scratch;
-
+/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. Its size is before it. */
 static pthread_key_t scratch_key;
 static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
 static void make_key(void) { pthread_key_create(&scratch_key, free); }
@@ -87,12 +83,12 @@ static void make_key(void) { pthread_key_create(&scratch_key, free); }
 static float *scratch(size_t floats) {
     size_t bytes = floats * sizeof(float);
     pthread_once(&scratch_once, make_key);
-    Scratch *kept = pthread_getspecific(scratch_key);
-    if (!kept || kept->bytes < bytes) {
+    size_t *kept = pthread_getspecific(scratch_key);
+    if (!kept || *kept < bytes) {
         free(kept);
         pthread_setspecific(scratch_key, NULL);
         if (posix_memalign((void **)&kept, 64, 64 + bytes)) return NULL;
-        kept->bytes = bytes;
+        *kept = bytes;
         pthread_setspecific(scratch_key, kept);
     }
     return (float *)((char *)kept + 64);

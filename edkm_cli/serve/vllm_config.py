@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -21,11 +22,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.utils import WeightsMapper
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
+from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod, pack_embeddings
 from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
 
 _LOG = init_logger("vllm.edkm")
@@ -37,7 +40,7 @@ class EdkmVllmConfig(QuantizationConfig):
 
     def __init__(self, spec: QuantizationSpec):
         super().__init__()
-        self.spec = spec
+        self.spec, self._architecture = spec, ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec})"
@@ -51,9 +54,6 @@ class EdkmVllmConfig(QuantizationConfig):
                 raise UserError(
                     f"vllm serves free tables, got palette {spec.palette}, which is for another engine; see edkm export"
                 )
-            if spec.split_experts or spec.module_granularity:
-                what = "packed experts" if spec.split_experts else "matrices that differ in granularity"
-                raise UserError(f"vLLM has no layers for {what} yet; use transformers, or edkm export --to dense")
             return cls(spec)
         except UserError as error:
             raise _logged(error) from None
@@ -78,19 +78,33 @@ class EdkmVllmConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Name modules as vLLM's model does, where it has other names than the files."""
+        mapper = hf_to_vllm_mapper | self.get_checkpoint_weight_mapper()
         self.spec = replace(
             self.spec,
-            skipped=hf_to_vllm_mapper.apply_list(self.spec.skipped),
-            module_bits=hf_to_vllm_mapper.apply_dict(self.spec.module_bits),
+            skipped=mapper.apply_list(self.spec.skipped),
+            module_bits=mapper.apply_dict(self.spec.module_bits),
+            module_granularity=mapper.apply_dict(self.spec.module_granularity),
         )
+        if self.spec.split_experts:
+            pack_embeddings()
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
+        """Names in the files -> names in vLLM's model, where transformers has others of a mixture of experts."""
+        return WeightsMapper(orig_to_new_substr=dict(RENAMED.get(self._architecture, {})))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Check a local directory. Raises UserError for one that is not whole. A model of the hub is not here yet: its
-        packed layers are checked when they are loaded."""
+        """Check a local directory. Raises UserError for one that is not whole, or of experts that are not known. A model of
+        the hub is not here yet: its packed layers are checked when they are loaded."""
+        self._architecture = (getattr(hf_config, "architectures", None) or [""])[0]
         directory = Path(model_name)
-        if not directory.is_dir():
-            return
         try:
+            if self.spec.split_experts and self._architecture not in RENAMED:
+                raise UserError(
+                    f"vllm serves packed experts of {' and '.join(RENAMED)}, got {self._architecture}; use transformers, "
+                    "edkm export --to dense, or compress with --experts dense"
+                )
+            if not directory.is_dir():
+                return
             if "auto_map" in read_json(directory / "config.json", remedy=AGAIN):
                 verify_checksums(directory)  # its tensors are known to Python files that would have to be run
             else:
@@ -104,10 +118,12 @@ class EdkmVllmConfig(QuantizationConfig):
             return self._of_embedding(prefix, (prefix.rpartition(".")[2],))
         if isinstance(layer, VocabParallelEmbedding):
             return self._of_embedding(prefix, _EMBEDDINGS)
+        if isinstance(layer, RoutedExperts) and self.spec.split_experts:
+            return PackedExpertsMethod(self, layer)
         if not isinstance(layer, LinearBase):
             return None
         names = self._names(prefix)
-        if all(name in self.spec.skipped for name in names):
+        if isinstance(layer, GateLinear) or all(name in self.spec.skipped for name in names):  # routers stay dense
             return UnquantizedLinearMethod()
         return PackedLinearMethod(self.spec, names)
 

@@ -104,7 +104,7 @@ def _cut(leaf: str, piece: Piece, stored: Tensor) -> Tensor:
         return piece.cut_table(stored)
     wanted = piece.shape if leaf == "weight" else (1,)
     if tuple(stored.shape) != wanted:
-        raise _refused(f"{piece.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
+        raise refused(f"{piece.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
     if leaf == "lut_scale":
         return stored
     return stored[piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop]
@@ -133,18 +133,18 @@ class PackedLinearMethod(LinearMethodBase):
         shards, outputs = _outputs(layer, output_partition_sizes)
         fused = len(self.names) == 1 and len(outputs) > 1  # stored as one matrix
         if len(self.names) not in (1, len(outputs)):
-            raise _refused(f"{layer.prefix} has {len(outputs)} parts, which cannot be those of {', '.join(self.names)}")
+            raise refused(f"{layer.prefix} has {len(outputs)} parts, which cannot be those of {', '.join(self.names)}")
         before = 0
         for i, (full, rows) in enumerate(outputs):
             name = self.names[0] if fused else self.names[i]
             shape = (sum(size for size, _ in outputs) if fused else full, input_size)
             rows = range(before + rows.start, before + rows.stop) if fused else rows
             before += full
-            bits, granularity = self.spec.bits_of(name), self.spec.granularity
+            bits, granularity = self.spec.bits_of(name), self.spec.granularity_of(name)
             try:
                 pieces.append(piece_of(name, shape, bits, granularity, rows=rows, columns=columns))
             except UserError as error:
-                raise _refused(str(error), remedy="") from None
+                raise refused(str(error), remedy="") from None
             dense.append(name in self.spec.skipped)
         layer.edkm_room = room = _Room(pieces, shards, dense, self.spec)
         dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
@@ -217,7 +217,7 @@ def _outputs(layer: Any, sizes: list[int]) -> tuple[list[Any], list[tuple[int, r
     Raises UserError for a kind of layer whose parts are not known.
     """
     if type(layer) not in _KNOWN:
-        raise _refused(f"{layer.prefix} is a {type(layer).__name__}, which edkm does not serve", remedy="")
+        raise refused(f"{layer.prefix} is a {type(layer).__name__}, which edkm does not serve", remedy="")
     rank, size = layer.tp_rank, layer.tp_size
     if isinstance(layer, QKVParallelLinear):
         heads = (layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads)
@@ -262,7 +262,7 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
     def _load(self, layer: Any, leaf: str, parameter: Tensor, stored: Tensor) -> None:
         own, wanted = layer.shard_indices, (layer.org_vocab_size, parameter.shape[1])
         if tuple(stored.shape) != wanted:
-            raise _refused(f"{self.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
+            raise refused(f"{self.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
         part = stored[own.org_vocab_start_index : own.org_vocab_end_index]
         parameter.data[: len(part)] = part
         parameter.data[len(part) :] = 0
@@ -312,12 +312,12 @@ def _unfilled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _require_loaded(missing: set[str]) -> None:
     if missing:
-        raise _refused(f"{min(missing)} is missing from the checkpoint")
+        raise refused(f"{min(missing)} is missing from the checkpoint")
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:
     if tensor.dtype.is_floating_point and not bool(tensor.float().isfinite().all()):
-        raise _refused(f"{name} must be finite, but holds NaN or Inf")
+        raise refused(f"{name} must be finite, but holds NaN or Inf")
 
 
 def _stand_in(layer: Any) -> None:
@@ -325,7 +325,8 @@ def _stand_in(layer: Any) -> None:
     layer.weight = torch.empty(0, dtype=layer.params_dtype, device=next(layer.parameters()).device)
 
 
-def _refused(rule: str, remedy: str = AGAIN) -> UserError:
+def refused(rule: str, remedy: str = AGAIN) -> UserError:
+    """The error of one line, which is in vLLM's log, too."""
     message = f"{rule}; {remedy}" if remedy else rule
     _LOG.error("edkm: %s", message)
     return UserError(message)

@@ -20,7 +20,7 @@ import pytest
 from faulty import Fault, command
 
 from edkm_cli.environment import hardware, versions
-from edkm_cli.report.verify import verify_checkpoint
+from edkm_cli.report.inspection import verify_checkpoint
 from helpers import assert_same_run, settings, weights_of
 from processes import PATIENCE_SECONDS, children, together, wait_for_steps
 

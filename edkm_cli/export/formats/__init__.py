@@ -4,7 +4,7 @@ A format is a module with these functions; `source` is the compressed checkpoint
 `options` what the command was given (`edkm_cli.export.formats.options.Options`):
 
     check(source, options)            raises UserError, before any work, for what the format cannot hold, with the options
-                                      of `edkm compress` that would fit
+                                      of `edkm compress` that would fit; limits of its target have been checked
     needed_bytes(source, options)     disk that the export takes, about
     write(source, folder, options, track)
                                       write the export into an empty folder, one tensor after another
@@ -15,7 +15,7 @@ A format is a module with these functions; `source` is the compressed checkpoint
                                       without this function has the dense model filled with what `read` gives
     facts(source, options)            what export.json says of the format, a map
 
-A format that is a Hugging Face directory has `entries` and `settings` in place of `needed_bytes`, `write` and `stated`, of
+A format that is a Hugging Face directory has `entries` and `settings` in place of most of them, of
 which `edkm_cli.export.formats.folder.FolderFormat` makes them.
 """
 
@@ -27,17 +27,10 @@ from typing import Any
 from edkm_cli.errors import UserError
 from edkm_cli.targets import TARGETS
 
-FORMATS: dict[str, str] = {
-    "dense": "dense",
-    "squeezellm": "squeezellm",
-    "any-precision": "any_precision",
-    "lut-b": "lut_b",
-    "coreml": "coreml",
-    "mlx": "mlx",
-    "gguf": "gguf",
-    "compressed-tensors": "compressed_tensors",
-    **dict.fromkeys(("w2a16", "w3a16", "w4a16"), "compressed_tensors"),
-}
+FORMATS = (
+    *("dense", "squeezellm", "any-precision", "lut-b", "coreml", "mlx", "gguf"),
+    *("compressed-tensors", "w2a16", "w3a16", "w4a16"),
+)
 
 
 def find(name: str) -> Any:
@@ -45,7 +38,8 @@ def find(name: str) -> Any:
     form = name.partition(":")[0] if name in TARGETS else name
     if form not in FORMATS:
         raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
-    module = import_module(f"{__name__}.{FORMATS[form]}")
+    file = "compressed_tensors" if form.endswith("a16") else form.replace("-", "_")
+    module = import_module(f"{__name__}.{file}")
     if hasattr(module, "write"):
         return module
     from edkm_cli.export.formats.folder import FolderFormat

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, read_packed
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, read_packed, row_tables
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import require_fit, row_tables
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.targets import repeated_layers
@@ -32,23 +31,10 @@ from edkm_cli.targets import repeated_layers
 _WARP, _WORD = 32, 32
 
 
-def check(source: Compressed, options: Options) -> None:
-    """3 to 8 bits, float16 tables of rows, columns in whole words, rows in whole blocks of its kernels (16),
-    the same linears in each decoder layer."""
-    require_fit("any-precision", source)
-
-
-def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
-    return {"dtype": options.dtype_name()}
-
-
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    """What is stored of a tensor of the dense model."""
-    (bits, path), shape = (source.spec.bits, tensor.module), tensor.shape
     if not tensor.linear:
-        yield Entry(tensor.name, options.torch_dtype(), shape, lambda: source.dense(tensor.name))
         return
+    (bits, path), shape = (source.spec.bits, tensor.module), tensor.shape
     planes = (bits, shape[0], shape[1] // _WORD)
     yield Entry(f"{path}.qweight", torch.int32, planes, lambda: _planes(source.indices(path), bits))
     yield Entry(f"{path}.lut{bits}", torch.float16, (shape[0], 2**bits), lambda: row_tables(source, tensor))
@@ -89,11 +75,7 @@ def _byte_order(count: int) -> Tensor:
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, as the kernel decodes it."""
     bits = int(read_json(folder / "config.json", remedy=EXPORT_AGAIN)["anyprec"]["parent_precision"])
-
-    def decode(words: Tensor, table: Tensor) -> Tensor:
-        return table.float().gather(1, _decoded(words))
-
-    return read_packed(folder, "qweight", f"lut{bits}", decode)
+    return read_packed(folder, "qweight", f"lut{bits}", lambda words, lut: lut.float().gather(1, _decoded(words)))
 
 
 def _decoded(words: Tensor) -> Tensor:

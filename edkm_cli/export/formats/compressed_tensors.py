@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, codes_of_words, require_fit
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import codes_of_words, require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
@@ -34,15 +33,12 @@ def check(source: Compressed, options: Options) -> None:
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {"dtype": source.spec.lut_dtype, "notes": ["vllm serve DIRECTORY"]}
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    """What is stored of a tensor of the dense model."""
     bits, dtype, path = source.spec.bits, getattr(torch, source.spec.lut_dtype), tensor.module
     if not tensor.linear:
-        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
         return
     rows, columns = tensor.shape
     group = source.spec.granularity.tile(rows, columns)[1]
@@ -52,7 +48,6 @@ def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterat
 
 
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
-    """Changes of config.json."""
     group = {"strategy": "group", "group_size": source.spec.granularity.columns}
     weights = {"num_bits": source.spec.bits, "type": "int", "symmetric": True, **group}
     quantization = {

@@ -27,7 +27,6 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats import coreml_graph
 from edkm_cli.export.formats.folder import copy_beside
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.source import Compressed
 from edkm_cli.format import sync
 from edkm_cli.progress import Track, no_progress
@@ -38,8 +37,7 @@ _LENGTH = "edkm.length"
 
 
 def check(source: Compressed, options: Options) -> None:
-    """1, 2, 3, 4, 6 or 8 bits, float16 tables of rows, a family whose decoder is known, coremltools installed."""
-    require_fit("coreml", source)
+    """Sequences that the model's attention spans; coremltools installed."""
     config = source.config
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
@@ -76,7 +74,6 @@ def lengths(options: Options) -> tuple[int, int]:
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {
         "dtype": "float16",
         "sequence_length": options.sequence_length,
@@ -108,16 +105,9 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
         inputs = [ct.TensorType("input_ids", shape=(1, tokens), dtype=np.int32)]
         if options.cache:
             inputs.append(ct.TensorType("position", shape=(1,), dtype=np.int32))
-        model = ct.convert(
-            made,
-            source="milinternal",
-            convert_to="mlprogram",
-            minimum_deployment_target=ct.target.iOS18,
-            compute_precision=ct.precision.FLOAT32,  # as the program says, operation by operation
-            inputs=inputs,
-            pass_pipeline=ct.PassPipeline.EMPTY,
-            skip_model_load=True,
-        )
+        as_written = {"compute_precision": ct.precision.FLOAT32, "pass_pipeline": ct.PassPipeline.EMPTY}
+        kind = {"source": "milinternal", "convert_to": "mlprogram", "minimum_deployment_target": ct.target.iOS18}
+        model = ct.convert(made, inputs=inputs, skip_model_load=True, **kind, **as_written)
         model.user_defined_metadata[_MAP] = json.dumps(names)
         model.user_defined_metadata[_LENGTH] = str(last)
         model.save(str(folder / PACKAGE))

@@ -74,7 +74,7 @@ class _Decoder:
     def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
         mb, config = self.mb, self.config
         embedding = self.weight("model.embed_tokens.weight")
-        self.n = self._vector(mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0))
+        self.n = mb.expand_dims(x=mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0), axes=[0])
         self.start = position if self.cache else mb.sub(x=self.n, y=self.n)
         self.end = mb.add(x=self.start, y=self.n)
         self.states = states
@@ -90,9 +90,6 @@ class _Decoder:
         x = self._norm(x, "model.norm")
         head = embedding if config.tie_word_embeddings else self.weight("lm_head.weight")
         return mb.linear(x=x, weight=head, name="logits")
-
-    def _vector(self, scalar: Any) -> Any:
-        return self.mb.expand_dims(x=scalar, axes=[0])
 
     def _mask(self) -> Any:
         """(tokens, end) float16: 0 where a token sees another, else far below all scores."""

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import read_tensors, write_config, write_tensors
+from edkm_cli.export.formats.folder import in_memory, is_converted, read_tensors, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
 from edkm_cli.progress import Track, no_progress, quiet_bars
-from edkm_cli.runtime.experts import joined, split_experts
+from edkm_cli.runtime.experts import joined
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _AUTO = {"float16": "float16", "float32": "float32", "int8": "float32"}  # others: bfloat16, which holds what they make
@@ -34,18 +34,17 @@ def check(source: Compressed, options: Options) -> None:
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {"dtype": options.dtype_name(_AUTO.get(source.spec.lut_dtype, "bfloat16"))}
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
     """Write the model, one decoder layer after another."""
-    dtype = _dtype(source, options)
-    conversions = _dense_skeleton(source)
+    dtype, empty = _dtype(source, options), source.dense_skeleton()
+    converted = empty if is_converted(empty) else None
 
     def parts(make: Any) -> Iterator[dict[str, Tensor]]:
-        for _, names in groupby(source.tensors, key=_layer):
-            yield _in_files(conversions, joined(source.model, {name: make(name) for name in names}))
+        for _, names in groupby(source.tensors, key=lambda name: (found := _LAYER.match(name)) and found[1]):
+            yield _in_files(converted, joined(source.model, {name: make(name) for name in names}))
 
     meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")))
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for part in meta for name, tensor in part.items()}
@@ -67,19 +66,9 @@ def needed_bytes(source: Compressed, options: Options) -> int:
 def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model: as the files hold them, or where transformers converts a family's
     tensors while it loads, as it loads them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    tensors = read_tensors(folder)
     trust = options.trust_remote_code
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    converts = _conversions(empty)
-    if not (split_experts(empty) or converts):
-        return read_tensors(folder)
-    model = _from_pretrained(folder, options)
-    split_experts(model)
-    tied = set(model.all_tied_weights_keys)
-    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+    return in_memory(folder, tensors, lambda empty: _from_pretrained(folder, options), trust_remote_code=trust)
 
 
 def load(folder: Path, source: Compressed, options: Options) -> Any:
@@ -104,26 +93,6 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
 
 def _dtype(source: Compressed, options: Options) -> torch.dtype:
     return options.torch_dtype(_AUTO.get(source.spec.lut_dtype, "bfloat16"))
-
-
-def _layer(name: str) -> str:
-    match = _LAYER.match(name)
-    return match[1] if match else ""
-
-
-def _dense_skeleton(source: Compressed) -> Any:
-    """The dense model on the meta device where its family has other tensors in files than in memory, else None."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source.config, trust_remote_code=source.trust_remote_code)
-    return model if _conversions(model) else None
-
-
-def _conversions(model: Any) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

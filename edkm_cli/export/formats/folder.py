@@ -1,4 +1,4 @@
-"""What the formats that are Hugging Face directories share: files written tensor by tensor, and read back by name."""
+"""What formats share: their limits; and files of Hugging Face directories, written tensor by tensor, read back by name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,47 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.source import Compressed
+from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import SafetensorsWriter, read_json
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.targets import TARGETS, check_model, misfits
 
 MAX_SHARD_SIZE = "5GB"
 EXPORT_AGAIN = "export it again"
 
 Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def require_fit(name: str, source: Compressed) -> None:
+    """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
+    spec = source.spec
+    tables: dict[str, Any] = {"granularity": spec.granularity, "lut_dtype": spec.lut_dtype, "palette": spec.palette}
+    faults = misfits(name, bits=spec.bits, **tables)
+    if spec.module_bits and not TARGETS[name].mixes:
+        faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
+    if faults:
+        raise UserError(f"--to {name}: {'; '.join(faults)} (edkm compress --target {name} sets all of them)")
+    shapes = {tensor.module: tensor.shape for tensor in source.linears}
+    check_model(name, source.config, shapes, lut_scale=source.scale(source.linears[0].module))
+
+
+def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
+    """The table of each row of a linear, (out, 2**bits) float32; rows that share one repeat it."""
+    table = source.table(tensor.module)
+    return table.repeat_interleave(tensor.shape[0] // table.shape[0], 0)
+
+
+def codes_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
+    """(rows, columns) int64 of rows of 32-bit words, int32: one little-endian stream of codes, some of which cross the
+    border of two words."""
+    unsigned = words.long() & 0xFFFFFFFF
+    place = torch.arange(columns) * bits
+    low, shift = place // 32, place % 32
+    high = (low + 1).clamp_max(words.shape[1] - 1)
+    return ((unsigned[:, low] >> shift) | (unsigned[:, high] << (32 - shift))) & (2**bits - 1)
 
 
 def write_tensors(
@@ -64,19 +95,28 @@ class Entry(NamedTuple):
 
 
 class FolderFormat:
-    """A format by what its module says of a tensor of the dense model, beside `check`, `facts` and `read`:
+    """A format by what its module says of a tensor of the dense model, beside `read`:
 
-    entries(source, tensor, options)  what is stored of it; what is not packed is one entry of its own name
+    entries(source, tensor, options)  what is stored of it, where that is not the tensor in the dtype of `facts`
     settings(source, folder, options) what is written beside the weights; returns the changes of config.json
     stated(source, name, options)     where packed weights are not exact
+    check(source, options)            where it has limits that its target does not say
+    facts(source, options)            where it says more than the dtype
     """
 
     def __init__(self, name: str, module: Any):
-        self._name, self._module = name, module
-        self.check, self.facts, self.read = module.check, module.facts, module.read
+        self._name, self._module, self.read = name, module, module.read
+        self.check = getattr(module, "check", lambda source, options: None)
+        self.facts = getattr(module, "facts", lambda source, options: {"dtype": options.dtype_name()})
+
+    def _of(self, source: Compressed, tensor: DenseTensor, options: Options) -> list[Entry]:
+        if entries := list(self._module.entries(source, tensor, options)):
+            return entries
+        dtype = getattr(torch, self.facts(source, options)["dtype"])
+        return [Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))]
 
     def _entries(self, source: Compressed, options: Options) -> list[Entry]:
-        return [entry for tensor in source.tensors.values() for entry in self._module.entries(source, tensor, options)]
+        return [entry for tensor in source.tensors.values() for entry in self._of(source, tensor, options)]
 
     def needed_bytes(self, source: Compressed, options: Options) -> int:
         """Disk that the export takes, without the files' headers."""
@@ -96,7 +136,7 @@ class FolderFormat:
         """What is packed is exact, the rest is rounded to the dtype of its entry."""
         if hasattr(self._module, "stated"):
             return self._module.stated(source, name, options)
-        exact, entries = source.dense(name), list(self._module.entries(source, source.tensors[name], options))
+        exact, entries = source.dense(name), self._of(source, source.tensors[name], options)
         return exact if len(entries) > 1 else exact.to(entries[0].dtype).float(), exact
 
 
@@ -118,6 +158,34 @@ def read_packed(
             yield f"{path}.weight", decode(files.get(name), files.get(f"{path}.{table}"))
         elif leaf != table:
             yield name, files.get(name).float()
+
+
+def in_memory(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    load: Callable[[Any], Any],
+    *,
+    trust_remote_code: bool = False,
+) -> Iterable[tuple[str, Tensor]]:
+    """The `tensors` of files as transformers has them in memory. Of a family whose tensors it converts, as those of
+    experts, they are those of the model that `load` gives, which gets it on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if not is_converted(empty):
+        return tensors
+    model = load(empty)
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys)
+
+
+def is_converted(model: Any) -> bool:
+    """Whether transformers has other tensors of this model in memory than in files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:

@@ -23,26 +23,20 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
+from edkm_cli.export.formats.folder import require_fit
 from edkm_cli.export.formats.gguf_model import Naming, add_metadata, naming_of, naming_of_file
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.granularity import AFFINE, SUPER_BLOCK
+from edkm_cli.granularity import AFFINE, MULTIPLES, SUPER_BLOCK
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.targets import TARGETS
 
 _BLOCK = 32
-_TILES = {"Q2_K": 16, "Q3_K": 16, "Q4_K": 8, "Q5_K": 8, "Q6_K": 16}  # of a super-block
-# (palette, bits, number format of the scales) -> type of a linear's tensor
+# (palette, bits, number format of the scales) -> type of a linear's tensor, of which llama.cpp's name is the target's
 _TYPES = {
-    ("integers", 4, "float16"): "Q4_0",
-    ("iq4_nl", 4, "float16"): "IQ4_NL",
-    ("integers", 8, "float16"): "Q8_0",
-    ("e2m1", 4, "float8_e8m0fnu"): "MXFP4",
-    ("affine", 2, "int8"): "Q2_K",
-    ("integers", 3, "int8"): "Q3_K",
-    ("affine", 4, "int8"): "Q4_K",
-    ("affine", 5, "int8"): "Q5_K",
-    ("integers", 6, "int8"): "Q6_K",
+    (target.palettes[0], target.bits[0], target.lut_dtypes[0]): name.removeprefix("gguf:").upper()
+    for name, target in TARGETS.items()
+    if name.startswith("gguf:")
 }
 FILE = "model.gguf"
 
@@ -74,7 +68,6 @@ def _type(source: Compressed) -> str:
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {"type": _type(source), "notes": [f"llama-cli -m DIRECTORY/{FILE} -p TEXT"]}
 
 
@@ -100,7 +93,8 @@ def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> Te
     if source.spec.lut_dtype == "int8":
         leaves = ("scales", "offsets") if source.spec.palette == AFFINE else ("scales",)
         multiples = (source.stored(f"{path}.{leaf}")[order].to(torch.int16) for leaf in leaves)
-        numbers = [each.unflatten(1, (-1, _TILES[kind])) for each in multiples]
+        tiles = SUPER_BLOCK // MULTIPLES[source.spec.palette, source.spec.bits][0]
+        numbers = [each.unflatten(1, (-1, tiles)) for each in multiples]
         units = source.stored(f"{path}.lut_scale")[order]
         return _super_blocks(kind, codes.unflatten(1, (-1, SUPER_BLOCK)), numbers, units)
     scales = source.stored(f"{path}.scales")[order]

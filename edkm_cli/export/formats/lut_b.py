@@ -9,7 +9,8 @@ The draft is pull request 801 of vllm-project/compressed-tensors at 383dfe2 (Jul
     P.bias             a plain tensor, if there is one
 
 and everything else stays plain. A tile's rows are 24 bytes each of our packed rows, so that indices are moved by bytes.
-Weights with leading dimensions, such as (experts, out, in), keep them before the tiles.
+An expert's matrices are linears of the names that the family's files have, gates and what they gate apart, as llm-compressor
+writes them. Weights with leading dimensions, such as (experts, out, in), would keep them before the tiles.
 
 **Scale.** The draft has none, and E4M3 has steps of 2^-9 near zero, where a model's weights lie. `--target lut-b` trains
 with one scale S for all matrices, a power of two, and it is put where it changes no rounding: every linear of the decoder
@@ -22,7 +23,8 @@ hold; others are exported with S = 1 only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,37 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import Entry, read_packed
+from edkm_cli.export.formats.folder import Entry, in_memory, read_packed
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.initialize.stored import Place
 
 DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
 _ROWS, _COLUMNS, _ENTRIES, _BITS = 8, 64, 8, 3
 _TILE_BYTES = _ROWS * _COLUMNS * _BITS // 8
-_DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
+_DECODER_LINEAR = re.compile(r"\.layers\.\d+\.(.*_proj(\.\d+)?(\.weight)?|mlp\.gate\.weight)$")  # routers, too
 _RESIDUAL_BIAS = re.compile(r"\.layers\.\d+\..*\.(o_proj|down_proj)\.bias$")
 _INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layernorm)\.weight$")
 
 
 def check(source: Compressed, options: Options) -> None:
-    """3 bits, E4M3 tables of 8 x 64 tiles, one scale for all."""
-    require_fit("lut-b", source)
+    """One scale for all tables."""
     scales = {source.scale(tensor.module) for tensor in source.linears}
     if len(scales) > 1:
         raise UserError(
             f"--to lut-b: tables must have one scale for all matrices, but have {len(scales)}; compress with --target lut-b "
             "or --lut-scale 0.0625"
         )
+    for tensor in source.tensors.values():
+        names, expert, _ = _place(source, tensor.name)
+        if not names or expert is not None or (tensor.linear and tensor.shape[0] % (_ROWS * len(names))):
+            raise UserError(
+                f"--to lut-b holds experts whose matrices are apart in files of their family, and of whole tiles, but "
+                f"{tensor.name} of {source.config.model_type} is not; use --to dense, or compress with --experts dense"
+            )
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {
         "dtype": options.dtype_name(),
         "draft": DRAFT,
@@ -65,16 +72,29 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    """What is stored of a tensor of the dense model."""
-    path, shape = tensor.module, tensor.shape
-    if not tensor.linear:
-        yield Entry(tensor.name, options.torch_dtype(), shape, lambda: _scaled(source, tensor.name))
-        return
-    down, across = shape[0] // _ROWS, shape[1] // _COLUMNS
-    packed, codebook = (down, across, _TILE_BYTES), (down, across, _ENTRIES)
-    yield Entry(f"{path}.weight_packed", torch.uint8, packed, lambda: tiled_bytes(source.stored(f"{path}.indices")))
-    table = torch.float8_e4m3fn
-    yield Entry(f"{path}.weight_codebook", table, codebook, lambda: source.stored(f"{path}.lut").view(codebook))
+    """What is stored of a tensor of the dense model, in as many parts as the files of its family have of it."""
+    path, names = tensor.module, _place(source, tensor.name).names
+    wholes = [Entry("", options.torch_dtype(), tensor.shape, lambda: _scaled(source, tensor.name))]
+    if tensor.linear:
+        tiles = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS)
+        packed, codebook, table = (*tiles, _TILE_BYTES), (*tiles, _ENTRIES), torch.float8_e4m3fn
+        wholes = [
+            Entry("_packed", torch.uint8, packed, lambda: tiled_bytes(source.stored(f"{path}.indices"))),
+            Entry("_codebook", table, codebook, lambda: source.stored(f"{path}.lut").view(codebook)),
+        ]
+    for whole in wholes:
+        rows = (whole.shape[0] // len(names), *whole.shape[1:])
+        for part, name in enumerate(names):
+            yield Entry(name + whole.name, whole.dtype, rows, partial(_rows, whole, part, len(names)))
+
+
+def _rows(whole: Entry, part: int, parts: int) -> Tensor:
+    return whole.make().chunk(parts)[part]
+
+
+def _place(source: Compressed, name: str) -> Place:
+    """Where the files of the model's family hold a tensor; without packed experts, under the name it has in memory."""
+    return source.places.get(name, Place(())) if source.spec.split_experts else Place((name,))
 
 
 def _scaled(source: Compressed, name: str) -> Tensor:
@@ -82,8 +102,9 @@ def _scaled(source: Compressed, name: str) -> Tensor:
 
 
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
-    """Changes of config.json."""
     scale = _scale(source)
+    parts = [part for name in source.spec.skipped for part in _place(source, f"{name}.weight").names]
+    dense = {part.removesuffix(".weight") for part in parts}
     block = {"strategy": "block", "block_structure": [_ROWS, _COLUMNS]}
     weights = {"type": "codebook", "num_bits": _BITS, **block, "symmetric": True, "dynamic": False}
     quantization = {
@@ -91,7 +112,7 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
         "format": "lut-b",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "lut-b"}},
-        "ignore": sorted({*source.spec.skipped, "lm_head"}),
+        "ignore": sorted({"lm_head", *dense}),
     }
     moved = {} if scale == 1.0 else {"rms_norm_eps": source.config.rms_norm_eps / scale**2}
     return {"dtype": options.dtype_name(), "quantization_config": quantization, **moved}
@@ -105,9 +126,14 @@ def tiled_bytes(packed: Tensor) -> Tensor:
     return tiles.transpose(-3, -2).reshape(*leading, out // _ROWS, width // row, _TILE_BYTES)
 
 
-def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
+def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, index by index."""
-    return read_packed(folder, "weight_packed", "weight_codebook", decoded)
+    tensors = read_packed(folder, "weight_packed", "weight_codebook", decoded)
+
+    def load(empty: Any) -> Any:
+        return type(empty).from_pretrained(None, config=empty.config, state_dict=dict(tensors), dtype=torch.float32)
+
+    return in_memory(folder, tensors, load, trust_remote_code=options.trust_remote_code)
 
 
 def decoded(packed: Tensor, codebook: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry
+from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, codes_of_words, require_fit
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import codes_of_words, require_fit
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
@@ -51,15 +50,12 @@ def _layout(source: Compressed, tensor: DenseTensor) -> tuple[int, int]:
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     return {"dtype": source.spec.lut_dtype, "notes": ["mlx_lm.generate --model DIRECTORY --prompt TEXT"]}
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    """What is stored of a tensor of the dense model."""
     dtype, path = getattr(torch, source.spec.lut_dtype), tensor.module
     if not path:
-        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
         return
     (rows, columns), (bits, group) = tensor.shape, _layout(source, tensor)
     words, numbers = (rows, columns * bits // 32), (rows, columns // group)
@@ -97,13 +93,8 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
         path, _, leaf = name.rpartition(".")
         if leaf == "weight" and f"{path}.scales" in files:
             layout = {**quantization, **quantization.get(path, {})}
-            scales, biases = (files.get(f"{path}.{leaf}").float() for leaf in ("scales", "biases"))
-            yield name, _dequantized(tensor, scales, biases, layout["bits"], layout["group_size"])
+            scales, biases = (files.get(f"{path}.{leaf}").float()[:, :, None] for leaf in ("scales", "biases"))
+            codes = codes_of_words(tensor.view(torch.int32), layout["bits"], tensor.shape[1] * 32 // layout["bits"])
+            yield name, (scales * codes.float().unflatten(1, (-1, layout["group_size"])) + biases).flatten(1)
         elif leaf not in ("scales", "biases"):
             yield name, tensor.float()
-
-
-def _dequantized(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group: int) -> Tensor:
-    codes = codes_of_words(words.view(torch.int32), bits, words.shape[1] * 32 // bits)
-    codes = codes.float().unflatten(1, (-1, group))
-    return (scales[:, :, None] * codes + biases[:, :, None]).flatten(1)

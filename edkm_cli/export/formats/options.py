@@ -17,29 +17,20 @@ if TYPE_CHECKING:
 class Options:
     """What `edkm export` is given beside the checkpoint, the format and the place."""
 
-    dtype: str = setting(
-        "auto",
-        "Number format of weights without lookup tables; auto: the format's own.",
-        COMPRESSION,
-        choices=("auto", "float16", "bfloat16", "float32"),
-    )
+    # fmt: off
+    dtype: str = setting("auto", "Number format of weights without lookup tables; auto: the format's own.", COMPRESSION,
+        choices=("auto", "float16", "bfloat16", "float32"))
     sequence_length: str = setting("1-1024", "coreml: tokens of a call, a number N or a range A-B.", COMPRESSION)
     cache: bool = setting(False, "coreml: keep keys and values of earlier tokens in the model's state.", COMPRESSION)
-    base_gguf: str | None = setting(
-        None,
-        "gguf: a file of the same model whose metadata and tokenizer are taken over, tensors replaced.",
-        COMPRESSION,
-    )
-    verify: str = setting(
-        "weights",
-        "perplexity: measure both models, beside comparing all weights.",
-        DATA,
-        choices=("weights", "perplexity"),
-    )
+    base_gguf: str | None = setting(None,
+        "gguf: a file of the same model whose metadata and tokenizer are taken over, tensors replaced.", COMPRESSION)
+    verify: str = setting("weights", "perplexity: measure both models, beside comparing all weights.", DATA,
+        choices=("weights", "perplexity"))
     data: str = setting("builtin", "Text for --verify perplexity: builtin, wikitext2, ... or a file.", DATA)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int = setting(4, "Number of windows, from the first.", DATA, minimum=1)
     trust_remote_code: bool = setting(False, "Run the Python files that come with a model.", MODEL)
+    # fmt: on
 
     def __post_init__(self) -> None:
         refuse(faults(self))

@@ -24,22 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import Entry, read_packed
+from edkm_cli.export.formats.folder import Entry, read_packed, row_tables
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.formats.rows import require_fit, row_tables
 from edkm_cli.export.source import Compressed, DenseTensor
 
 _WORD_BITS = 32
 _KERNEL_WIDTH = 128  # columns and rows that one block of the project's kernels takes
 
 
-def check(source: Compressed, options: Options) -> None:
-    """3 or 4 bits, tables of rows, columns in whole words."""
-    require_fit("squeezellm", source)
-
-
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    """What export.json says."""
     narrow = sorted({tensor.shape for tensor in source.linears if any(side % _KERNEL_WIDTH for side in tensor.shape)})
     notes = [
         "SqueezeLLM's llama.py reads a file of torch.save: torch.save(safetensors.torch.load_file(FILE), 'model.pt')"
@@ -54,13 +47,11 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    """What is stored of a tensor of the dense model."""
-    bits, path = source.spec.bits, tensor.module
+    if _is_bias(source, tensor.name):
+        yield Entry(tensor.name, torch.float32, tensor.shape, lambda: source.dense(tensor.name))
     if not tensor.linear:
-        dtype = torch.float32 if _is_bias(source, tensor.name) else options.torch_dtype()
-        yield Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))
         return
-    out, columns = tensor.shape
+    bits, path, (out, columns) = source.spec.bits, tensor.module, tensor.shape
     words = (columns // _WORD_BITS * bits, out)
     yield Entry(f"{path}.qweight", torch.int32, words, lambda: source.words(path).t().contiguous())
     yield Entry(f"{path}.lookup_table", torch.float32, (out, 2**bits), lambda: row_tables(source, tensor))
@@ -76,11 +67,9 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, by the project's rules for words."""
     bits = json.loads((folder / "quant_config.json").read_text(encoding="utf-8"))["wbits"]
-
-    def decode(words: Tensor, table: Tensor) -> Tensor:
-        return table.gather(1, _indices_of_words(words, bits))
-
-    return read_packed(folder, "qweight", "lookup_table", decode)
+    return read_packed(
+        folder, "qweight", "lookup_table", lambda words, table: table.gather(1, _indices_of_words(words, bits))
+    )
 
 
 def _indices_of_words(words: Tensor, bits: int) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import run
-from edkm_cli.nn.decoder import decoder_layers
-from edkm_cli.nn.hooks import LayerCall, Reached, hooked, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hooked, layer_calls
 from edkm_cli.research.baselines.outcome import decoder_linears
 
 _CHUNK_TOKENS = 4096

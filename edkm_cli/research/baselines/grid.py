@@ -19,12 +19,14 @@ even) unless the scale was rounded up. With rounded scales SmolLM2-135M at 3 bit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears, stored_size
 
@@ -115,3 +117,21 @@ class Uniform:
             return rows * (columns // (self.group_size or columns)) * beside + columns * order_bits
 
         return Outcome(*stored_size(layers, bits=self.bits, side_bits=side_bits), **facts)
+
+
+def per_token(values: Tensor, bits: int) -> Tensor:
+    """Activations (..., features), rounded with a scale for each token, which is computed as they appear and never stored.
+    The gradient passes the rounding straight through."""
+    return StraightThrough.apply(values, Uniform(bits, 0, "absmax", "float32").round)
+
+
+def quantize_inputs(layers: Iterable[nn.Module], bits: int) -> None:
+    """From now on the layers see their input (..., features) quantized per token."""
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, inputs: (per_token(inputs[0], bits), *inputs[1:]))
+
+
+def quantize_outputs(layers: Iterable[nn.Module], bits: int) -> None:
+    """From now on the layers give their output (..., features) quantized per token."""
+    for layer in layers:
+        layer.register_forward_hook(lambda module, inputs, output: per_token(output, bits))

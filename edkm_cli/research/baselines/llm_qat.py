@@ -29,8 +29,7 @@ from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.data import Blocks
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
 from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_at_least, check_bits, check_positive
 from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import Beside, Objective
@@ -51,7 +50,6 @@ def quantize(
     batch_size: int = 1,
     sequence_length: int = 1024,
     sequences: int = 0,
-    generation_batch_size: int = 16,
     activation_bits: int = NO_QUANTIZATION,
     kv_bits: int = NO_QUANTIZATION,
 ) -> Outcome:
@@ -63,23 +61,20 @@ def quantize(
         batch_size: sequences in a step.
         sequence_length: tokens in a sequence.
         sequences: how many are written; 0: as many as the steps take. Fewer are seen repeatedly.
-        generation_batch_size: how many are written at a time.
         activation_bits, kv_bits: 2 to 8 bits of each linear's input, and of keys and values; 16: as they are. Hooks
             that stay on the model.
 
     Raises UserError for a value out of range, or if the loss stops being finite.
     """
     check_at_least(0, steps=steps, sequences=sequences)
-    check_at_least(1, batch_size=batch_size, generation_batch_size=generation_batch_size)
+    check_at_least(1, batch_size=batch_size)
     check_at_least(2, sequence_length=sequence_length)
     check_positive(learning_rate=learning_rate)
     check_bits(activation_bits=activation_bits, kv_bits=kv_bits)
     form = Uniform(bits, group_size, "absmax")
     linears = form.linears(model)
     count = (sequences or steps * batch_size) if steps else 0
-    text = write_text(
-        model, sequences=count, length=sequence_length, batch_size=generation_batch_size, seed=seed, track=track
-    )
+    text = write_text(model, sequences=count, length=sequence_length, seed=seed, track=track)
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
         parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)

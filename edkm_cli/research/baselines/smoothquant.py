@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.research.baselines.fake_quant import quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.grid import Uniform
+from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
 from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_bits
 
 _CHECKED_TOKENS = 64

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
+from edkm_cli.nn.hooks import frozen
 from edkm_cli.progress import Track, no_progress
 
 
@@ -34,13 +35,11 @@ def train(
 
     Raises UserError if the loss stops being finite.
     """
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=betas, weight_decay=0.0)
     losses = []
-    try:
+    with frozen(model):
+        for parameter in trained:
+            parameter.requires_grad_(True)
         for step in track(range(steps), "training", steps):
             if cosine:
                 optimizer.param_groups[0]["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -56,7 +55,4 @@ def train(
             before_step()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        for parameter, before in required.items():
-            parameter.requires_grad_(before)
     return losses

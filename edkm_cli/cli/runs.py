@@ -1,0 +1,194 @@
+"""Commands that make something, or compare how it is made: `edkm compress`, `finetune`, `distill`, `merge`, `export`,
+`compare`, `bench` and `ablate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
+from edkm_cli.cli.options import JsonFile, Overwrite, Resume, check_json_target, configured, finish, option, stamped
+from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.errors import UserError
+from edkm_cli.export.formats import FORMATS
+from edkm_cli.export.formats.options import Options
+from edkm_cli.export.ownership import input_paths, require_replaceable, run_paths
+from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_distill_config
+from edkm_cli.research.bench.config import Ablation, ClusteringBench, RuntimeBench
+from edkm_cli.research.compare.config import CompareConfig, build_compare_config
+from edkm_cli.settings import MODEL, OUTPUT, SCALE, from_file
+
+Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of a compressed model.", rich_help_panel=MODEL, show_default=False),
+]
+
+
+def require_model(model: str) -> None:
+    """Raises UserError where neither a flag nor the file names a model."""
+    if not model:
+        raise UserError("--model is required: an alias (smollm2-135m, llama-7b), a hub id, a directory or a GGUF file")
+
+
+@configured(CompressConfig, build_config)
+def compress_command(
+    settings: CompressConfig,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, option(SCALE, "Only print what would be done, and what memory it takes.", "--dry-run")
+    ] = False,
+    gpu_memory: Annotated[
+        str | None, option(SCALE, "With --dry-run: memory of each GPU, such as 24GiB.", metavar="SIZE")
+    ] = None,
+    gpus: Annotated[int | None, option(SCALE, "With --dry-run: number of GPUs.", metavar="N")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
+    require_model(settings.model)
+    check_json_target(json_file, run_paths(settings, "--model", settings.model))
+    from edkm_cli.summaries import summary
+
+    if dry_run:
+        from edkm_cli.dryrun import plan
+
+        result = plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
+        finish(summary("plan", result), stamped(result), json_file)
+        return
+    if gpu_memory is not None or gpus is not None:
+        raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
+    from edkm_cli.compress import compress
+    from edkm_cli.dryrun.plan import choose_memory
+    from edkm_cli.preflight import RunPlan
+    from edkm_cli.progress import Progress
+
+    def use_memory(plan: RunPlan) -> None:
+        return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks(huge=not plan.by_layer)
+
+    result = compress(settings, overwrite=overwrite, resume=resume, observer=Progress(), planned=use_memory)
+    finish(summary("compress", result), result, json_file)
+
+
+def _finetune(
+    settings: FinetuneConfig,
+    directory: Directory,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    dry_run: Annotated[bool, option(SCALE, "Only print what would be trained.", "--dry-run")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""
+    check_json_target(json_file, run_paths(settings, "DIR", directory))
+    from edkm_cli.finetune.command import finetune, plan_finetune
+    from edkm_cli.progress import Progress
+    from edkm_cli.summaries import summary
+
+    if dry_run:
+        plan = plan_finetune(directory, settings)
+        finish(summary("finetune_plan", plan), stamped(plan), json_file)
+        return
+    result = finetune(directory, settings, overwrite=overwrite, resume=resume, observer=Progress())
+    finish(summary("finetune", result), result, json_file)
+
+
+finetune_command = configured(FinetuneConfig, partial(from_file, FinetuneConfig))(_finetune)
+distill_command = configured(FinetuneConfig, build_distill_config)(_finetune)
+
+
+@configured(MergeConfig, partial(from_file, MergeConfig))
+def merge_command(
+    settings: MergeConfig, directory: Directory, overwrite: Overwrite = False, json_file: JsonFile = None
+) -> None:
+    """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
+    check_json_target(json_file, run_paths(settings, "DIR", directory))
+    from edkm_cli.finetune.merge import merge
+    from edkm_cli.progress import Progress
+    from edkm_cli.summaries import summary
+
+    result = merge(directory, settings, overwrite=overwrite, observer=Progress())
+    finish(summary("merge", result), result, json_file)
+
+
+@configured(Options)
+def export_command(
+    options: Options,
+    directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
+    to: Annotated[str, typer.Option("--to", help=f"Format: {', '.join(FORMATS)}.", rich_help_panel=OUTPUT)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the export.", rich_help_panel=OUTPUT)],
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
+    check_json_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)])
+    from edkm_cli.export.command import export_model
+    from edkm_cli.progress import Progress
+    from edkm_cli.summaries import summary
+
+    result = export_model(directory, to, output, options=options, overwrite=overwrite, track=Progress().track)
+    finish(summary("export", result), result, json_file)
+
+
+@configured(CompareConfig, build_compare_config)
+def compare_command(
+    settings: CompareConfig,
+    overwrite: Annotated[bool, option(OUTPUT, "Measure again what is finished.", "--overwrite")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
+    require_model(settings.model)
+    check_json_target(json_file, run_paths(settings, "--model", settings.model))
+    from edkm_cli.progress import Progress
+    from edkm_cli.research.compare.command import compare
+    from edkm_cli.research.compare.table import format_table
+
+    result = compare(settings, overwrite=overwrite, say=Progress().say)
+    finish(format_table(result), result, json_file)
+    if failed := [row["label"] for row in result["rows"] if row["error"]]:
+        typer.echo(f"edkm: error: {len(failed)} of {len(result['rows'])} methods failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path | None = None) -> None:
+    """Run a module of `edkm_cli.research.bench`; print what it makes of the result, and draw it for `--plot`."""
+    check_json_target(json_file)
+    if plot_file is not None:
+        require_replaceable("--plot", plot_file)
+        if plot_file.suffix != ".svg":
+            raise UserError(f"--plot must name a .svg file, got {plot_file}")
+    from edkm_cli.preflight import choose_device
+    from edkm_cli.progress import Progress
+
+    bench = import_module(f"edkm_cli.research.bench.{module}")
+    result = bench.run(replace(settings, device=choose_device(settings.device)), log=Progress().say)
+    if plot_file is not None:
+        bench.plot(result, plot_file)
+    finish(bench.format_table(result), result, json_file)
+
+
+@configured(ClusteringBench)
+def bench_clustering_command(settings: ClusteringBench, json_file: JsonFile = None) -> None:
+    """Time and memory of clustering, against its reference, a plain linear layer and, where installed, coremltools."""
+    _measure("clustering", settings, json_file)
+
+
+@configured(RuntimeBench)
+def bench_runtime_command(settings: RuntimeBench, json_file: JsonFile = None) -> None:
+    """Speed of linear layers on packed weights, against dense ones in bfloat16 and float32."""
+    _measure("runtime", settings, json_file)
+
+
+@configured(Ablation)
+def ablate_command(
+    settings: Ablation,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a figure to this file (.svg).", rich_help_panel=OUTPUT)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The paper's memory comparison on this machine: marshaling, uniquification, sharding, and what edkm does."""
+    _measure("ablate", settings, json_file, plot_file)
