@@ -24,6 +24,7 @@ from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
@@ -213,8 +214,9 @@ def from_file(kind: type[_Config], file: str | Path | None, flags: Mapping[str, 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:
     """`value` as the field's type. Raises ValueError saying what was expected. Accepts 2e-4, which YAML reads as text."""
-    wanted = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
-    if value is None and type(None) in get_args(hint):
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    wanted = [kind for kind in kinds if kind is not type(None)]
+    if value is None and type(None) in kinds:
         return None
     kind = wanted[0]
     if wanted == [int, str]:  # a number or a word
