@@ -19,6 +19,7 @@ import math
 import os
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
@@ -128,6 +129,20 @@ def setting_of(of: Field[Any]) -> Setting:
 def faults(config: Any) -> list[str]:
     """One sentence for each value of a configuration that its declaration forbids."""
     return [fault for of in fields(config) for fault in _value_faults(of, getattr(config, of.name))]
+
+
+def command_line(command: str, config: Any, *always: str) -> str:
+    """The command that asks for these settings: those that differ from their defaults, and those of the names `always`."""
+    parts = [command]
+    for of in fields(config):
+        value, flag = getattr(config, of.name), "--" + of.name.replace("_", "-")
+        if value == of.default and of.name not in always:
+            continue
+        if isinstance(value, bool):
+            parts.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            parts += [f"{flag} {shlex.quote(str(item))}" for item in (value if isinstance(value, tuple) else (value,))]
+    return " ".join(parts)
 
 
 def part_of(kind: type[_Config], config: Any, **changes: Any) -> _Config:

@@ -24,6 +24,8 @@ from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
+from edkm_cli.research.baselines import SHARED
+from edkm_cli.research.baselines.outcome import Task
 from edkm_cli.runtime.experts import Experts, split_experts
 from edkm_cli.train import losses
 
@@ -248,3 +250,9 @@ def same(found, expected):
 def logits_of(model):
     """A causal LM as a reference, run beside the model that is measured."""
     return lambda ids: model(input_ids=ids, use_cache=False).logits[0].split(CHUNK_TOKENS)
+
+
+def quantized(method, model, batches, **options):
+    """A baseline's outcome on a task of these settings; the other options are the method's own."""
+    shared = {name: options.pop(name) for name in SHARED if name in options}
+    return method.quantize(Task(model, batches, **shared), **options)

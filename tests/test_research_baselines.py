@@ -10,7 +10,7 @@ from edkm_cli.research.baselines import METHODS, load
 from edkm_cli.research.baselines.blocks import BlockStream
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import Outcome, decoder_linears
-from helpers import tiny_llama, tiny_qwen
+from helpers import quantized, tiny_llama, tiny_qwen
 
 UNIFORM = ["rtn", "gptq", "awq"]
 CLUSTERED = ["kmeans", "dkm"]
@@ -24,16 +24,14 @@ def texts(*lengths):
 def run(method, model=None, **options):
     model = tiny_llama() if model is None else model
     defaults = {"bits": 3, "group_size": 8, **({"steps": 2} if method == "dkm" else {})}
-    return load(method).quantize(model, texts(20, 20, 13, 20), **{**defaults, **options}), model
+    return quantized(load(method), model, texts(20, 20, 13, 20), **{**defaults, **options}), model
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_the_one_signature(name):
-    parameters = inspect.signature(load(name).quantize).parameters
-    assert list(parameters)[:2] == ["model", "batches"]
-    assert {"bits", "group_size", "seed", "track"} <= {
-        key for key, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    task, *own = inspect.signature(load(name).quantize).parameters.values()
+    assert task.name == "task"
+    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY and one.default is not one.empty for one in own)
 
 
 def test_an_unknown_method_is_refused():
@@ -87,7 +85,7 @@ def test_bits_out_of_range_are_refused(method, bits):
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_methods_that_calibrate_refuse_to_do_without_text(method):
     with pytest.raises(UserError, match="needs calibration text"):
-        load(method).quantize(tiny_llama(), [], bits=3, group_size=8)
+        quantized(load(method), tiny_llama(), [], bits=3, group_size=8)
 
 
 def test_group_sizes_and_their_errors():

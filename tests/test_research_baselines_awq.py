@@ -8,7 +8,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import awq, rtn
 from edkm_cli.research.baselines.blocks import BlockStream
 from edkm_cli.research.baselines.grid import Uniform
-from helpers import tiny_llama, tiny_qwen
+from helpers import quantized, tiny_llama, tiny_qwen
 
 WIDTH = 8
 FORM = Uniform(3, WIDTH)
@@ -163,7 +163,7 @@ def test_the_models_error_on_the_calibration_text_is_below_that_of_rounding(symm
     def error(method, **options):
         model = outlier_llama()
         expected = torch.cat([outlier_llama()(batch).logits.flatten() for batch in texts()])
-        method.quantize(model, texts(), bits=3, group_size=WIDTH, **options)
+        quantized(method, model, texts(), bits=3, group_size=WIDTH, **options)
         return float((torch.cat([model(batch).logits.flatten() for batch in texts()]) - expected).square().mean())
 
     rounded = error(rtn, rule="symmetric" if symmetric else "minmax")
@@ -191,18 +191,18 @@ def test_queries_and_keys_are_not_clipped(monkeypatch):
         return original(weight, products, rounding)
 
     monkeypatch.setattr(awq, "_clip", spy)
-    awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=1)
+    quantized(awq, tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=1)
     # v, o, gate, up, down of each block
     assert clipped == 2 * [(12, 24), (24, 24), (40, 24), (40, 24), (24, 40)]
     clipped.clear()
-    awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=1, clip=False)
+    quantized(awq, tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=1, clip=False)
     assert clipped == []
 
 
 def test_one_alpha_without_clipping_is_rounding_to_nearest():
     model, reference = tiny_llama(), tiny_llama()
-    awq.quantize(model, texts(), bits=3, group_size=WIDTH, grid=1, clip=False)
-    rtn.quantize(reference, [], bits=3, group_size=WIDTH)
+    quantized(awq, model, texts(), bits=3, group_size=WIDTH, grid=1, clip=False)
+    quantized(rtn, reference, [], bits=3, group_size=WIDTH)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-6, atol=1e-7)
 
@@ -210,13 +210,13 @@ def test_one_alpha_without_clipping_is_rounding_to_nearest():
 def test_decoders_that_scales_cannot_be_folded_into_are_refused():
     phi = PhiForCausalLM(PhiConfig(**{**SMALL, "hidden_size": 32})).eval()
     with pytest.raises(UserError, match=r"decoder blocks like LLaMA's, but model\.layers\.0 is a PhiDecoderLayer"):
-        awq.quantize(phi, texts(), bits=3, group_size=WIDTH)
+        quantized(awq, phi, texts(), bits=3, group_size=WIDTH)
     gemma = GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=4, head_dim=6)).eval()
     with torch.no_grad():
         gemma.model.layers[0].input_layernorm.weight += 0.5  # the norm multiplies by 1 + weight
     with pytest.raises(UserError, match="proportional to their weight"):
-        awq.quantize(gemma, texts(), bits=3, group_size=WIDTH)
+        quantized(awq, gemma, texts(), bits=3, group_size=WIDTH)
     with pytest.raises(UserError, match="grid must be at least 1"):
-        awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=0)
+        quantized(awq, tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=0)
     with pytest.raises(UserError, match="grid must be at least 3, got 2"):
-        awq.quantize(tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=2, duo_scaling=True)
+        quantized(awq, tiny_llama(), texts(), bits=3, group_size=WIDTH, grid=2, duo_scaling=True)

@@ -8,7 +8,7 @@ from edkm_cli.research.baselines import gptq
 from edkm_cli.research.baselines.gptq import quantize_weight
 from edkm_cli.research.baselines.grid import Uniform, fit_grid
 from edkm_cli.research.baselines.outcome import decoder_linears
-from helpers import tiny_llama
+from helpers import quantized, tiny_llama
 
 
 def layer(rows, columns, *, tokens=400, seed=0):
@@ -120,7 +120,7 @@ def test_each_layer_is_calibrated_on_the_quantized_layers_before_it():
     generator = torch.Generator().manual_seed(6)
     batches = [torch.randint(0, 257, (1, length), generator=generator) for length in (31, 31, 12)]
     model, reference = tiny_llama(), tiny_llama()
-    gptq.quantize(model, batches, bits=3, group_size=8)
+    quantized(gptq, model, batches, bits=3, group_size=8)
     # Whole forward passes of the reference, in which everything before the stage is quantized already.
     stages = [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)]
     stages += [("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)]
@@ -149,6 +149,6 @@ def test_each_layer_is_calibrated_on_the_quantized_layers_before_it():
 def test_unknown_orders_and_damping_that_is_not_positive_are_refused():
     batch = [torch.zeros(1, 8, dtype=torch.int64)]
     with pytest.raises(UserError, match="order must be one of natural"):
-        gptq.quantize(tiny_llama(), batch, bits=3, group_size=8, order="desc")
+        quantized(gptq, tiny_llama(), batch, bits=3, group_size=8, order="desc")
     with pytest.raises(UserError, match="damping must be positive, got 0"):
-        gptq.quantize(tiny_llama(), batch, bits=3, group_size=8, damping=0)
+        quantized(gptq, tiny_llama(), batch, bits=3, group_size=8, damping=0)

@@ -15,7 +15,7 @@ from edkm_cli.preflight import calibration_batches
 from edkm_cli.research.baselines import dkm, kmeans
 from edkm_cli.research.baselines.outcome import decoder_linears
 from edkm_cli.train.losses import next_token_loss
-from helpers import byte_tokenizer, tiny_llama
+from helpers import byte_tokenizer, quantized, tiny_llama
 
 
 def texts(count=3):
@@ -50,7 +50,8 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
     exported.dequantize()
     model = models.load_dense(models.resolve(str(model_directory)), dtype="float32")
     tokens = data.training_tokens(data.parse_sources(list(config.data)), byte_tokenizer())
-    outcome = kmeans.quantize(
+    outcome = quantized(
+        kmeans,
         model,
         calibration_batches(tokens, config.calibration_tokens, seed=config.seed),
         bits=3,
@@ -72,7 +73,7 @@ def test_tables_are_counted_as_for_our_own_checkpoints(method, granularity, lut_
     spec = QuantizationSpec(3, granularity, lut_dtype, 16)
     expected = decoder_bits_per_weight(plan_swaps(model, embedding_bits=16), spec)
     options = {"steps": 0} if method is dkm else {"importance": "none"}
-    outcome = method.quantize(model, texts(1), bits=3, granularity=granularity, lut_dtype=lut_dtype, **options)
+    outcome = quantized(method, model, texts(1), bits=3, granularity=granularity, lut_dtype=lut_dtype, **options)
     assert outcome.bits_per_weight == pytest.approx(expected)
     total = sum(layer.weight.numel() for layer in decoder_linears(model).values())
     assert outcome.stored_bytes == pytest.approx(expected * total / 8)  # all widths are multiples of 8
@@ -98,14 +99,14 @@ def test_importance_changes_the_clusters_and_lowers_the_loss_it_stands_for():
 def test_a_geometry_that_does_not_fit_names_the_layer():
     for method in (kmeans, dkm):
         with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj"):
-            method.quantize(tiny_llama(), texts(), bits=3, granularity="block:7x7")
+            quantized(method, tiny_llama(), texts(), bits=3, granularity="block:7x7")
 
 
 @pytest.mark.parametrize("importance", ["none", "gradient"])
 def test_dkm_without_steps_is_kmeans(importance):
     trained, clustered = tiny_llama(), tiny_llama()
-    outcome = dkm.quantize(trained, texts(), bits=3, steps=0, importance=importance)
-    kmeans.quantize(clustered, texts(), bits=3, importance=importance)
+    outcome = quantized(dkm, trained, texts(), bits=3, steps=0, importance=importance)
+    quantized(kmeans, clustered, texts(), bits=3, importance=importance)
     for name, weight in weights(clustered).items():
         assert torch.equal(weight, weights(trained)[name])
     assert outcome.training_tokens == 0
@@ -114,8 +115,8 @@ def test_dkm_without_steps_is_kmeans(importance):
 def test_dkm_with_and_without_attention_maps_end_at_the_same_weights():
     dense, closed = tiny_llama(), tiny_llama()
     options = {"bits": 3, "steps": 4, "learning_rate": 1e-3, "temperature": 0.05}
-    outcome = dkm.quantize(dense, texts(), **options)
-    dkm.quantize(closed, texts(), closed_form=True, **options)
+    outcome = quantized(dkm, dense, texts(), **options)
+    quantized(dkm, closed, texts(), closed_form=True, **options)
     assert outcome.training_tokens == 4 * 31
     same = total = 0
     for name, weight in weights(dense).items():
@@ -132,8 +133,8 @@ def losses(model):
 def test_dkm_learns_the_text_and_leaves_an_ordinary_model():
     start, model = tiny_llama(), tiny_llama()
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    dkm.quantize(start, texts(), bits=3, steps=0)
-    dkm.quantize(model, texts(), bits=3, steps=12, learning_rate=5e-3, iterations=1, closed_form=True)
+    quantized(dkm, start, texts(), bits=3, steps=0)
+    quantized(dkm, model, texts(), bits=3, steps=12, learning_rate=5e-3, iterations=1, closed_form=True)
     assert sum(losses(model)) < 0.9 * sum(losses(start))
     for layer in decoder_linears(model).values():
         assert type(layer) is torch.nn.Linear
@@ -147,11 +148,11 @@ def test_dkm_learns_the_text_and_leaves_an_ordinary_model():
 
 def test_dkm_refuses_values_out_of_range_and_a_loss_that_is_not_finite():
     with pytest.raises(UserError, match="learning_rate must be positive"):
-        dkm.quantize(tiny_llama(), texts(), bits=3, learning_rate=0.0)
+        quantized(dkm, tiny_llama(), texts(), bits=3, learning_rate=0.0)
     with pytest.raises(UserError, match="got none"):
-        dkm.quantize(tiny_llama(), [], bits=3)
+        quantized(dkm, tiny_llama(), [], bits=3)
     model = tiny_llama()
     with torch.no_grad():
         model.model.norm.weight[0] = float("inf")
     with pytest.raises(UserError, match="loss must stay finite"):
-        dkm.quantize(model, texts(), bits=3, steps=1, closed_form=True)
+        quantized(dkm, model, texts(), bits=3, steps=1, closed_form=True)

@@ -11,7 +11,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import llm_qat
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
-from helpers import tiny_llama
+from helpers import quantized, tiny_llama
 
 TWO_BITS, THREE_BITS = Uniform(2, 0, "absmax"), Uniform(3, 0, "absmax")
 
@@ -81,9 +81,7 @@ def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():
     text = llm_qat.write_text(teacher, sequences=8, length=48)
     for layer in decoder_linears(model).values():
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(TWO_BITS), unsafe=True)
-    losses = llm_qat.distil(
-        model, teacher, Blocks(text.flatten(), 48, seed=0), steps=60, learning_rate=3e-3, batch_size=2
-    )
+    losses = llm_qat.distil(model, teacher, Blocks(text.flatten(), 48, seed=0), 2, steps=60, learning_rate=3e-3)
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
     assert torch.equal(model.lm_head.weight, teacher.lm_head.weight)
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -92,8 +90,16 @@ def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():
 @pytest.mark.parametrize(("bits", "group_size"), [(3, 0), (4, 8)])
 def test_a_trained_model_has_weights_on_its_levels_and_says_what_it_cost(bits, group_size):
     model = tiny_llama()
-    outcome = llm_qat.quantize(
-        model, [], bits=bits, group_size=group_size, steps=3, sequence_length=16, learning_rate=1e-3, batch_size=2
+    outcome = quantized(
+        llm_qat,
+        model,
+        [],
+        bits=bits,
+        group_size=group_size,
+        steps=3,
+        sequence_length=16,
+        learning_rate=1e-3,
+        batch_size=2,
     )
     weights = rows = 0
     for layer in decoder_linears(model).values():
@@ -114,12 +120,12 @@ def test_the_same_seed_gives_the_same_model_and_no_steps_round_only():
     weights = []
     for seed in (0, 0, 1):
         model = tiny_llama()
-        llm_qat.quantize(model, [], steps=2, seed=seed, **options)
+        quantized(llm_qat, model, [], steps=2, seed=seed, **options)
         weights.append(model.model.layers[0].mlp.up_proj.weight.detach())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     model, original = tiny_llama(), tiny_llama().model.layers[0].mlp.up_proj.weight.detach()
-    outcome = llm_qat.quantize(model, [], steps=0, **options)
+    outcome = quantized(llm_qat, model, [], steps=0, **options)
     rounded = model.model.layers[0].mlp.up_proj.weight.detach()
     assert torch.equal(rounded, Uniform(3, 0, "absmax").round(original))
     assert outcome.training_tokens == 0
@@ -128,10 +134,10 @@ def test_the_same_seed_gives_the_same_model_and_no_steps_round_only():
 def test_activations_and_the_cache_can_be_quantized_too(ids):
     model, plain = tiny_llama(), tiny_llama()
     options = {"bits": 8, "group_size": 0, "steps": 2, "sequence_length": 16}
-    outcome = llm_qat.quantize(model, [], activation_bits=8, kv_bits=4, **options)
+    outcome = quantized(llm_qat, model, [], activation_bits=8, kv_bits=4, **options)
     assert "activations at 8 bits" in outcome.note
     assert "keys and values at 4 bits" in outcome.note
-    llm_qat.quantize(plain, [], **options)
+    quantized(llm_qat, plain, [], **options)
     seen = {}
     for name, layer in decoder_linears(model).items():
         layer.register_forward_hook(lambda m, i, o, name=name: seen.__setitem__(name, o.detach()))
@@ -155,4 +161,4 @@ def test_activations_and_the_cache_can_be_quantized_too(ids):
 )
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        llm_qat.quantize(tiny_llama(), [], **{"bits": 4, "group_size": 0, "sequence_length": 16, **options})
+        quantized(llm_qat, tiny_llama(), [], **{"bits": 4, "group_size": 0, "sequence_length": 16, **options})

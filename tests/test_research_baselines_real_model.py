@@ -12,6 +12,7 @@ import pytest
 from edkm_cli import data, models
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.research.baselines import load
+from helpers import quantized
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 TOLERANCE = 1.05
@@ -40,7 +41,7 @@ def measured(method, *, samples=0, shuffled=True, **options):
             blocks.batch(index, 1) if shuffled else tokens[None, index * 512 : (index + 1) * 512]
             for index in range(samples)
         ]
-    load(method).quantize(model, batches, bits=3, **options)
+    quantized(load(method), model, batches, bits=3, **options)
     return perplexity(model, data.tokenize(documents, tokenizer), context=1024, max_windows=8).perplexity
 
 

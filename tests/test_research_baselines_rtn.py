@@ -7,7 +7,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import rtn
 from edkm_cli.research.baselines.grid import RULES, Uniform, fit_grid
 from edkm_cli.research.baselines.outcome import decoder_linears
-from helpers import tiny_llama
+from helpers import quantized, tiny_llama
 
 
 def half(number):
@@ -94,13 +94,13 @@ def test_scales_are_stored_in_the_dtype_asked_for():
         assert torch.equal(exact.half().double(), stored)
         assert not torch.equal(exact, stored)
     with pytest.raises(UserError, match="scale_dtype must be one of float16, float32, got 'bfloat16'"):
-        rtn.quantize(tiny_llama(), [], bits=3, group_size=8, scale_dtype="bfloat16")
+        quantized(rtn, tiny_llama(), [], bits=3, group_size=8, scale_dtype="bfloat16")
 
 
 def test_the_model_gets_the_rounded_weights():
     model = tiny_llama()
     before = {name: layer.weight.detach().clone() for name, layer in decoder_linears(model).items()}
-    outcome = rtn.quantize(model, [], bits=4, group_size=8, rule="symmetric")
+    outcome = quantized(rtn, model, [], bits=4, group_size=8, rule="symmetric")
     for name, layer in decoder_linears(model).items():
         assert torch.equal(layer.weight, Uniform(4, 8, "symmetric").round(before[name]))
     assert outcome.calibration_tokens == 0
@@ -108,4 +108,4 @@ def test_the_model_gets_the_rounded_weights():
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(UserError, match="one of minmax, symmetric, autoround"):
-        rtn.quantize(tiny_llama(), [], bits=3, group_size=8, rule="min-max")
+        quantized(rtn, tiny_llama(), [], bits=3, group_size=8, rule="min-max")

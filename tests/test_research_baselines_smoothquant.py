@@ -8,8 +8,8 @@ import torch
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import smoothquant
 from edkm_cli.research.baselines.grid import Uniform
-from edkm_cli.research.baselines.outcome import decoder_linears
-from helpers import tiny_llama, tiny_qwen
+from edkm_cli.research.baselines.outcome import Task, decoder_linears
+from helpers import quantized, tiny_llama, tiny_qwen
 
 
 def calibration():
@@ -71,7 +71,7 @@ def outlier_ratio(model, ids):
 def test_smoothing_alone_changes_no_logits(build, ids):
     model = build()
     before, weight = model(ids).logits, model.model.layers[0].mlp.up_proj.weight.clone()
-    smoothquant.smooth(model, decoder_linears(model), calibration(), alpha=0.5)
+    smoothquant.smooth(Task(model, calibration(), 8), decoder_linears(model), alpha=0.5)
     assert not torch.equal(weight, model.model.layers[0].mlp.up_proj.weight)
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
 
@@ -79,7 +79,7 @@ def test_smoothing_alone_changes_no_logits(build, ids):
 def test_smoothing_takes_the_outliers_out_of_the_activations(ids):
     model = outlier_llama()
     before = outlier_ratio(model, ids)
-    smoothquant.smooth(model, decoder_linears(model), calibration(), alpha=0.5)
+    smoothquant.smooth(Task(model, calibration(), 8), decoder_linears(model), alpha=0.5)
     assert outlier_ratio(model, ids) < 0.5 * before
 
 
@@ -87,7 +87,7 @@ def test_smoothing_takes_the_outliers_out_of_the_activations(ids):
 def test_scales_are_equation_4_and_shared_by_the_linears_behind_a_norm(alpha):
     model = outlier_llama()
     original = copy.deepcopy(model)
-    smoothquant.smooth(model, decoder_linears(model), calibration(), alpha=alpha)
+    smoothquant.smooth(Task(model, calibration(), 8), decoder_linears(model), alpha=alpha)
     behind = {
         "input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
@@ -113,8 +113,8 @@ def test_scales_are_equation_4_and_shared_by_the_linears_behind_a_norm(alpha):
 def test_weights_are_those_of_a_naive_loop(bits, group_size):
     model = outlier_llama()
     smoothed = copy.deepcopy(model)
-    smoothquant.smooth(smoothed, decoder_linears(smoothed), calibration(), alpha=0.5)
-    outcome = smoothquant.quantize(model, calibration(), bits=bits, group_size=group_size, activation_bits=16)
+    smoothquant.smooth(Task(smoothed, calibration(), 8), decoder_linears(smoothed), alpha=0.5)
+    outcome = quantized(smoothquant, model, calibration(), bits=bits, group_size=group_size, activation_bits=16)
     total = weights = 0
     for name, layer in decoder_linears(model).items():
         group = group_size or layer.in_features
@@ -131,8 +131,8 @@ def test_weights_are_those_of_a_naive_loop(bits, group_size):
 def test_activations_are_quantized_where_the_paper_does(ids):
     model = outlier_llama()
     weight_only = copy.deepcopy(model)
-    smoothquant.quantize(weight_only, calibration(), bits=8, group_size=0, activation_bits=16)
-    outcome = smoothquant.quantize(model, calibration(), bits=8, group_size=0, activation_bits=4)
+    quantized(smoothquant, weight_only, calibration(), bits=8, group_size=0, activation_bits=16)
+    outcome = quantized(smoothquant, model, calibration(), bits=8, group_size=0, activation_bits=4)
     assert "4 bits" in outcome.note
     inputs, outputs = {}, {}
     for name, layer in decoder_linears(model).items():
@@ -154,7 +154,7 @@ def test_smoothing_helps_8_bit_activations_with_outliers(ids):
     for alpha in (0.0, 0.5):
         model = copy.deepcopy(reference)
         if alpha:
-            smoothquant.quantize(model, calibration(), bits=8, group_size=0, alpha=alpha)
+            quantized(smoothquant, model, calibration(), bits=8, group_size=0, alpha=alpha)
         else:  # the same rounding without smoothing
             smoothquant.quantize_inputs(decoder_linears(model).values(), 8)
             for layer in decoder_linears(model).values():
@@ -175,7 +175,7 @@ def test_smoothing_helps_8_bit_activations_with_outliers(ids):
 )
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        smoothquant.quantize(tiny_llama(), calibration(), **{"bits": 4, "group_size": 0, **options})
+        quantized(smoothquant, tiny_llama(), calibration(), **{"bits": 4, "group_size": 0, **options})
 
 
 def test_a_model_whose_norms_cannot_take_the_scales_is_refused():
@@ -186,6 +186,6 @@ def test_a_model_whose_norms_cannot_take_the_scales_is_refused():
         num_key_value_heads=2, head_dim=6,
     )  # fmt: skip
     with pytest.raises(UserError, match="cannot be folded into the norms of GemmaForCausalLM"):
-        smoothquant.quantize(GemmaForCausalLM(config).eval(), calibration(), bits=8, group_size=0)
+        quantized(smoothquant, GemmaForCausalLM(config).eval(), calibration(), bits=8, group_size=0)
     with pytest.raises(UserError, match="needs calibration text"):
-        smoothquant.quantize(tiny_llama(), [], bits=8, group_size=0)
+        quantized(smoothquant, tiny_llama(), [], bits=8, group_size=0)

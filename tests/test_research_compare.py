@@ -21,11 +21,11 @@ from edkm_cli.research.baselines import rtn
 from edkm_cli.research.baselines.outcome import decoder_linears
 from edkm_cli.research.compare import command as compare_module
 from edkm_cli.research.compare import worker as compare_worker
-from edkm_cli.research.compare.command import command, compare, settings_of
+from edkm_cli.research.compare.command import compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.research.compare.table import draw, format_table
-from edkm_cli.settings import configs_directory
-from helpers import refused, run
+from edkm_cli.settings import command_line, configs_directory
+from helpers import quantized, refused, run
 from processes import PATIENCE_SECONDS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -99,13 +99,13 @@ def test_a_baselines_row_is_what_the_method_and_the_evaluator_give(finished, mod
     text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     uncompressed = perplexity(model, text, context=64, max_windows=2).perplexity
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    quantized = sum(layer.weight.numel() for layer in decoder_linears(model).values())
-    outcome = rtn.quantize(model, [], bits=3, group_size=8)
+    packed = sum(layer.weight.numel() for layer in decoder_linears(model).values())
+    outcome = quantized(rtn, model, [], bits=3, group_size=8)
     assert rows["fp16"]["perplexity"] == pytest.approx(uncompressed)
     assert rows["fp16"]["weights_bytes"] == 2 * parameters
     assert rows["rtn"]["perplexity"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity)
     assert rows["rtn"]["decoder_bits_per_weight"] == outcome.bits_per_weight
-    assert rows["rtn"]["weights_bytes"] == outcome.stored_bytes + 2 * (parameters - quantized)
+    assert rows["rtn"]["weights_bytes"] == outcome.stored_bytes + 2 * (parameters - packed)
     assert (rows["rtn"]["bits"], rows["rtn"]["granularity"]) == (3, "group:8")
     assert rows["smoothquant"]["calibration_tokens"] == 4 * 48
     assert all(rows[name]["peak_memory_bytes"] > 10**7 for name in ("fp16", "rtn", "smoothquant"))
@@ -247,17 +247,17 @@ def test_the_recorded_command_asks_for_the_same_comparison(finished):
     config, result, _ = finished
     words = shlex.split(result["command"])
     assert words[:2] == ["edkm", "compare"]
-    flags: dict = {"data": [], "eval_data": []}
+    flags: dict = {"data": [], "eval_data": [], "methods": []}
     for name, value in zip(words[2::2], words[3::2], strict=True):
         name = name.removeprefix("--").replace("-", "_")
         if name in flags and isinstance(flags[name], list):
             flags[name].append(value)
         else:
-            flags[name] = value if name in ("model", "methods", "output", "device") else int(value)
+            flags[name] = value if name in ("model", "output", "device") else int(value)
     found = build_compare_config(None, flags)
     assert [entry.label for entry in found.entries()] == [entry.label for entry in config.entries()]
     assert {**vars(found), "methods": ()} == {**vars(config), "methods": ()}
-    assert command(found) == result["command"]
+    assert command_line("edkm compare", found, "model", "bits") == result["command"]
 
 
 class TestFigure:

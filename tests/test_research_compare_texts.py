@@ -9,11 +9,10 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.research.baselines import rtn
 from edkm_cli.research.compare import command as compare_module
 from edkm_cli.research.compare import worker as compare_worker
-from edkm_cli.research.compare.command import compare, settings_of
+from edkm_cli.research.compare.command import compare, file_facts, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
-from edkm_cli.research.compare.llama_cpp import file_facts
 from edkm_cli.research.compare.table import format_table
-from helpers import byte_tokenizer, logits_of, tiny_llama
+from helpers import byte_tokenizer, logits_of, quantized, tiny_llama
 
 gguf = pytest.importorskip("gguf")
 
@@ -82,7 +81,7 @@ def test_every_row_has_its_figures_on_every_text(compared):
     assert [row["error"] for row in result["rows"]] == [None] * 3
     tokenizer = byte_tokenizer()
     changed = models.load_dense(models.resolve(str(folder / "model")), dtype="float32")
-    rtn.quantize(changed, [], bits=3, group_size=8)
+    quantized(rtn, changed, [], bits=3, group_size=8)
     for text, found, plain in zip(texts, rows["rtn"]["texts"], rows["fp16"]["texts"], strict=True):
         ids = data.tokenize(data.load_documents(data.parse_source(str(text)), "all"), tokenizer)
         direct = perplexity(changed, ids, context=64, max_windows=2, reference=logits_of(original))

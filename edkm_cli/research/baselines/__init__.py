@@ -1,11 +1,10 @@
 """The methods that edkm is compared with: one published method in each file, all behind one function.
 
-    def quantize(model, batches, *, bits, group_size, seed=0, track=no_progress, <the method's own options>) -> Outcome
+    def quantize(task, *, <the method's own options>) -> Outcome
 
-`model` is a dense causal LM in float32, changed in place: every linear of the decoder stack gets the weight that the
-method's stored form decodes to. `batches` is calibration text, token ids (1, length) int64 each; methods that need none
-ignore it. `group_size` is the number of weights along a row that share a scale; 0 means the whole row. The clustering
-methods `kmeans` and `dkm` take `granularity` instead. The result holds the size of the stored form.
+The model of the task is changed in place: every linear of the decoder stack gets the weight that the method's stored form
+decodes to. Methods that need no calibration text ignore it; the clustering methods `kmeans` and `dkm` take `granularity`
+in place of `group_size`. The result holds the size of the stored form.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ METHODS = {
     name: f"edkm_cli.research.baselines.{name}"
     for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat", "autoround")
 }
+
+SHARED = {"bits": int, "group_size": int, "seed": int}  # the settings of a task
 
 
 def load(name: str) -> ModuleType:

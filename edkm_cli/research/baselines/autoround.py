@@ -10,31 +10,17 @@ for each group.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.models import load_tokenizer, resolve
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform
-from edkm_cli.research.baselines.outcome import Outcome, check_at_least
+from edkm_cli.research.baselines.outcome import Outcome, Task, check_at_least
 
 
-def quantize(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
-    iterations: int = 200,
-    learning_rate: float = 0.0,
-    batch_size: int = 8,
-) -> Outcome:
-    """Tune and round `model`, from `load_dense`, in place, on batches of one length. The package shows its own progress.
+def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, batch_size: int = 8) -> Outcome:
+    """Tune and round a model, from `load_dense`, in place, on batches of one length. The package shows its own progress.
 
     Args:
         iterations: a block; the package's `auto-round-light` recipe has 50, with a learning rate of 0.005.
@@ -47,9 +33,10 @@ def quantize(
         raise UserError(
             "autoround needs the package auto-round, which is not installed; pip install 'edkm-cli[autoround]'"
         )
+    model, batches = task.model, task.batches
     check_at_least(0, iterations=iterations, learning_rate=learning_rate)
     check_at_least(1, batch_size=batch_size, calibration_samples=len(batches))
-    form = Uniform(bits, group_size)  # of its size only: a zero point is stored
+    form = Uniform(task.bits, task.group_size)  # of its size only: a zero point is stored
     linears = form.linears(model)
     from auto_round import AutoRound
 
@@ -57,7 +44,13 @@ def quantize(
     tuner = AutoRound(
         model,
         load_tokenizer(resolve(model.config._name_or_path)),  # it wants one, though the samples are tokens already
-        scheme={"bits": bits, "group_size": group_size or -1, "sym": True, "data_type": "int", "act_bits": 16},
+        scheme={
+            "bits": task.bits,
+            "group_size": task.group_size or -1,
+            "sym": True,
+            "data_type": "int",
+            "act_bits": 16,
+        },
         dataset=batches,
         iters=iterations,
         lr=learning_rate or None,
@@ -65,7 +58,7 @@ def quantize(
         nsamples=len(batches),
         batch_size=min(batch_size, len(batches)),
         device_map=str(batches[0].device),
-        seed=seed,
+        seed=task.seed,
         amp=False,
         enable_torch_compile=False,
     )

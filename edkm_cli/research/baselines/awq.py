@@ -32,10 +32,9 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
 from edkm_cli.research.baselines.grid import Uniform
-from edkm_cli.research.baselines.outcome import Outcome, check_at_least
+from edkm_cli.research.baselines.outcome import Outcome, Task, check_at_least
 
 _SMALLEST = 1e-4
 _LARGEST_SHRINK, _SHRINK_STEPS = 0.5, 20
@@ -54,13 +53,8 @@ class _Site:
 
 @torch.no_grad()
 def quantize(
-    model: Any,
-    batches: list[Tensor],
+    task: Task,
     *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
     symmetric: bool = False,
     grid: int = 20,
     clip: bool = True,
@@ -68,7 +62,7 @@ def quantize(
     duo_scaling: bool = False,
     scale_dtype: str = "float16",
 ) -> Outcome:
-    """Scale, clip and round a model's decoder linears in place, calibrated on `batches`; `seed` is not used.
+    """Scale, clip and round a model's decoder linears in place, calibrated on the task's text.
 
     The norms before them change, too: they carry 1 / s.
 
@@ -85,12 +79,12 @@ def quantize(
     layer, or a decoder that is not built like LLaMA's.
     """
     check_at_least(3 if duo_scaling else 1, grid=grid)
-    form = Uniform(bits, group_size, "symmetric" if symmetric else "minmax", scale_dtype)
-    layers = form.linears(model)
-    stream = BlockStream(model, batches)
+    form = Uniform(task.bits, task.group_size, "symmetric" if symmetric else "minmax", scale_dtype)
+    layers = form.linears(task.model)
+    stream = BlockStream(task.model, task.batches)
     sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
     quantized = set(layers.values())
-    for index, (path, block) in enumerate(track(stream.blocks.items(), "awq", len(stream.blocks))):
+    for index, (path, block) in enumerate(task.track(stream.blocks.items(), "awq", len(stream.blocks))):
         grams, calls, outputs = _watch(stream, index, sites[path], search_tokens)
         for site in sites[path]:
             if all(layer in quantized for layer in site.layers):

@@ -23,9 +23,9 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import check_geometry, plan_swaps
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.outcome import (
     Outcome,
+    Task,
     check_at_least,
     check_bits,
     check_positive,
@@ -37,13 +37,8 @@ from edkm_cli.train.losses import next_token_loss
 
 
 def quantize(
-    model: Any,
-    batches: list[Tensor],
+    task: Task,
     *,
-    bits: int,
-    group_size: int = 0,
-    seed: int = 0,
-    track: Track = no_progress,
     granularity: str = "row:1",
     lut_dtype: str = "float16",
     steps: int = 10,
@@ -53,7 +48,7 @@ def quantize(
     importance: str = "none",
     closed_form: bool = False,
 ) -> Outcome:
-    """Train a model's decoder linears in place on `batches`, one for each step; `group_size` and `seed` are not used.
+    """Train a model's decoder linears in place, one batch of the task for each step.
 
     Args:
         granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.
@@ -61,19 +56,20 @@ def quantize(
         steps: optimizer steps; 0 leaves the k-means start. AdamW without decay, at a constant `learning_rate` (eDKM's).
         temperature: of the attention, relative to the variance of the weights that share a LUT.
         iterations: centroid updates in a forward pass.
-        importance: weighs the start: `none`, `activation` or `gradient`, measured on `batches`.
+        importance: weighs the start: `none`, `activation` or `gradient`, measured on the batches.
         closed_form: keep no attention maps.
 
     Raises UserError for a value out of range, no text to train on, or a loss that is not finite.
     """
+    bits, model = task.bits, task.model
     check_bits(bits=bits)
     check_at_least(0, steps=steps, iterations=iterations)
     check_positive(learning_rate=learning_rate, temperature=temperature)
-    if steps and not batches:
+    if steps and not task.batches:
         raise UserError("dkm trains on the calibration text, got none; give --data or steps 0")
     layers = decoder_linears(model)
     device = next(model.parameters()).device
-    batches = [batch.to(device) for batch in batches]
+    batches = [batch.to(device) for batch in task.batches]
     method = "edkm" if closed_form else "dkm"
     spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype)
     geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
@@ -83,9 +79,9 @@ def quantize(
     clustering = Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations)
     recipe = Recipe(swaps, spec, clustering, temperature, importance)
     used = batches if importance != "none" else []
-    initialize(model, recipe, calibration=used, world=World(device=str(device)), track=track)
+    initialize(model, recipe, calibration=used, world=World(device=str(device)), track=task.track)
     if steps:
-        _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=track)
+        _train(model, batches, list(layers), steps=steps, learning_rate=learning_rate, track=task.track)
     for name, layer in layers.items():
         layer.weight.data.copy_(model.get_submodule(name).hard_weight())
         model.set_submodule(name, layer)
@@ -93,10 +89,8 @@ def quantize(
     return Outcome(*size, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
 
 
-def _train(
-    model: Any, batches: list[Tensor], names: list[str], *, steps: int, learning_rate: float, track: Track
-) -> None:
-    """Train the clustered weights, nothing else."""
+def _train(model: Any, batches: list[Tensor], names: list[str], **how: Any) -> None:
+    """Train the clustered weights, nothing else, as `train` does with `how`."""
     layers: list[Any] = [model.get_submodule(name) for name in names]
 
     def loss_at(step: int) -> Tensor:
@@ -111,9 +105,7 @@ def _train(
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:
-        weights = [layer.weight for layer in layers]
-        options: dict[str, Any] = {"betas": (0.9, 0.95), "before_step": commit, "track": track}
-        train(model, weights, loss_at, steps=steps, learning_rate=learning_rate, **options)
+        train(model, [layer.weight for layer in layers], loss_at, betas=(0.9, 0.95), before_step=commit, **how)
     finally:
         model.gradient_checkpointing_disable()
         model.train(was_training)

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.hooks import Reached, hooked
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
 from edkm_cli.research.baselines.grid import Grid, Uniform, fit_grid
-from edkm_cli.research.baselines.outcome import Outcome, check_positive
+from edkm_cli.research.baselines.outcome import Outcome, Task, check_positive
 
 ORDERS = ("natural", "activation", "within-groups")
 _LAZY_COLUMNS = 128
@@ -41,19 +40,9 @@ _ORDER_BITS = 16
 
 @torch.no_grad()
 def quantize(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
-    symmetric: bool = False,
-    order: str = "natural",
-    static_groups: bool = False,
-    damping: float = 0.01,
+    task: Task, *, symmetric: bool = False, order: str = "natural", static_groups: bool = False, damping: float = 0.01
 ) -> Outcome:
-    """Quantize a model's decoder linears in place, calibrated on `batches`; `seed` is not used.
+    """Quantize a model's decoder linears in place, calibrated on the task's text.
 
     Args:
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
@@ -67,23 +56,23 @@ def quantize(
     if order not in ORDERS:
         raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     check_positive(damping=damping)
-    form = Uniform(bits, group_size, "symmetric" if symmetric else "minmax")
-    layers = form.linears(model)
-    stream = BlockStream(model, batches)
+    form = Uniform(task.bits, task.group_size, "symmetric" if symmetric else "minmax")
+    layers = form.linears(task.model)
+    stream = BlockStream(task.model, task.batches)
     blocks = list(stream.blocks.items())
-    for index, (path, block) in enumerate(track(blocks, "gptq", len(blocks))):
+    for index, (path, block) in enumerate(task.track(blocks, "gptq", len(blocks))):
         for stage in stream.stages(index):
             members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
             if not members:
                 continue
             options: dict[str, Any] = {"order": order, "static_groups": static_groups, "damping": damping}
             stacked = torch.cat([layer.weight.float() for layer in members])  # they share an input, and so a Hessian
-            hessian, width = _hessian(stream, index, members[0]), group_size or members[0].in_features
-            quantized = quantize_weight(stacked, hessian, bits=bits, width=width, rule=form.rule, **options)
+            hessian, width = _hessian(stream, index, members[0]), task.group_size or members[0].in_features
+            quantized = quantize_weight(stacked, hessian, bits=task.bits, width=width, rule=form.rule, **options)
             for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
                 layer.weight.copy_(part)
         stream.hidden = stream.run(index)
-    stores_order = order == "activation" and group_size > 0 and not static_groups
+    stores_order = order == "activation" and task.group_size > 0 and not static_groups
     order_bits = _ORDER_BITS if stores_order else 0
     return form.outcome(layers, order_bits=order_bits, calibration_tokens=stream.tokens)
 

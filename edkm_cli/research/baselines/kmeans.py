@@ -12,38 +12,19 @@ all alike.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor
-
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines import dkm
-from edkm_cli.research.baselines.outcome import Outcome
+from edkm_cli.research.baselines.outcome import Outcome, Task
 
 
 def quantize(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    bits: int,
-    group_size: int = 0,
-    seed: int = 0,
-    track: Track = no_progress,
-    granularity: str = "row:1",
-    lut_dtype: str = "float16",
-    importance: str = "gradient",
+    task: Task, *, granularity: str = "row:1", lut_dtype: str = "float16", importance: str = "gradient"
 ) -> Outcome:
-    """Cluster a model's decoder linears in place: what `dkm` starts from. `group_size` and `seed` are not used.
-
-    Args:
-        granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.
-        lut_dtype: of the stored LUT entries.
-        importance: `gradient`, `activation` or `none`; the first two are measured on `batches`.
+    """Cluster a model's decoder linears in place: what `dkm`, which explains these options, starts from.
 
     Raises UserError for bits, a geometry, a LUT dtype or an importance that is unknown or does not fit.
     """
-    options: dict[str, Any] = {"granularity": granularity, "lut_dtype": lut_dtype, "importance": importance}
-    outcome = dkm.quantize(model, batches, bits=bits, steps=0, track=track, **options)
+    outcome = dkm.quantize(task, steps=0, granularity=granularity, lut_dtype=lut_dtype, importance=importance)
     return replace(
         outcome, note={"activation": "weighted by squared inputs", "none": "not weighted"}.get(importance, "")
     )

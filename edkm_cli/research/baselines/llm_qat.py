@@ -30,7 +30,14 @@ from edkm_cli.data import Blocks
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_at_least, check_bits, check_positive
+from edkm_cli.research.baselines.outcome import (
+    NO_QUANTIZATION,
+    Outcome,
+    Task,
+    check_at_least,
+    check_bits,
+    check_positive,
+)
 from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import Beside, Objective
 
@@ -38,13 +45,8 @@ _GREEDY_UP_TO = (3, 4, 5)
 
 
 def quantize(
-    model: Any,
-    batches: list[Tensor],
+    task: Task,
     *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
     steps: int = 50,
     learning_rate: float = 2e-5,
     batch_size: int = 1,
@@ -53,7 +55,7 @@ def quantize(
     activation_bits: int = NO_QUANTIZATION,
     kv_bits: int = NO_QUANTIZATION,
 ) -> Outcome:
-    """Train `model` in place on text of its own; the paper has groups of whole rows. `batches` are not used.
+    """Train a model in place on text of its own; the paper has groups of whole rows.
 
     Args:
         steps: optimizer steps; 0 rounds the weights without training.
@@ -71,10 +73,10 @@ def quantize(
     check_at_least(2, sequence_length=sequence_length)
     check_positive(learning_rate=learning_rate)
     check_bits(activation_bits=activation_bits, kv_bits=kv_bits)
-    form = Uniform(bits, group_size, "absmax")
+    form, model = Uniform(task.bits, task.group_size, "absmax"), task.model
     linears = form.linears(model)
     count = (sequences or steps * batch_size) if steps else 0
-    text = write_text(model, sequences=count, length=sequence_length, seed=seed, track=track)
+    text = write_text(model, sequences=count, length=sequence_length, seed=task.seed, track=task.track)
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
         parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)
@@ -84,8 +86,8 @@ def quantize(
         cached = (layer for name, layer in linears.items() if name.endswith(("k_proj", "v_proj")))
         quantize_outputs(cached, kv_bits)
     if teacher is not None:
-        blocks = Blocks(text.flatten(), sequence_length, seed=seed)
-        distil(model, teacher, blocks, steps=steps, learning_rate=learning_rate, batch_size=batch_size, track=track)
+        blocks = Blocks(text.flatten(), sequence_length, seed=task.seed)
+        distil(model, teacher, blocks, batch_size, steps=steps, learning_rate=learning_rate, track=task.track)
     for layer in linears.values():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     notes = [f"data-free: {text.numel():,} tokens of its own text"]
@@ -130,20 +132,8 @@ class _Quantized(nn.Module):
         return StraightThrough.apply(weight, self._form.round)
 
 
-def distil(
-    model: Any,
-    teacher: Any,
-    blocks: Blocks,
-    *,
-    steps: int,
-    learning_rate: float,
-    batch_size: int = 1,
-    track: Track = no_progress,
-) -> list[float]:
-    """Distil the teacher's distribution into the fake-quantized model, in place; returns the loss of every step.
-
-    Raises UserError if it stops being finite.
-    """
+def distil(model: Any, teacher: Any, blocks: Blocks, batch_size: int, **how: Any) -> list[float]:
+    """Distil the teacher's distribution into the fake-quantized model, in place, as `train` does with `how`."""
     frozen = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     trained = [one for one in model.parameters() if one.requires_grad and id(one) not in frozen]
     objective, parts = Objective(Beside(teacher)), Parts(model)
@@ -151,4 +141,4 @@ def distil(
     def loss_at(step: int) -> Tensor:
         return objective.loss(parts, blocks.batch(step, batch_size).to(trained[0].device))
 
-    return train(model, trained, loss_at, steps=steps, learning_rate=learning_rate, cosine=True, track=track)
+    return train(model, trained, loss_at, cosine=True, **how)

@@ -6,13 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
+from edkm_cli.progress import Track, no_progress
 
 NO_QUANTIZATION = 16  # bits of activations that stay as they are
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every method gets: a dense causal LM in float32, and calibration text, token ids (1, length) int64 each.
+
+    `group_size` is the number of weights along a row that share a scale; 0 means the whole row.
+    """
+
+    model: Any
+    batches: list[Tensor]
+    bits: int
+    group_size: int = 0
+    seed: int = 0
+    track: Track = no_progress
 
 
 @dataclass(frozen=True)

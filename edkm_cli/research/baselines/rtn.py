@@ -6,29 +6,15 @@ Packages differ in the rule for the grid (see `grid`), which matters much at 3 b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform
-from edkm_cli.research.baselines.outcome import Outcome
+from edkm_cli.research.baselines.outcome import Outcome, Task
 
 
 @torch.no_grad()
-def quantize(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
-    rule: str = "minmax",
-    scale_dtype: str = "float16",
-) -> Outcome:
-    """Round a model's decoder linears in place; `batches` and `seed` are not used.
+def quantize(task: Task, *, rule: str = "minmax", scale_dtype: str = "float16") -> Outcome:
+    """Round a model's decoder linears in place.
 
     Args:
         rule: `minmax`, `symmetric`, `autoround` or `absmax`, see `grid`.
@@ -36,8 +22,8 @@ def quantize(
 
     Raises UserError for bits out of range, an unknown rule or scale_dtype, or a group size that does not divide a layer.
     """
-    form = Uniform(bits, group_size, rule, scale_dtype)
-    layers = form.linears(model)
-    for layer in track(layers.values(), "rounding", len(layers)):
+    form = Uniform(task.bits, task.group_size, rule, scale_dtype)
+    layers = form.linears(task.model)
+    for layer in task.track(layers.values(), "rounding", len(layers)):
         layer.weight.copy_(form.round(layer.weight.float()))
     return form.outcome(layers, note="" if rule == "minmax" else f"{rule} grid")

@@ -25,26 +25,15 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
-from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, check_bits
+from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, Task, check_bits
 
 _CHECKED_TOKENS = 64
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 
 
-def quantize(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    track: Track = no_progress,
-    alpha: float = 0.5,
-    activation_bits: int = 8,
-) -> Outcome:
-    """Smooth and quantize `model` in place; the paper has groups of whole rows. `seed` is not used.
+def quantize(task: Task, *, alpha: float = 0.5, activation_bits: int = 8) -> Outcome:
+    """Smooth and quantize a model in place; the paper has groups of whole rows.
 
     Args:
         alpha: how much of the outliers' range moves into the weights, 0 to 1.
@@ -56,11 +45,11 @@ def quantize(
     check_bits(activation_bits=activation_bits)
     if not 0 <= alpha <= 1:
         raise UserError(f"alpha must be from 0 to 1, got {alpha}")
-    if not batches:
+    if not task.batches:
         raise UserError("smoothquant needs calibration text, got none; give more --data or --calibration-samples")
-    form = Uniform(bits, group_size, "absmax")
-    linears = form.linears(model)
-    smooth(model, linears, batches, alpha=alpha, track=track)
+    form = Uniform(task.bits, task.group_size, "absmax")
+    linears = form.linears(task.model)
+    smooth(task, linears, alpha=alpha)
     with torch.no_grad():
         for layer in linears.values():
             layer.weight.copy_(form.round(layer.weight))
@@ -70,21 +59,19 @@ def quantize(
         attention = (layer for name, layer in linears.items() if name.endswith(_ATTENTION_INPUTS))
         quantize_outputs(attention, activation_bits)
         note = f"activations at {activation_bits} bits per token"
-    return form.outcome(linears, calibration_tokens=sum(batch.numel() for batch in batches), note=note)
+    return form.outcome(linears, calibration_tokens=sum(batch.numel() for batch in task.batches), note=note)
 
 
 @torch.no_grad()
-def smooth(
-    model: Any, linears: dict[str, nn.Linear], batches: list[Tensor], *, alpha: float, track: Track = no_progress
-) -> None:
+def smooth(task: Task, linears: dict[str, nn.Linear], *, alpha: float) -> None:
     """Fold the scales into norms and weights, in place; what the model computes stays the same but for rounding.
 
     Raises UserError where no linear reads a norm, or where folding changes the logits: then something besides the
     linears reads a norm's output, or the norm does not multiply by its weight.
     """
-    probe = batches[0][:, :_CHECKED_TOKENS]
+    model, probe = task.model, task.batches[0][:, :_CHECKED_TOKENS]
     before = model(input_ids=probe, use_cache=False).logits
-    readers, largest = _calibrate(model, linears, batches, track)
+    readers, largest = _calibrate(task, linears)
     if not readers:
         raise UserError("smoothquant needs linears that read a norm's output, but this model has none; use rtn or gptq")
     for norm, names in readers.items():
@@ -106,9 +93,7 @@ def smooth(
         )
 
 
-def _calibrate(
-    model: Any, linears: dict[str, nn.Linear], batches: list[Tensor], track: Track
-) -> tuple[dict[Any, list[str]], dict[str, Tensor]]:
+def _calibrate(task: Task, linears: dict[str, nn.Linear]) -> tuple[dict[Any, list[str]], dict[str, Tensor]]:
     """Which linears read which norm, and the largest magnitude of every input channel of each linear, (in,)."""
     readers: dict[Any, list[str]] = {}
     largest: dict[str, Tensor] = {}
@@ -125,9 +110,9 @@ def _calibrate(
         if norm is not None and name not in readers.setdefault(norm, []):
             readers[norm].append(name)
 
-    with hooked(filter(_is_norm, model.modules()), given, after=True), hooked(names, read):
-        for batch in track(batches, "activation ranges", len(batches)):
-            model.base_model(input_ids=batch, use_cache=False)
+    with hooked(filter(_is_norm, task.model.modules()), given, after=True), hooked(names, read):
+        for batch in task.track(task.batches, "activation ranges", len(task.batches)):
+            task.model.base_model(input_ids=batch, use_cache=False)
     return readers, largest
 
 

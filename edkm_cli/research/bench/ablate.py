@@ -8,7 +8,6 @@ tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 import time
@@ -24,9 +23,11 @@ from torch import Tensor
 from edkm_cli.clustering import clustered_linear
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
+from edkm_cli.format import digest
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.report.charts import bars, save
 from edkm_cli.research.bench.config import Ablation
+from edkm_cli.settings import command_line
 from edkm_cli.summaries import table
 
 TECHNIQUES = ("none", "M", "M+S", "M+U", "M+U+S", "closed-form")
@@ -55,11 +56,9 @@ def run(settings: Ablation, *, log: Callable[[str], None] = print) -> dict[str, 
 
     Learners talk by gloo, or by nccl where each has a GPU of its own. On the device "cpu" tensors are copied as if they left
     a device. `rows` holds `bytes` kept by one learner, `reduction`, `seconds` of forward and backward, and `gradient` as a
-    checksum. Raises UserError for a GPU that is not there, and learners that failed or did not finish in time.
+    checksum. Raises UserError for learners that failed or did not finish in time.
     """
     setting, device = asdict(settings), settings.device
-    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device!r} needs a GPU and PyTorch finds none; use device 'cpu'")
     log("table 1: two views of one tensor")
     table1 = measure_table1(device)
     log(f"ablation: {settings.learners} learners, {settings.width} x {settings.width}, {settings.bits} bits")
@@ -72,7 +71,7 @@ def run(settings: Ablation, *, log: Callable[[str], None] = print) -> dict[str, 
         row["reduction"] = rows[0]["bytes"] / max(row["bytes"], 1)
     dense = [row["gradient"] for row in rows if row["technique"] != "closed-form"]
     return {
-        "command": " ".join(["edkm ablate", *(f"--{name} {value}" for name, value in setting.items())]),
+        "command": command_line("edkm ablate", settings, *setting),
         "setting": setting | {"temperature": TEMPERATURE, "tokens": TOKENS},
         "rows": rows,
         "gradients_identical": all(gradient == dense[0] for gradient in dense),
@@ -159,15 +158,14 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
 
 def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One row from the learners that measured it: most bytes, slowest time, and the gradient if they agree on one."""
-    gradients = {report["gradient"] for report in reports}
+    same = all(report["gradient"] == reports[0]["gradient"] for report in reports)
     return {
         "technique": technique,
+        **reports[0],
         "bytes": max(report["bytes"] for report in reports),
         "seconds": max(report["seconds"] for report in reports),
         "learners_measured": len(reports),
-        "gradient": gradients.pop() if len(gradients) == 1 else None,
-        "statistics": reports[0]["statistics"],
-        "uniquify": reports[0]["uniquify"],
+        "gradient": reports[0]["gradient"] if same else None,
     }
 
 
@@ -277,7 +275,7 @@ class _Layer:
         return {
             "bytes": kept_bytes,
             "seconds": seconds,
-            "gradient": _digest(self.weight.grad),
+            "gradient": digest([("", self.weight.grad)]),
             "statistics": marshal.statistics.as_dict(),
             "uniquify": counts,
         }
@@ -286,7 +284,3 @@ class _Layer:
         """The dense layer's saved tensors by name."""
         names = {self.x.data_ptr(): "x (input)", self.weight.data_ptr(): "weight (parameter)"}
         return saved_tensors(self.dense(), names | {self.centroids.data_ptr(): "centroids"})
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from edkm_cli import clustering, kernels
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
-from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.research.bench.config import ClusteringBench
+from edkm_cli.settings import command_line
 from edkm_cli.summaries import table
 
 Log = Callable[[str], None]
@@ -173,12 +173,9 @@ def _copy_bytes_per_second(weight: Tensor) -> float:
 
 def run(settings: ClusteringBench, *, log: Log = lambda message: None) -> dict[str, Any]:
     """Measure clustering of a (width, width) layer: the result of `edkm bench clustering --json` (docs/results.md; how to
-    read it: docs/clustering.md). Raises UserError for a device that is not there."""
-    width, tokens, bits, device = settings.width, settings.tokens, settings.bits, settings.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device} needs a CUDA GPU and a CUDA build of PyTorch; use --device cpu")
+    read it: docs/clustering.md)."""
+    width, tokens, bits, place = settings.width, settings.tokens, settings.bits, torch.device(settings.device)
     weight_dtype = getattr(torch, settings.dtype)
-    place = torch.device(device)
     torch.manual_seed(0)
     weight = (torch.randn(width, width) * 0.02).to(place, weight_dtype).requires_grad_()
     linear_dtype = torch.float32 if place.type == "cpu" else weight_dtype
@@ -201,8 +198,7 @@ def run(settings: ClusteringBench, *, log: Log = lambda message: None) -> dict[s
         log("coremltools")
         rows.extend(_coremltools(bits, settings.iterations, weight_dtype))
     return {
-        "command": f"edkm bench clustering --width {width} --tokens {tokens} --bits {bits} --iterations "
-        f"{settings.iterations} --dtype {settings.dtype} --device {device}",
+        "command": command_line("edkm bench clustering", settings, "width", "tokens", "bits", "iterations", "dtype"),
         "rows": rows,
         "linear_forward_backward_seconds": linear_seconds,
         "linear_dtype": str(linear_dtype).removeprefix("torch."),

@@ -29,6 +29,8 @@ from edkm_cli.research.bench.config import RuntimeBench
 from edkm_cli.runtime import lut_linear_torch
 from edkm_cli.runtime.packed import Packed
 from edkm_cli.runtime.ready import Ready
+from edkm_cli.settings import command_line
+from edkm_cli.summaries import table
 
 _ROUNDS, _BUDGET_SECONDS = 4, 0.15  # how often products take turns, and of repeats each time
 _COPY_BYTES = 1 << 27
@@ -135,8 +137,6 @@ def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
     for size, tiles in itertools.product(sizes, granularity):
         Granularity.parse(tiles).tile(*size, layer="--shape")
     copied = _copy_bytes_per_second(place)
-    options = ("shape", "tokens", "bits", "granularity", "dtype")
-    flags = [f"--{name} {value}" for name in options for value in getattr(settings, name)]
     rows = []
     for size, count, tiles in itertools.product(sizes, bits, granularity):
         packed = _random(size, count, tiles, place)
@@ -163,9 +163,9 @@ def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
                     row |= {"matrices": len(matrices), "packed_seconds": seconds, "dense_bf16_seconds": dense_half}
                     row |= {"dense_fp32_seconds": dense_full, "packed_bytes_per_second": rate}
                     rows.append(row | {"share_of_copy": rate / copied})
-                    log(_line(rows[-1]))
+                    log("  ".join(_cells(rows[-1])))
     return {
-        "command": " ".join(["edkm bench runtime", *flags, *["--cold"] * cold]),
+        "command": command_line("edkm bench runtime", settings, "shape", "tokens", "bits", "granularity", "dtype"),
         "cold": cold,
         "rows": rows,
         "copy_bytes_per_second": copied,
@@ -192,20 +192,17 @@ def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Call
     return calls
 
 
-def _line(row: dict[str, Any]) -> str:
-    packed = row["packed_seconds"]
-    shape = "x".join(map(str, row["shape"]))
-    return (
-        f"{shape:<11} {row['tokens']:>6} {row['bits']:>4} {row['granularity']:<11} {row['dtype']:<9} "
-        f"{packed * 1e6:>10.1f} {row['dense_bf16_seconds'] / packed:>8.2f} {row['dense_fp32_seconds'] / packed:>8.2f} "
-        f"{row['packed_bytes_per_second'] / 1e9:>6.1f} {row['share_of_copy']:>8.2f}"
-    )
+def _cells(row: dict[str, Any]) -> list[str]:
+    packed, of = row["packed_seconds"], (str(row[key]) for key in ("tokens", "bits", "granularity", "dtype"))
+    ratios = (f"{row[f'dense_{kind}_seconds'] / packed:.2f}" for kind in ("bf16", "fp32"))
+    rates = (f"{row['packed_bytes_per_second'] / 1e9:.1f}", f"{row['share_of_copy']:.2f}")
+    return ["x".join(map(str, row["shape"])), *of, f"{packed * 1e6:.1f}", *ratios, *rates]
 
 
 def format_table(result: dict[str, Any]) -> str:
     """The result of `run` as a text table: how many times as fast as `F.linear` in bfloat16 and float32."""
-    head = f"{'shape':<11} {'tokens':>6} {'bits':>4} {'granularity':<11} {'dtype':<9} {'packed us':>10} {'vs bf16':>8}"
-    lines = [f"{head} {'vs fp32':>8} {'GB/s':>6} {'of copy':>8}", *map(_line, result["rows"])]
+    head = ["shape", "tokens", "bits", "granularity", "dtype", "packed us", "vs bf16", "vs fp32", "GB/s", "of copy"]
+    lines = [table([*map(_cells, result["rows"])], header=head)]
     where = result["hardware"]
     if result["cold"]:
         lines.append("each matrix one of many, which no cache holds")

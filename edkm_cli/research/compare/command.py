@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import shlex
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -33,13 +34,13 @@ from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
-from edkm_cli.research.baselines import load
+from edkm_cli.research.baselines import SHARED, load
 from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
-from edkm_cli.research.compare.llama_cpp import file_facts
 from edkm_cli.research.compare.table import draw
-from edkm_cli.settings import coerce, from_mapping, part_of
+from edkm_cli.settings import coerce, command_line, from_mapping, part_of
 from edkm_cli.train.loop import preemption
 
+_GGUF_DECODER = re.compile(r"blk\.\d+\..*weight")
 _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "eval_data", "device", "trust_remote_code")
 _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
@@ -91,7 +92,7 @@ def compare(
     if all(row["error"] for row in rows):
         raise UserError(f"no method succeeded; the first ended with: {rows[0]['error']}")
     result = {
-        "command": command(config),
+        "command": command_line("edkm compare", config, "model", "bits"),
         "setting": asdict(config),
         "rows": rows,
         "versions": versions(),
@@ -167,16 +168,51 @@ def _gguf_settings(entry: Entry) -> dict[str, Any]:
     return {"file": str(file), "file_state": _model_files(str(file)), "facts": file_facts(file)}
 
 
+def file_facts(path: str | Path) -> dict[str, Any]:
+    """`bits`, `granularity` (the commonest tensor type), `decoder_bits_per_weight`, `weights_bytes` and a `note`.
+
+    A type's blocks hold their scales, so bits per weight are the bytes of the decoder's matrices by their weights.
+    Raises UserError for a file that is no GGUF.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(Path(path))
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"gguf:FILE must name a file of llama.cpp, but {path} cannot be read ({error})") from error
+    matrices = [one for one in reader.tensors if len(one.shape) > 1 and _GGUF_DECODER.fullmatch(one.name)]
+    if not matrices:
+        raise UserError(f"gguf:FILE must hold a language model, but {path} has no matrices blk.N.*")
+    weights: Counter[str] = Counter()
+    for one in matrices:
+        weights[one.tensor_type.name] += int(one.n_elements)
+    common = weights.most_common(1)[0][0]
+    bits = re.search(r"Q(\d)", common)
+    bits_per_weight = 8 * sum(int(one.n_bytes) for one in matrices) / sum(weights.values())
+    mixed = ", ".join(f"{count / sum(weights.values()):.0%} {kind}" for kind, count in weights.most_common())
+    others = sorted(
+        {one.tensor_type.name for one in reader.tensors if one.name in ("token_embd.weight", "output.weight")}
+    )
+    note = f"decoder {mixed}; embeddings {', '.join(others)}; decoded to bfloat16"
+    matrix = reader.fields.get("quantize.imatrix.dataset")
+    return {
+        "bits": int(bits[1]) if bits else round(bits_per_weight),
+        "granularity": common,
+        "decoder_bits_per_weight": bits_per_weight,
+        "weights_bytes": sum(int(one.n_bytes) for one in reader.tensors),
+        "note": note + (f"; importance matrix from {matrix.contents()}" if matrix is not None else ""),
+    }
+
+
 def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     """`arguments` of the method's `quantize`, `calibration` text, and `granularity` for the table."""
     quantize = load(entry.method).quantize
-    hints, parameters = get_type_hints(quantize), inspect.signature(quantize).parameters.values()
-    keywords = [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY and one.name != "track"]
-    defaults = {one.name: one.default for one in keywords}
-    if "granularity" in defaults:
-        del defaults["group_size"]  # which these take and leave alone
+    parameters = inspect.signature(quantize).parameters.values()
+    own = {one.name: one.default for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    defaults = {name: None for name in SHARED if name != "group_size" or "granularity" not in own} | own
+    hints = get_type_hints(quantize) | SHARED
     kinds = {name: hints[name] for name in defaults} | dict.fromkeys(_CALIBRATION, int)
-    given = {name: getattr(config, name) for name in ("bits", "group_size", "seed", "steps", *_CALIBRATION)}
+    given = {name: getattr(config, name) for name in (*SHARED, "steps", *_CALIBRATION)}
     for name, value in entry.options:
         if name not in kinds:
             raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
@@ -255,20 +291,3 @@ def _worker(*arguments: str | Path) -> int:
     if stop.is_set():
         raise Preempted("SIGTERM: finished methods are kept; the same command goes on")
     return process.returncode
-
-
-def command(config: CompareConfig) -> str:
-    """The command line that asks for this comparison."""
-    parts = ["edkm compare"]
-    for field in fields(CompareConfig):
-        value = getattr(config, field.name)
-        flag = "--" + field.name.replace("_", "-")
-        if field.name == "methods":
-            parts += [flag, shlex.quote(",".join(value))]
-        elif field.name in ("data", "eval_data"):
-            parts += [f"{flag} {shlex.quote(name)}" for name in value]
-        elif value is True:
-            parts.append(flag)
-        elif value not in (None, False) and (field.name in ("model", "bits") or value != field.default):
-            parts.append(f"{flag} {shlex.quote(str(value))}")
-    return " ".join(parts)

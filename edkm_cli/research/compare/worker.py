@@ -32,9 +32,9 @@ from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.format import read_spec, write_json
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches
-from edkm_cli.progress import Observer, Progress, Track
-from edkm_cli.research.baselines import load
-from edkm_cli.research.baselines.outcome import decoder_linears
+from edkm_cli.progress import Progress, Track
+from edkm_cli.research.baselines import SHARED, load
+from edkm_cli.research.baselines.outcome import Task, decoder_linears
 from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED
 from edkm_cli.settings import from_mapping
 
@@ -45,21 +45,14 @@ FREE = {"training": NOTHING, "calibration_tokens": 0, "training_tokens": 0, "sec
 
 
 def measure(
-    settings: dict[str, Any],
-    tokens: dict[str, Tensor],
-    directory: Path,
-    observer: Observer,
-    *,
-    predictions: Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    settings: dict[str, Any], tokens: dict[str, Tensor], directory: Path, predictions: Path, **how: Any
 ) -> dict[str, Any]:
     """The row of one method. `directory` is where `edkm` puts its checkpoint, `predictions` where those of the
-    uncompressed model are. Raises UserError."""
-    reference = RememberedPredictions(predictions) if predictions is not None else None
+    uncompressed model are, `how` what `compress` is told beside its configuration. Raises UserError."""
+    reference, track = RememberedPredictions(predictions), how["observer"].track
     row: dict[str, Any]
     if settings["method"] == OURS:
-        row, model = _ours(settings, tokens["training"], directory, observer, resume=resume, overwrite=overwrite)
+        row, model = _ours(settings, tokens["training"], directory, **how)
     elif settings["method"] == UNCOMPRESSED:
         model = _dense(settings)
         size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
@@ -67,12 +60,11 @@ def measure(
     elif settings["method"] == GGUF:
         row, model = _gguf(settings)
     else:
-        row, model = _baseline(settings, tokens["training"], observer.track)
-    windows = {"context": settings["context"], "max_windows": settings["eval_windows"], "track": observer.track}
+        row, model = _baseline(settings, tokens["training"], track)
     measured = []
-    for ids in _texts(tokens):
-        known = reference is not None and reference.knows_text(ids, settings["context"])
-        measured.append(perplexity(model, ids, reference=reference if known else None, **windows))
+    for ids, windows in _texts(settings, tokens, track):
+        known = reference if reference.knows_text(ids, settings["context"]) else None
+        measured.append(perplexity(model, ids, reference=known, **windows))
     keys = ("perplexity", "kl_per_token", "top1_agreement", "windows")
     texts = [{key: getattr(one, key) for key in keys} for one in measured]
     return {
@@ -84,18 +76,18 @@ def measure(
     }
 
 
-def _texts(tokens: dict[str, Tensor]) -> list[Tensor]:
-    """The tokens of the texts that are measured, in their order."""
-    return [tokens[f"evaluation.{index}"] for index in range(len(tokens) - 1)]
+def _texts(settings: dict[str, Any], tokens: dict[str, Tensor], track: Track) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The tokens of each text that is measured, in their order, and how much of it is."""
+    windows = {"context": settings["context"], "max_windows": settings["eval_windows"], "track": track}
+    return [(tokens[f"evaluation.{index}"], windows) for index in range(len(tokens) - 1)]
 
 
 def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: Path, track: Track) -> None:
     """Put the uncompressed model's predictions on the measured texts into a directory. Raises UserError."""
     model = _dense(settings)
-    context, windows = settings["context"], settings["eval_windows"]
     recorder = Recorder(model, predictions)
-    for ids in _texts(tokens):
-        perplexity(model, ids, context=context, max_windows=windows, track=track, seen=recorder.see)
+    for ids, windows in _texts(settings, tokens, track):
+        perplexity(model, ids, seen=recorder.see, **windows)
     if recorder.failure:
         raise UserError(recorder.failure)
 
@@ -126,7 +118,7 @@ def _dense(settings: dict[str, Any]) -> Any:
 
 def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[dict[str, Any], Any]:
     """Quantize a dense model in place by a method of `edkm_cli.research.baselines`."""
-    calibration, arguments = settings["calibration"], settings["arguments"]
+    calibration, arguments = settings["calibration"], dict(settings["arguments"])
     blocks = Blocks(tokens, calibration["sequence_length"], seed=arguments["seed"])
     count = min(calibration["samples"], len(blocks))
     batches = [blocks.batch(index, 1).to(settings["device"]) for index in range(count)]
@@ -135,12 +127,13 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     others = sum(parameter.numel() for parameter in model.parameters()) - quantized
     torch.manual_seed(arguments["seed"])
     start = time.perf_counter()
-    outcome = load(settings["method"]).quantize(model, batches, track=track, **arguments)
+    task = Task(model, batches, track=track, **{name: arguments.pop(name) for name in SHARED if name in arguments})
+    outcome = load(settings["method"]).quantize(task, **arguments)
     seconds = time.perf_counter() - start
     trained = BLOCKS if settings["method"] == "autoround" else END_TO_END
     row = {
         "training": trained if outcome.training_tokens else NOTHING,
-        "bits": arguments["bits"],
+        "bits": task.bits,
         "granularity": settings["granularity"],
         "decoder_bits_per_weight": outcome.bits_per_weight,
         "weights_bytes": outcome.stored_bytes + EMBEDDING_BYTES * others,
@@ -152,12 +145,10 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     return row, model
 
 
-def _ours(
-    settings: dict[str, Any], tokens: Tensor, directory: Path, observer: Observer, *, resume: bool, overwrite: bool
-) -> tuple[dict[str, Any], Any]:
+def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any) -> tuple[dict[str, Any], Any]:
     """Run `edkm compress` into `directory` and load what it wrote."""
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
-    report = compress(config, overwrite=overwrite, resume=resume, observer=observer)
+    report = compress(config, **how)
     config = replace(config, **report["resolved"])
     limits = (
         config.calibration_tokens if config.importance != "none" else 0,
@@ -194,11 +185,8 @@ def main(arguments: list[str]) -> int:
         if "--remember" in arguments:
             remember(settings, load_file(arguments[1]), predictions, observer.track)
             return 0
-        options = {"resume": "--resume" in arguments, "overwrite": "--overwrite" in arguments}
-        place = path.with_name(path.stem)
-        result = {
-            "row": measure(settings, load_file(arguments[1]), place, observer, predictions=predictions, **options)
-        }
+        how = {"resume": "--resume" in arguments, "overwrite": "--overwrite" in arguments, "observer": observer}
+        result = {"row": measure(settings, load_file(arguments[1]), path.with_name(path.stem), predictions, **how)}
     except Preempted:
         return 143
     except KeyboardInterrupt:
