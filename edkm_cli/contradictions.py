@@ -40,10 +40,8 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
     found += _about_bits(config)
     if config.target is not None and isinstance(config.bits, int):
-        tables = {"granularity": config.granularity, "lut_dtype": config.lut_dtype, "palette": config.palette}
-        found += misfits(config.target, bits=config.bits, **tables)
-        if config.target == "lut-b" and config.lut_scale is None:
-            found.append("lut-b holds tables of one scale, got none; use --lut-scale 0.0625")
+        about = {name: getattr(config, name) for name in ("granularity", "lut_dtype", "palette", "lut_scale")}
+        found += misfits(config.target, bits=config.bits, **about)
     if config.compare_dense and not config.steps:
         found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
     if config.embedding_group and config.embedding_bits == 16:

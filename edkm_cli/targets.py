@@ -33,6 +33,8 @@ class Target:
         columns: number that the columns of each compressed matrix must be a multiple of; `rows` likewise.
         fallback: what a matrix is stored as whose columns are no multiple of the tile's; "": it is refused.
         mixes: whether matrices may differ in bits.
+        form: the export format that writes it; "": the one of its name.
+        lut_scale: the scale that float8 tables have; None: any, of all matrices the same where `settings` name one.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -44,12 +46,14 @@ class Target:
     palettes: tuple[str, ...] = (FREE,)
     fallback: str = ""
     mixes: bool = False
+    form: str = ""
+    lut_scale: float | None = None
 
 
-def _grid(palette: str, bits: int, tile: int, lut_dtype: str, embeddings: dict[str, int], /, **limits: Any) -> Target:
+def _grid(palette: str, bits: int, tile: int, lut_dtype: str, more: Mapping[str, float], /, **limits: Any) -> Target:
     """A format whose tables are of a palette, in tiles of one row; of other bits and tiles than these if `limits` say so."""
     geometry = f"block:1x{tile}"
-    settings = {"bits": bits, "palette": palette, "granularity": geometry, "lut_dtype": lut_dtype, **embeddings}
+    settings = {"bits": bits, "palette": palette, "granularity": geometry, "lut_dtype": lut_dtype, **more}
     usual: dict[str, Any] = {"bits": (bits,), "lut_dtypes": (lut_dtype,), "granularities": (geometry,)}
     return Target(settings, palettes=(palette,), **{**usual, **limits})
 
@@ -59,20 +63,20 @@ _ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
 _LUT_B = {"bits": 3, "granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4}
 _MLX_BITS = (2, 3, 4, 5, 6, 8)
 # Of MLX and compressed-tensors.
-_GROUPS: dict[str, Any] = {
-    "lut_dtypes": ("bfloat16", "float16"),
-    "granularities": ("block:1x32", "block:1x64", "block:1x128"),
-    "fallback": "bfloat16",
-}
+_MLX: dict[str, Any] = {"form": "mlx", "fallback": "bfloat16"}
+_COMPRESSED: dict[str, Any] = {"form": "compressed-tensors", "fallback": "bfloat16"}
+_GROUPS = {"lut_dtypes": ("bfloat16", "float16"), "granularities": ("block:1x32", "block:1x64", "block:1x128")}
+_PLAIN, _GROUPED = {"embedding_bits": 16}, {"embedding_group": 64}
+_E8M0, _E4M3 = ("e2m1", 4, 32, "float8_e8m0fnu"), ("e2m1", 4, 16, "float8_e4m3fn")  # FP4 of the MX formats and NVIDIA's
 
 
 def _mlx(bits: int) -> Target:
-    return _grid(AFFINE, bits, 64, "bfloat16", {"embedding_group": 64}, bits=_MLX_BITS, mixes=True, **_GROUPS)
+    return _grid(AFFINE, bits, 64, "bfloat16", _GROUPED, bits=_MLX_BITS, mixes=True, **_GROUPS, **_MLX)
 
 
 def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Target:
     columns = SUPER_BLOCK if lut_dtype == "int8" else 1
-    return _grid(palette, bits, tile, lut_dtype, {"embedding_group": 32}, columns=columns, fallback="F16")
+    return _grid(palette, bits, tile, lut_dtype, {"embedding_group": 32}, columns=columns, form="gguf", fallback="F16")
 
 
 TARGETS: dict[str, Target] = {
@@ -83,19 +87,41 @@ TARGETS: dict[str, Target] = {
     "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", "float8_e4m3fn")),
     "lut-b": Target(_LUT_B, (3,), ("float8_e4m3fn",), ("block:8x64",), columns=64, rows=8),
     **{f"mlx:{bits}": _mlx(bits) for bits in _MLX_BITS},
+    "mlx:mxfp4": _grid(*_E8M0, _GROUPED, form="mlx", fallback="float16"),
+    "mlx:nvfp4": _grid(*_E4M3, {"lut_scale": 1.0, **_GROUPED}, lut_scale=1.0, form="mlx", fallback="float16"),
     "gguf:q4_0": _gguf("integers", 4, 32),
     "gguf:q8_0": _gguf("integers", 8, 32),
     "gguf:iq4_nl": _gguf("iq4_nl", 4, 32),
-    "gguf:mxfp4": _gguf("e2m1", 4, 32, "float8_e8m0fnu"),
+    "gguf:mxfp4": _gguf(*_E8M0),
     **{f"gguf:q{bits}_k": _gguf(palette, bits, tile, "int8") for (palette, bits), (tile, *_) in MULTIPLES.items()},
-    **{f"w{bits}a16": _grid("integers", bits, 64, "bfloat16", {"embedding_bits": 16}, **_GROUPS) for bits in (2, 3, 4)},
+    **{f"w{b}a16": _grid("integers", b, 64, "bfloat16", _PLAIN, **_GROUPS, **_COMPRESSED) for b in (2, 3, 4)},
+    "mxfp4": _grid(*_E8M0, _PLAIN, **_COMPRESSED),
+    "nvfp4": _grid(*_E4M3, {"lut_scale": 2.0**-8, **_PLAIN}, **_COMPRESSED),
 }
 
 
+def closest(form: str, *, bits: float, lut_dtype: str, palette: str) -> str:
+    """The target of an export format that holds such tables; where none does, the one that says best why."""
+
+    def fit(name: str) -> tuple[float, ...]:
+        target = TARGETS[name]
+        distance = abs(target.settings["bits"] - bits)
+        return palette in target.palettes, lut_dtype in target.lut_dtypes, bits in target.bits, -distance
+
+    return max((name for name, target in TARGETS.items() if (target.form or name) == form), key=fit)
+
+
 def misfits(
-    name: str, *, bits: float, granularity: str | Granularity, lut_dtype: str, palette: str = FREE
+    name: str,
+    *,
+    bits: float,
+    granularity: str | Granularity,
+    lut_dtype: str,
+    palette: str = FREE,
+    lut_scale: float | None = None,
 ) -> list[str]:
-    """One sentence for each setting that the target cannot hold, with what would fit."""
+    """One sentence for each setting that the target cannot hold, with what would fit. `lut_scale` is that of all float8
+    tables; None: they have several."""
     target = TARGETS[name]
     geometry = Granularity.parse(granularity)
     found = []
@@ -115,6 +141,11 @@ def misfits(
     if lut_dtype not in target.lut_dtypes:
         best = target.settings["lut_dtype"]
         found.append(f"{name} holds tables of {_listed(target.lut_dtypes)}, got {lut_dtype}; use --lut-dtype {best}")
+    needed = target.settings.get("lut_scale")
+    if needed is not None and (lut_scale is None or lut_scale != (target.lut_scale or lut_scale)):
+        which = "one scale for all matrices" if target.lut_scale is None else f"scale {needed:g}"
+        given = "several" if lut_scale is None else f"{lut_scale:g}"
+        found.append(f"{name}: tables must have {which}, got {given}; use --lut-scale {needed:g}")
     return found
 
 

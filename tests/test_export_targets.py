@@ -157,6 +157,113 @@ def test_compressed_tensors_reads_what_was_trained(bits, ids, tmp_path):
         assert tensors[f"{path}.weight_shape"].tolist() == list(tensor.shape)
 
 
+def fp4_numbers(codes):
+    """Of four bits: sign, two of exponent, one of mantissa."""
+    exponent, mantissa = codes >> 1 & 3, (codes & 1) / 2
+    return np.where(codes & 8, -1.0, 1.0) * np.where(exponent == 0, mantissa, (1 + mantissa) * 2.0 ** (exponent - 1.0))
+
+
+def fp4_scales(scales, form):
+    """Of bytes: powers of two, of which 127 is one; or four bits of exponent about 7, three of mantissa."""
+    assert not (scales == 255).any() if form == "mxfp4" else not (scales & 128).any()
+    if form == "mxfp4":
+        return 2.0 ** (scales.astype(np.float64) - 127)
+    exponent, mantissa = (scales >> 3).astype(np.float64), (scales & 7) / 8
+    return np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+
+
+def fp4_export(name, folder):
+    """(source, tensors by name, configuration) of a tiny model in a target's format: with a row of zeros, a tile below
+    E4M3's smallest scales, a scale that training turned round, and matrices that engines join."""
+    settings = dict(TARGETS[name].settings)
+    mixed = {key: settings.pop(key) for key in ("embedding_group",) if key in settings} | {"palette": "e2m1"}
+    dense = tiny_llama(bias=True, hidden=64, inner=128)
+    down = dense.get_submodule("model.layers.0.mlp.down_proj").weight
+    with torch.no_grad():
+        down[0], down[1, :32] = 0.0, down[1, :32] * 2.0**-14
+    model, spec = cluster(dense, mixed=mixed, **settings)
+    if not name.endswith("mxfp4"):
+        model.get_submodule("model.layers.0.mlp.down_proj").centroids.data[5:9] *= -1
+    byte_tokenizer().save_pretrained(folder / "source")
+    source = Compressed(export(model, spec, folder / "source"))
+    assert export_model(source.directory, name, folder / "out", options=Options())["format"] == name
+    config = json.loads((folder / "out" / "config.json").read_text())
+    return source, load_file(folder / "out" / "model.safetensors"), config
+
+
+FP4 = ["mxfp4", "nvfp4", "mlx:mxfp4", "mlx:nvfp4"]
+
+
+@pytest.mark.parametrize("name", FP4)
+def test_fp4_is_what_was_trained_and_has_no_minus_zero(name, tmp_path):
+    source, tensors, config = fp4_export(name, tmp_path)
+    engine, _, form = name.rpartition(":")
+    weight, scale = ("weight", "scales") if engine else ("weight_packed", "weight_scale")
+    width = TARGETS[name].settings["granularity"].rpartition("x")[2]
+    if engine:
+        assert (config["quantization"]["mode"], config["quantization"]["group_size"]) == (form, int(width))
+        assert config["quantization"]["model.embed_tokens"] == {"bits": 8, "group_size": 64, "mode": "affine"}
+        assert torch.equal(mlx_weight(tensors, "model.embed_tokens", 8, 64), source.dense("model.embed_tokens.weight"))
+    else:
+        assert config["quantization_config"]["format"] == f"{form}-pack-quantized"
+    for tensor in source.linears:
+        codes = tensors[f"{tensor.module}.{weight}"].numpy().view(np.uint8)
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).astype(np.int64)
+        assert not (codes == 8).any()
+        scales = fp4_scales(tensors[f"{tensor.module}.{scale}"].view(torch.uint8).numpy(), form)
+        divisor = tensors.get(f"{tensor.module}.weight_global_scale", torch.ones(1))
+        assert divisor.tolist() == [256.0 if name == "nvfp4" else 1.0]
+        read = fp4_numbers(codes) * scales.repeat(int(width), 1) / divisor.double().numpy()
+        assert torch.equal(torch.from_numpy(read).float(), source.dense(tensor.name)), tensor.name
+
+
+@pytest.mark.parametrize("name", FP4[:2])
+def test_the_library_itself_reads_fp4_as_it_was_trained(name, ids, tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    source, tensors, config = fp4_export(name, tmp_path)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
+    reader = compressors.BaseCompressor.get_value_from_registry(f"{name}-pack-quantized")
+    for tensor in source.linears:
+        path = tensor.module
+        state = {key: tensors[f"{path}.{key}"] for key in ("weight_packed", "weight_scale", "weight_global_scale")
+                 if f"{path}.{key}" in tensors}  # fmt: skip
+        read = reader.decompress(state, scheme)["weight"]
+        assert torch.equal(read.float(), source.dense(tensor.name)), tensor.name
+
+
+@pytest.mark.parametrize("name", FP4[2:])
+def test_mlx_itself_reads_fp4_as_it_was_trained(name, tmp_path):
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    source, tensors, config = fp4_export(name, tmp_path)
+    layout = {key: config["quantization"][key] for key in ("group_size", "bits", "mode")}
+    for tensor in source.linears:
+        arrays = [mx.array(tensors[f"{tensor.module}.{leaf}"].numpy()) for leaf in ("weight", "scales")]
+        read = np.array(mx.dequantize(*arrays, dtype=mx.float32, **layout))
+        assert torch.equal(torch.from_numpy(read), source.dense(tensor.name)), tensor.name
+
+
+def test_fp4_that_an_engine_cannot_scale_is_refused_before_any_work(tmp_path):
+    for wrong, message in [
+        ({"target": "mlx:nvfp4", "lut_scale": 0.5}, "tables must have scale 1, got 0.5; use --lut-scale 1"),
+        ({"target": "nvfp4", "granularity": "block:1x32"}, "nvfp4 holds tables of block:1x16, got block:1x32"),
+        ({"target": "mxfp4", "lut_dtype": "float8_e4m3fn"}, "mxfp4 holds tables of float8_e8m0fnu, got float8_e4m3fn"),
+        ({"target": "mxfp4", "bits": 3}, "palette e2m1 has 4 bits, got 3"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            build_config(None, {"model": "m", **wrong})
+    model = tiny_llama(hidden=64, inner=128)
+    model.model.layers[0].mlp.up_proj.weight.data *= 8  # each matrix has a scale of its own
+    directory, _ = paletted(tmp_path / "source", "e2m1", tile=16, model=model)
+    for name in ("nvfp4", "compressed-tensors", "mlx"):
+        message = refused("export", directory, "--to", name, "-o", tmp_path / "out")
+        assert "tables must have" in message
+        assert "got several; use --lut-scale" in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_mlx_itself_reads_what_was_trained(tmp_path):
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
     directory, _ = paletted(tmp_path / "source", "affine")

@@ -129,8 +129,11 @@ class Grid:
         if self.super_tiles:
             named = zip(self._numbers(parameters), (False, True), strict=True)
             return torch.cat([self._unit_of(each, least) for each, least in named if each is not None], 1).half()
-        numbers = parameters if self.palette == FREE else parameters[:, 0] / self._unit()
-        return lut_scale(numbers, self.lut_dtype, self.lut_scale)
+        return lut_scale(self.scaled_numbers(parameters), self.lut_dtype, self.lut_scale)
+
+    def scaled_numbers(self, parameters: Tensor) -> Tensor:
+        """What has a factor beside it in float8: the entries of free tables, (groups, 2**bits), else scales, (groups,)."""
+        return parameters if self.palette == FREE else self._numbers(parameters)[0]
 
     @torch.no_grad()
     def start(

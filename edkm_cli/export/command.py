@@ -30,7 +30,6 @@ from edkm_cli.format import write_json
 from edkm_cli.hf import load
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import apart
-from edkm_cli.targets import TARGETS
 
 RECORD = "export.json"
 _SPARE_BYTES = 50_000_000
@@ -60,7 +59,7 @@ def export_model(
     if to != "dense" and (experts or source.spec.module_granularity):
         what = "packed experts" if experts else "matrices that differ in granularity"
         raise UserError(f"--to {to} holds no {what}, but {directory} has some; use --to dense")
-    if to in TARGETS:
+    if to != "dense":
         require_fit(to, source)
     form.check(source, options)
     tokens = None

@@ -302,6 +302,7 @@ def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None
     """Raises UserError for tables that a fixed scale of float8 entries does not reach."""
     if clustering.lut_scale is None or centroids.is_meta:
         return
+    centroids = clustering.grid.scaled_numbers(centroids)
     largest = float(centroids.abs().max())
     reach = lut_reach(clustering.lut_dtype, clustering.lut_scale)
     if largest > reach:

@@ -27,18 +27,15 @@ from typing import Any
 from edkm_cli.errors import UserError
 from edkm_cli.targets import TARGETS
 
-FORMATS = (
-    *("dense", "squeezellm", "any-precision", "lut-b", "coreml", "mlx", "gguf"),
-    *("compressed-tensors", "w2a16", "w3a16", "w4a16"),
-)
+FORMATS = ("dense", *dict.fromkeys(target.form or name for name, target in TARGETS.items()))
 
 
 def find(name: str) -> Any:
-    """The module of a format, which a target's name may begin with (`gguf:q4_0`). Raises UserError for any other name."""
-    form = name.partition(":")[0] if name in TARGETS else name
+    """The module of a format, by its name or that of one of its targets. Raises UserError for any other name."""
+    form = (TARGETS[name].form or name) if name in TARGETS else name
     if form not in FORMATS:
-        raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
-    file = "compressed_tensors" if form.endswith("a16") else form.replace("-", "_")
+        raise UserError(f"--to must be one of {', '.join(dict.fromkeys((*FORMATS, *TARGETS)))}, got {name!r}")
+    file = form.replace("-", "_")
     module = import_module(f"{__name__}.{file}")
     if hasattr(module, "write"):
         return module

@@ -18,8 +18,9 @@ from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import SafetensorsWriter, read_json
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
+from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.targets import TARGETS, check_model, misfits
+from edkm_cli.targets import TARGETS, check_model, closest, misfits
 
 MAX_SHARD_SIZE = "5GB"
 EXPORT_AGAIN = "export it again"
@@ -27,17 +28,25 @@ EXPORT_AGAIN = "export it again"
 Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def require_fit(name: str, source: Compressed) -> None:
-    """Raises UserError unless the format holds this checkpoint's bits, tables and shapes."""
+def target_of(form: str, source: Compressed) -> str:
+    """The target of a format that the checkpoint's tables are of, or are least far from."""
     spec = source.spec
+    return closest(form, bits=spec.bits, lut_dtype=spec.lut_dtype, palette=spec.palette)
+
+
+def require_fit(name: str, source: Compressed) -> None:
+    """Raises UserError unless a target, or one of a format's, holds this checkpoint's bits, tables and shapes."""
+    name, spec = name if name in TARGETS else target_of(name, source), source.spec
+    scales = {source.scale(tensor.module) for tensor in source.linears}
+    scale = scales.pop() if len(scales) == 1 else None
     tables: dict[str, Any] = {"granularity": spec.granularity, "lut_dtype": spec.lut_dtype, "palette": spec.palette}
-    faults = misfits(name, bits=spec.bits, **tables)
+    faults = misfits(name, bits=spec.bits, lut_scale=scale, **tables)
     if spec.module_bits and not TARGETS[name].mixes:
         faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
     if faults:
         raise UserError(f"--to {name}: {'; '.join(faults)} (edkm compress --target {name} sets all of them)")
     shapes = {tensor.module: tensor.shape for tensor in source.linears}
-    check_model(name, source.config, shapes, lut_scale=source.scale(source.linears[0].module))
+    check_model(name, source.config, shapes, lut_scale=scale or 1.0)
 
 
 def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
@@ -54,6 +63,37 @@ def codes_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
     low, shift = place // 32, place % 32
     high = (low + 1).clamp_max(words.shape[1] - 1)
     return ((unsigned[:, low] >> shift) | (unsigned[:, high] << (32 - shift))) & (2**bits - 1)
+
+
+def scaled(levels: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """(rows, columns) float32: levels (rows, columns) times the scale of their group, of (rows, groups), plus its offset."""
+    products = levels.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
+    return (products if offsets is None else products + offsets[:, :, None]).flatten(1)
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_SIGN = 8  # the bit of a code; alone it is minus zero
+
+
+def fp4_codes(source: Compressed, path: str) -> Tensor:
+    """The codes of a linear, (out, in / 2) uint8 with the even column in the low half, none of them minus zero; those of a
+    scale that training turned round have the other sign."""
+    codes, scales = source.indices(path), source.stored(f"{path}.scales").float()
+    turned = (scales < 0).repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+    codes = torch.where(turned, codes ^ _SIGN, codes)
+    return pack(codes.masked_fill(codes == _SIGN, 0), 4)
+
+
+def fp4_scales(source: Compressed, path: str) -> Tensor:
+    """The scales of a linear (out, groups), none below zero, in their number format: powers of two or E4M3."""
+    scales = source.stored(f"{path}.scales")
+    return scales.float().abs().to(scales.dtype)
+
+
+def fp4_weight(packed: Tensor, scales: Tensor) -> Tensor:
+    """(rows, columns) float32 of 32-bit words of codes, int32, and scales (rows, groups) float32, by the formats' text."""
+    codes = codes_of_words(packed, 4, 8 * packed.shape[1])
+    return scaled(_FP4[codes % _SIGN] * (1 - codes // _SIGN * 2), scales)
 
 
 def write_tensors(

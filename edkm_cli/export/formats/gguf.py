@@ -23,21 +23,14 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import require_fit
+from edkm_cli.export.formats.folder import target_of
 from edkm_cli.export.formats.gguf_model import Naming, add_metadata, naming_of, naming_of_file
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.granularity import AFFINE, MULTIPLES, SUPER_BLOCK
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.targets import TARGETS
 
 _BLOCK = 32
-# (palette, bits, number format of the scales) -> type of a linear's tensor, of which llama.cpp's name is the target's
-_TYPES = {
-    (target.palettes[0], target.bits[0], target.lut_dtypes[0]): name.removeprefix("gguf:").upper()
-    for name, target in TARGETS.items()
-    if name.startswith("gguf:")
-}
 FILE = "model.gguf"
 
 
@@ -51,8 +44,7 @@ class _Stored(NamedTuple):
 
 
 def check(source: Compressed, options: Options) -> None:
-    """Tables of one of the types, embeddings in blocks, and a family that llama.cpp's names are known for."""
-    require_fit(f"gguf:{_type(source).lower()}", source)
+    """Embeddings in blocks, and a family that llama.cpp's names are known for."""
     naming_of(source.config)
     for tensor in source.tensors.values():
         if tensor.module and not tensor.linear and tensor.shape[1] % _BLOCK:
@@ -63,8 +55,8 @@ def check(source: Compressed, options: Options) -> None:
 
 
 def _type(source: Compressed) -> str:
-    """The type of linears; of tables that fit none, the commonest, which says why."""
-    return _TYPES.get((source.spec.palette, source.spec.bits, source.spec.lut_dtype), "Q4_0")
+    """llama.cpp's name of the type of linears."""
+    return target_of("gguf", source).removeprefix("gguf:").upper()
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:

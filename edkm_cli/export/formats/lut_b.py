@@ -46,13 +46,7 @@ _INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layern
 
 
 def check(source: Compressed, options: Options) -> None:
-    """One scale for all tables."""
-    scales = {source.scale(tensor.module) for tensor in source.linears}
-    if len(scales) > 1:
-        raise UserError(
-            f"--to lut-b: tables must have one scale for all matrices, but have {len(scales)}; compress with --target lut-b "
-            "or --lut-scale 0.0625"
-        )
+    """Matrices that files hold apart, of whole tiles."""
     for tensor in source.tensors.values():
         names, expert, _ = _place(source, tensor.name)
         if not names or expert is not None or (tensor.linear and tensor.shape[0] % (_ROWS * len(names))):

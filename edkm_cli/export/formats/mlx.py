@@ -1,14 +1,17 @@
-"""`mlx`: a directory that mlx-lm opens, on a Mac or an iPhone: its affine groups, `scale * code + bias`.
+"""`mlx`: a directory that mlx-lm opens, on a Mac or an iPhone: its affine groups, `scale * code + bias`, or FP4.
 
 A packed matrix P of shape (out, in) stores
 
     P.weight            uint32 (out, in * bits / 32): a row's codes as one little-endian bit stream, which is what a row of
                         our packed indices is (docs/format.md)
     P.scales, P.biases  (out, in / group) in the tables' number format: group 32, 64 or 128
+    P.scales            of FP4 uint8 (out, in / group), and no biases: powers of two in groups of 32 (`mxfp4`), or E4M3 in
+                        groups of 16 (`nvfp4`)
 
-and everything else stays a plain tensor in that number format. Embeddings are symmetric here: their bias is that many
-scales below zero, which is exact. `quantization` in config.json has `group_size` and `bits`, and those of each module that
-differs. `read` follows `mx.dequantize` in float32: which word and bits a code is in, not how bytes were viewed.
+and everything else stays a plain tensor in the number format of the embeddings' scales. Embeddings are affine and
+symmetric here: their bias is that many scales below zero, which is exact. `quantization` in config.json has `group_size`,
+`bits` and `mode`, and those of each module that differs. `read` follows `mx.dequantize` in float32: which word and bits a
+code is in, not how bytes were viewed.
 """
 
 from __future__ import annotations
@@ -21,58 +24,71 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, codes_of_words, require_fit
+from edkm_cli.export.formats.folder import (
+    EXPORT_AGAIN,
+    Entry,
+    codes_of_words,
+    fp4_codes,
+    fp4_scales,
+    fp4_weight,
+    scaled,
+)
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json
 from edkm_cli.model_files import TensorFiles
 
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+_MODES = {"float8_e8m0fnu": "mxfp4", "float8_e4m3fn": "nvfp4"}  # by the number format of scales
+_SCALES = {mode: getattr(torch, name) for name, mode in _MODES.items()}
 
 
 def check(source: Compressed, options: Options) -> None:
-    """Affine tables of tiles of 1 x 32, 64 or 128; embeddings in groups of as many columns."""
-    spec = source.spec
-    require_fit(f"mlx:{spec.bits}" if spec.bits in _BITS else "mlx:4", source)
+    """Affine groups of 32, 64 or 128 columns, of embeddings, too."""
     for tensor in source.tensors.values():
-        bits, group = _layout(source, tensor) if tensor.module else (4, 32)
-        if bits not in _BITS or group not in _GROUPS:
+        layout = _layout(source, tensor) if tensor.module else {"mode": ""}
+        if layout["mode"] == "affine" and (layout["bits"] not in _BITS or layout["group_size"] not in _GROUPS):
             raise UserError(
-                f"mlx holds 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, but {tensor.module} has {bits} bits in "
-                f"groups of {group}; use --embedding-bits 8 --embedding-group 64 and --bits 3 to 5"
+                f"mlx holds 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, but {tensor.module} has {layout['bits']} "
+                f"bits in groups of {layout['group_size']}; use --embedding-bits 8 --embedding-group 64 and --bits 3 to 5"
             )
 
 
-def _layout(source: Compressed, tensor: DenseTensor) -> tuple[int, int]:
-    """(bits, columns of a group) of a packed matrix."""
-    group = source.spec.embedding_group or tensor.shape[1]
-    return source.bits_of(tensor.module), source.spec.granularity.tile(*tensor.shape)[1] if tensor.linear else group
+def _layout(source: Compressed, tensor: DenseTensor) -> dict[str, Any]:
+    """What config.json says of a packed matrix."""
+    group, mode = source.spec.embedding_group or tensor.shape[1], "affine"
+    if tensor.linear:
+        group = source.spec.granularity.tile(*tensor.shape)[1]
+        mode = _MODES.get(source.spec.lut_dtype, mode)
+    return {"group_size": group, "bits": source.bits_of(tensor.module), "mode": mode}
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
-    return {"dtype": source.spec.lut_dtype, "notes": ["mlx_lm.generate --model DIRECTORY --prompt TEXT"]}
+    dtype = str(source.spec.embedding_scale_dtype).removeprefix("torch.")
+    return {"dtype": dtype, "notes": ["mlx_lm.generate --model DIRECTORY --prompt TEXT"]}
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    dtype, path = getattr(torch, source.spec.lut_dtype), tensor.module
+    dtype, path = source.spec.embedding_scale_dtype, tensor.module
     if not path:
         return
-    (rows, columns), (bits, group) = tensor.shape, _layout(source, tensor)
-    words, numbers = (rows, columns * bits // 32), (rows, columns // group)
+    (rows, columns), layout = tensor.shape, _layout(source, tensor)
+    words, numbers = (rows, columns * layout["bits"] // 32), (rows, columns // layout["group_size"])
+    if layout["mode"] != "affine":
+        yield Entry(f"{path}.weight", torch.uint32, words, lambda: fp4_codes(source, path).view(torch.uint32))
+        yield Entry(f"{path}.scales", torch.uint8, numbers, lambda: fp4_scales(source, path).view(torch.uint8))
+        return
     yield Entry(f"{path}.weight", torch.uint32, words, lambda: source.words(path).view(torch.uint32))
     yield Entry(f"{path}.scales", dtype, numbers, lambda: _numbers(source, tensor, 0))
     yield Entry(f"{path}.biases", dtype, numbers, lambda: _numbers(source, tensor, 1))
 
 
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
-    """Changes of config.json: the usual groups and bits, and those of each module that differs."""
+    """Changes of config.json: the usual groups, bits and mode, and those of each module that differs."""
     packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
-    usual = source.spec.bits, _layout(source, source.linears[0])[1]
-    others = {
-        path: {"group_size": group, "bits": bits} for path, (bits, group) in packed.items() if (bits, group) != usual
-    }
-    quantization = {"group_size": usual[1], "bits": usual[0], "mode": "affine", **others}
-    return {"dtype": source.spec.lut_dtype, "quantization": quantization}
+    usual = {**_layout(source, source.linears[0]), "bits": source.spec.bits}
+    others = {path: layout for path, layout in packed.items() if layout != usual}
+    return {"dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}}
 
 
 def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
@@ -92,9 +108,12 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in ((name, files.get(name)) for name in files.tensors):
         path, _, leaf = name.rpartition(".")
         if leaf == "weight" and f"{path}.scales" in files:
-            layout = {**quantization, **quantization.get(path, {})}
-            scales, biases = (files.get(f"{path}.{leaf}").float()[:, :, None] for leaf in ("scales", "biases"))
-            codes = codes_of_words(tensor.view(torch.int32), layout["bits"], tensor.shape[1] * 32 // layout["bits"])
-            yield name, (scales * codes.float().unflatten(1, (-1, layout["group_size"])) + biases).flatten(1)
+            layout = quantization.get(path, quantization)
+            words, scales = tensor.view(torch.int32), files.get(f"{path}.scales")
+            if layout["mode"] == "affine":
+                codes = codes_of_words(words, layout["bits"], words.shape[1] * 32 // layout["bits"])
+                yield name, scaled(codes, scales.float(), files.get(f"{path}.biases").float())
+            else:
+                yield name, fp4_weight(words, scales.view(_SCALES[layout["mode"]]).float())
         elif leaf not in ("scales", "biases"):
             yield name, tensor.float()
