@@ -95,7 +95,7 @@ class Run(Session):
         dense = self._load()
         self.measure_original(dense)
         if self.unfinished is not None:
-            self.measured.restore(self.unfinished["measured"])
+            self.measured.by_stage.update(self.unfinished["measured"])
         staging = self.begin()
         teacher = self.remember(dense, sha256) if self.plan.distills else None
         model = self._start(dense, staging)
@@ -103,7 +103,7 @@ class Run(Session):
         if self.exports_start:
             with self.clock.phase("evaluate"):
                 self.first_windows = self.measured.first_windows(model, self.world)
-        elif "start" not in self.measured.state():
+        elif "start" not in self.measured.by_stage:
             self.measure("start", model)
             self.mark()
         offloaded = self._train(model, teacher, staging)
@@ -223,7 +223,7 @@ class Run(Session):
                 require_same_perplexity({"trained": None, "start": before, "exported": after}, self.dtype)
         self.measure("exported", exported, shared=False)
         if self.exports_start:
-            self.measured.take("start", "exported")
+            self.measured.by_stage["start"] = self.measured.by_stage["exported"]
         for row in self.measured.rows():
             require_same_perplexity(row, self.dtype)
         stored = stored_skeleton(staging, trust_remote_code=self.config.trust_remote_code)

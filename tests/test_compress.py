@@ -16,9 +16,10 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.directory import OutputDirectory
+from edkm_cli.export.source import Compressed
 from edkm_cli.preflight import Launch, plan_run
 from edkm_cli.progress import Observer
-from edkm_cli.report.inspection import verify_checkpoint
+from edkm_cli.report.inspection import verify
 from families import family
 from helpers import byte_tokenizer, settings, weights_of
 
@@ -206,7 +207,7 @@ def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, tex
     measured = result["perplexity"]
     assert measured["exported"] == pytest.approx(measured["trained" if steps else "start"], rel=1e-5)
     assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16
-    assert verify_checkpoint(tmp_path / "out")["report"]
+    assert verify(Compressed(tmp_path / "out"))["report"]
     sizes = evaluate_model(
         str(tmp_path / "out"), EvalConfig(data=(str(text),), context=32, max_windows=1, device="cpu")
     )

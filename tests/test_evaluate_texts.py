@@ -5,14 +5,14 @@ import torch
 
 from edkm_cli.evaluate import reference
 from edkm_cli.evaluate.perplexity import perplexity
-from edkm_cli.evaluate.texts import MeasuredText, Measurements
+from edkm_cli.evaluate.texts import Measurements
 from helpers import logits_of, tiny_llama
 
 FIRST, SECOND = (torch.randint(0, 257, (n,), generator=torch.Generator().manual_seed(n)) for n in (70, 20))
 
 
 def measurements():
-    return Measurements([MeasuredText("first", FIRST), MeasuredText("second", SECOND)], context=32, max_windows=8)
+    return Measurements({"first": FIRST, "second": SECOND}, context=32, max_windows=8)
 
 
 def test_each_text_has_its_own_figures():
@@ -53,7 +53,7 @@ def test_what_an_interrupted_run_found_is_taken_up():
     first.measure_original(tiny_llama(seed=0))
     first.measure("start", tiny_llama(seed=1))
     second.measure_original(tiny_llama(seed=0))
-    second.restore(first.state())
+    second.by_stage.update(first.by_stage)
     assert second.rows() == first.rows()
 
 

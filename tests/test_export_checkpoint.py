@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 import edkm_cli
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
+from edkm_cli.export.source import Compressed
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.integrity import check_checkpoint
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
-from edkm_cli.report.inspection import inspect_checkpoint, verify_checkpoint
+from edkm_cli.report.inspection import describe, verify
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
 from helpers import cluster, export, tiny_llama, tiny_qwen
 
@@ -49,7 +50,7 @@ def test_every_geometry_round_trips(granularity, ids, tmp_path):
     model, spec = cluster(tiny_llama(), granularity=granularity)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
     measured = footprint(loaded).decoder_bits_per_weight
-    assert measured == pytest.approx(inspect_checkpoint(tmp_path / "one")["decoder_bits_per_weight"])
+    assert measured == pytest.approx(describe(Compressed(tmp_path / "one"))["decoder_bits_per_weight"])
 
 
 @pytest.mark.parametrize("lut_dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
@@ -65,7 +66,7 @@ def test_tied_and_untied_embeddings_round_trip(tied, embedding_bits, ids, tmp_pa
     model, spec = cluster(tiny_llama(tied=tied), embedding_bits=embedding_bits)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
     assert is_tied(loaded) is tied
-    names = inspect_checkpoint(tmp_path / "one")["layers"]
+    names = describe(Compressed(tmp_path / "one"))["layers"]
     assert isinstance(loaded.model.embed_tokens, PalettizedEmbedding) is (embedding_bits != 16)
     if tied and embedding_bits != 16:
         assert isinstance(loaded.lm_head, PalettizedHead)
@@ -80,10 +81,10 @@ def test_matrices_of_different_bits_and_scales_for_groups_round_trip(lut_dtype, 
     model, spec = cluster(tiny_llama(), embedding_bits=4, lut_dtype=lut_dtype, mixed=mixed)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
     assert loaded.model.embed_tokens.scale.shape == (257, 3)
-    layers = {layer["name"]: layer for layer in inspect_checkpoint(tmp_path / "one")["layers"]}
+    layers = {layer["name"]: layer for layer in describe(Compressed(tmp_path / "one"))["layers"]}
     assert {name: layers[name]["bits"] for name in own} == own
     assert layers["model.layers.0.self_attn.q_proj"]["bits"] == 3
-    assert verify_checkpoint(tmp_path / "one")["tensors"] > 20
+    assert verify(Compressed(tmp_path / "one"))["tensors"] > 20
     assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["format_version"] == 3
 
 

@@ -13,8 +13,9 @@ import torch
 
 from edkm_cli import integrity
 from edkm_cli.errors import UserError
+from edkm_cli.export.source import Compressed
 from edkm_cli.hf import load
-from edkm_cli.report.inspection import verify_checkpoint
+from edkm_cli.report.inspection import verify
 from fuzzing import Mutator, copied
 from helpers import byte_tokenizer, cluster, tiny_llama
 
@@ -88,7 +89,7 @@ def attempt(what):
 
 def outcome(directory, logits, ids):
     """`refused`, `same` (the model that was exported) or `verify` (another one, which --verify tells)."""
-    _, fault = attempt(lambda: verify_checkpoint(directory))
+    _, fault = attempt(lambda: verify(Compressed(directory)))
     model, refused = attempt(lambda: load(directory))
     for line in filter(None, (fault, refused)):
         assert "\n" not in line.strip(), line
@@ -106,7 +107,7 @@ def outcome(directory, logits, ids):
 @pytest.mark.usefixtures("remembered")
 def test_mutated_checkpoints_are_refused_or_caught(checkpoint, tmp_path, ids, no_hang):
     ids = ids[:1, :5]
-    verify_checkpoint(checkpoint)
+    verify(Compressed(checkpoint))
     with torch.no_grad():
         logits = load(checkpoint)(ids).logits
     mutator, counts, failed = Mutator(seed=0), {"refused": 0, "same": 0, "verify": 0}, []

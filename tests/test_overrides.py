@@ -8,9 +8,10 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.dryrun.plan import dry_run, weights_bytes
 from edkm_cli.errors import UserError
+from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.preflight import Launch, plan_run
-from edkm_cli.report.inspection import inspect_checkpoint
+from edkm_cli.report.inspection import describe
 from edkm_cli.summaries import summary
 from families import family
 from helpers import byte_tokenizer
@@ -71,7 +72,7 @@ def test_a_run_with_overrides_reloads_as_it_was_asked_for(allocation, moe, text_
         count == 8 and "4-bit indices (override)" in becomes and "row:4" in becomes for count, becomes in planned
     )
     compress(config)
-    found = {layer["name"]: layer for layer in inspect_checkpoint(config.output)["layers"]}
+    found = {layer["name"]: layer for layer in describe(Compressed(config.output))["layers"]}
     for name, layer in found.items():
         if ".down_proj." in name:
             assert (layer["bits"], layer["granularity"], layer["luts"]) == (4, "row:4", 8), name
@@ -79,7 +80,7 @@ def test_a_run_with_overrides_reloads_as_it_was_asked_for(allocation, moe, text_
             assert layer["bits"] == 2
     assert found["model.layers.0.self_attn.k_proj"]["granularity"] == "block:4x8"
     assert "granularity" not in found["model.layers.1.self_attn.k_proj"]
-    assert "row:4 in 8" in summary("inspect", inspect_checkpoint(config.output))
+    assert "row:4 in 8" in summary("inspect", describe(Compressed(config.output)))
     ids = torch.arange(1, 18)[None]
     loaded = edkm_cli.load(config.output, dtype=torch.float32)
     with torch.no_grad():

@@ -59,13 +59,15 @@ def inspect_command(
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
     check_json_target(json_file, input_paths("DIRECTORY", directory))
-    from edkm_cli.report.inspection import inspect_checkpoint, verify_checkpoint
+    from edkm_cli.export.source import Compressed
+    from edkm_cli.report import inspection
     from edkm_cli.summaries import summary
 
-    result = inspect_checkpoint(directory, trust_remote_code=trust_remote_code)
+    source = Compressed(directory, trust_remote_code=trust_remote_code)
+    result = inspection.describe(source)
     text = summary("inspect", result)
     if verify:
-        result["verified"] = verify_checkpoint(directory, trust_remote_code=trust_remote_code)
+        result["verified"] = inspection.verify(source)
         text += f"\nverified: {result['verified']['tensors']} tensors are those that were exported"
     finish(text, stamped(result), json_file)
 

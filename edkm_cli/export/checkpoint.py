@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
@@ -30,6 +29,7 @@ from edkm_cli.format import QuantizationSpec, write_checksums, write_json
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.initialize.build import Recipe, Tables, no_tables
 from edkm_cli.integrity import describe_tensors, expected_tensors, skeleton, skeleton_tensors
+from edkm_cli.model_files import TensorFiles
 from edkm_cli.nn.clustered import LutLayer
 from edkm_cli.nn.swap import palettize_embeddings, palettize_skeleton
 from edkm_cli.packing import pack, packed_width
@@ -38,8 +38,6 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import PALETTIZED
 
 _PACKED = ("indices", "lut", "lut_scale", "scales", "offsets")
-
-
 RECORD = "tensors.json"
 _CHUNK = 2**22
 
@@ -66,12 +64,8 @@ def tensor_record(tensor: Tensor) -> dict[str, Any]:
 
 def record_tensors(directory: Path) -> None:
     """Write tensors.json about all safetensors files of a directory, reading them back from the disk."""
-    records = {}
-    for file in sorted(directory.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                records[name] = tensor_record(opened.get_tensor(name))
-    write_json(directory / RECORD, records)
+    files = TensorFiles(directory)
+    write_json(directory / RECORD, {name: tensor_record(files.get(name)) for name in files.tensors})
 
 
 @dataclass(frozen=True)
@@ -111,10 +105,7 @@ class DenseFormat:
 
 
 class _Source:
-    """Tensors of the trained model under the checkpoint's names, for the first process; holds one module's at a time.
-
-    All processes ask for the same names in the same order, since what is sharded is gathered from all.
-    """
+    """Tensors of the trained model under the checkpoint's names, for the first process; holds one module's at a time."""
 
     def __init__(self, model: nn.Module, world: World):
         self._model, self._world = model, world
@@ -156,9 +147,9 @@ def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tens
     return like.to(tensor.dtype if isinstance(module, PALETTIZED) and leaf != "bias" else dense.dtype_of(name, tensor))
 
 
-def is_remote(model: nn.Module) -> bool:
-    """Whether the model's class came with its files (`--trust-remote-code`)."""
-    return any(kind.__module__.startswith("transformers_modules") for kind in type(model).__mro__)
+def _remote_class(model: nn.Module) -> type | None:
+    """The class of a model that came with its files (`--trust-remote-code`); None of transformers' own."""
+    return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules")), None)
 
 
 def announced_tensors(
@@ -173,7 +164,8 @@ def announced_tensors(
         dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
         dense = DenseFormat(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
     if target is None:
-        target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=is_remote(model))
+        trust = _remote_class(model) is not None
+        target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=trust)
     tensors = skeleton_tensors(target)
     for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
         tensors[name] = _like(model, name, like, dense)
@@ -183,9 +175,8 @@ def announced_tensors(
 def copy_code(model: nn.Module, directory: Path) -> list[str]:
     """The Python files of a model that is none of transformers' own, copied beside its weights, without which nothing could
     load them; returns their names."""
-    if not is_remote(model):
+    if (kind := _remote_class(model)) is None:
         return []
-    kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules"))
     folder = Path(inspect.getfile(kind)).parent
     names = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
     for name in names:
@@ -226,7 +217,7 @@ def write_checkpoint(
     source, names = _Source(model, world), track(tensors, "writing the checkpoint", len(tensors))
     if not world.main:
         for name in names:
-            source.read(name)  # what is sharded is gathered from all
+            source.read(name)  # what is sharded is gathered from all, which ask for it in the same order
         return
     announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
     read = ((name, tensor.to(tensors[name].dtype)) for name in names if (tensor := source.read(name)) is not None)

@@ -89,16 +89,6 @@ def files_of(directory: Path) -> dict[str, Any]:
     return {name: entry_of(directory / name) for name in sorted(kept)}
 
 
-def adopt(path: Path) -> None:
-    """Add a file that was written beside a finished run's to its list, or bring its digest up to date there."""
-    content = listing(path.parent)
-    if content and path.name != FILES:
-        from edkm_cli.format import write_json
-
-        content["files"][path.name] = entry_of(path)
-        write_json(path.with_name(FILES), content)
-
-
 def require_ours(directory: Path, why: str) -> None:
     """Raises UserError naming what in a directory is foreign, as the end of the sentence `why`."""
     names = foreign(directory)
@@ -183,20 +173,15 @@ def require_replaceable(option: str, path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file of ours in one step, beside nothing of anyone else's; where its directory is a finished result, it then
-    belongs to that."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException as error:
-        if not isinstance(error, FileExistsError):
-            partial.unlink(missing_ok=True)
-        raise
-    adopt(path)
+    """Write a file of ours in one step; where its directory is a finished result, it then belongs to that."""
+    from edkm_cli.format import write_json, written_whole
+
+    with written_whole(path, f".{os.getpid()}") as partial:
+        partial.write_text(text, encoding="utf-8")
+    content = listing(path.parent)
+    if content and path.name != FILES:
+        content["files"][path.name] = entry_of(path)
+        write_json(path.with_name(FILES), content)
 
 
 def rehearse(folder: Path, name: str) -> None:

@@ -6,7 +6,6 @@ the texts, compare the identity with what is there, train in `DIR.partial`, read
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +20,7 @@ from edkm_cli.config import CHECKPOINTS, TextSettings
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate.texts import STAGES, MeasuredText, Measurements
+from edkm_cli.evaluate.texts import STAGES, Measurements
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.ownership import run_paths
 from edkm_cli.format import digest
@@ -94,7 +93,7 @@ class Session:
         with data.unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
             self._documents = evaluation_documents(config, self.sources, self.tokenizer)
             self.measured = Measurements(
-                [MeasuredText(name, data.tokenize(text, self.tokenizer)) for name, text in self._documents.items()],
+                {name: data.tokenize(text, self.tokenizer) for name, text in self._documents.items()},
                 context=config.context,
                 max_windows=config.eval_windows,
                 track=self.watch.track,
@@ -122,7 +121,7 @@ class Session:
             **{key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)},
             "sequences_per_step": config.step_sequences(self.world.size),
             "tokens_sha256": self.data.sha256,
-            "evaluation_sha256": digest((text.name, text.tokens) for text in self.measured.texts),
+            "evaluation_sha256": digest(self.measured.texts.items()),
             **resolved,
         }
         content = output.finished(report, self.identity, asdict(asked))
@@ -154,7 +153,7 @@ class Session:
     def _kept_text(self, sha256: str) -> Tensor:
         path = self.output.partial / CHECKPOINTS / SELF_TEXT
         text = kept_text(path) if self.world.main else None
-        if not self.world.on_main(lambda: text is not None and _sha256(text) == sha256):
+        if not self.world.on_main(lambda: text is not None and digest([("", text)]) == sha256):
             raise UserError(
                 f"--resume needs the text that the model wrote for this run, but {path} is damaged or missing; start "
                 "again with --overwrite",
@@ -189,10 +188,10 @@ class Session:
 
     def mark(self) -> None:
         """Record what this run is, what it has measured so far, and the text that the model wrote for it."""
-        figures: dict[str, Any] = {"perplexity": self.measured.perplexity, "measured": self.measured.state()}
+        figures: dict[str, Any] = {"perplexity": self.measured.perplexity, "measured": self.measured.by_stage}
         if self.text is not None:
             path = self.output.partial / CHECKPOINTS / SELF_TEXT
-            figures["text_sha256"] = _sha256(self.text)
+            figures["text_sha256"] = digest([("", self.text)])
             if self.world.main and not path.is_file():
                 keep_text(path, self.text)
         self.output.mark(self.identity, **figures)
@@ -241,10 +240,6 @@ class Session:
         overlap = [sum(counts) for counts in zip(*self._overlap.values(), strict=True)]
         measured = dict(zip(("found", "of"), overlap, strict=True))
         return {**self.data.summary(self.blocks), "measured_and_trained_on": measured}
-
-
-def _sha256(text: Tensor) -> str:
-    return hashlib.sha256(text.numpy().tobytes()).hexdigest()
 
 
 def model_digest(source: models.ModelSource, architecture: Any, world: World) -> str:

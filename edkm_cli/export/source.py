@@ -54,18 +54,18 @@ class Compressed:
         self.spec: QuantizationSpec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.model = skeleton(self.config, self.spec, trust_remote_code=trust_remote_code)
-        self._modules = {path: module for path, module in self.model.named_modules() if isinstance(module, PALETTIZED)}
+        self._modules: dict[str, Any] = {
+            path: module for path, module in self.model.named_modules() if isinstance(module, PALETTIZED)
+        }
         self.tensors: dict[str, DenseTensor] = {}
         for name, like in skeleton_tensors(self.model).items():
             path, _, leaf = name.rpartition(".")
             if path not in self._modules or leaf == "bias":
                 self.tensors[name] = DenseTensor(name, tuple(like.shape))
             elif leaf == "indices":
-                module: Any = self._modules[path]
-                linear = isinstance(module, PalettizedLinear)
-                self.tensors[f"{path}.weight"] = DenseTensor(
-                    f"{path}.weight", (module.rows, module.columns), path, linear
-                )
+                module, weight = self._modules[path], f"{path}.weight"
+                shape, linear = (module.rows, module.columns), isinstance(module, PalettizedLinear)
+                self.tensors[weight] = DenseTensor(weight, shape, path, linear)
         self._files = TensorFiles(self.directory, remedy=AGAIN)
 
     @cached_property
@@ -96,8 +96,7 @@ class Compressed:
 
     def indices(self, path: str) -> Tensor:
         """The indices of a packed module, (rows, columns) uint8."""
-        module: Any = self._modules[path]
-        return unpack(self.stored(f"{path}.indices"), module.bits, module.columns)
+        return unpack(self.stored(f"{path}.indices"), self.bits_of(path), self._modules[path].columns)
 
     def words(self, path: str) -> Tensor:
         """The packed indices of a module as 32-bit words, (rows, columns * bits / 32) int32."""
@@ -105,8 +104,7 @@ class Compressed:
 
     def bits_of(self, path: str) -> int:
         """Bits of an index of a packed module."""
-        module: Any = self._modules[path]
-        return module.bits
+        return self._modules[path].bits
 
     def levels(self, path: str) -> Tensor:
         """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""
@@ -141,7 +139,3 @@ class Compressed:
             return lookup(self.indices(tensor.module), self.table(tensor.module), granularity=granularity)
         levels, scale = self.levels(tensor.module), self.stored(f"{tensor.module}.scale")  # scale (rows, groups)
         return (scale[:, :, None] * levels.float().view(*scale.shape, -1)).view(levels.shape)
-
-    def parameters(self) -> int:
-        """Numbers in the dense model."""
-        return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors.values())

@@ -109,7 +109,7 @@ class _Run(PackedSession):
         if dense is not None:
             self.measure_original(dense)
         if self.unfinished is not None:
-            self.measured.restore(self.unfinished["measured"])
+            self.measured.by_stage.update(self.unfinished["measured"])
         else:
             self.measure("compressed", model)
         staging = self.begin()
@@ -159,7 +159,7 @@ class _Run(PackedSession):
     # On the first process: what was trained is written, read back and compared.
 
     def _write_adapter(self, model: Any, staging: Path) -> dict[str, Any]:
-        probe = self.measured.texts[0].tokens[:_PROBE_TOKENS][None].to(self.world.device)
+        probe = next(iter(self.measured.texts.values()))[:_PROBE_TOKENS][None].to(self.world.device)
         expected = _logits(model, probe)
         save_adapter(model, staging, base=str(self.directory.resolve()))
         del model

@@ -26,12 +26,6 @@ from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 
 
-def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Verify a compressed directory and describe it. Raises UserError if it is none or damaged."""
-    source = Compressed(directory, trust_remote_code=trust_remote_code)
-    return describe(source)
-
-
 def describe(source: Compressed) -> dict[str, Any]:
     """What a checkpoint holds: what `edkm inspect --json` writes."""
     model, spec, layers = source.model, source.spec, []
@@ -58,13 +52,12 @@ def describe(source: Compressed) -> dict[str, Any]:
     }
 
 
-def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def verify(source: Compressed) -> dict[str, Any]:
     """Read a whole checkpoint and compare it with what export recorded; returns the counts of what was compared.
 
     Raises UserError naming the first thing that differs, or the record that is missing.
     """
-    directory = Path(directory)
-    source = Compressed(directory, trust_remote_code=trust_remote_code)
+    directory = source.directory
     for name in (CHECKSUMS, RECORD):
         if not (directory / name).is_file():
             raise UserError(f"{directory} holds no {name}, so it cannot be verified; {AGAIN}")
@@ -79,7 +72,7 @@ def verify_checkpoint(directory: str | Path, *, trust_remote_code: bool = False)
         raise UserError(
             f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {AGAIN}"
         )
-    return {"tensors": len(recorded), "report": _check_report(directory, source.model)}
+    return {"tensors": len(recorded), "report": _check_report(source)}
 
 
 def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> None:
@@ -99,19 +92,14 @@ def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> No
             raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {AGAIN}")
 
 
-def _check_report(directory: Path, model: Any) -> bool:
+def _check_report(source: Compressed) -> bool:
     """Compare the sizes in report.json with the files'; False where there is no report."""
-    if not (directory / "report.json").is_file():
+    path = source.directory / "report.json"
+    if not path.is_file():
         return False
-    report = read_json(directory / "report.json", remedy=AGAIN)
-    size = footprint(model)
-    facts = {
-        "weights_bytes": weight_files_bytes(directory),
-        "decoder_bits_per_weight": size.decoder_bits_per_weight,
-        "model_bits_per_weight": size.model_bits_per_weight,
-    }
-    for key, actual in facts.items():
-        said = report.get(key)
+    report, facts = read_json(path, remedy=AGAIN), describe(source)
+    for key in ("weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight"):
+        said, actual = report.get(key), facts[key]
         if not isinstance(said, (int, float)) or abs(said - actual) > 1e-6 * actual:
-            raise UserError(f"{directory / 'report.json'} says {key} {str(said)[:40]}, but it is {actual}; {AGAIN}")
+            raise UserError(f"{path} says {key} {str(said)[:40]}, but it is {actual}; {AGAIN}")
     return True

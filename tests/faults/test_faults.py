@@ -20,7 +20,8 @@ import pytest
 from faulty import Fault, command
 
 from edkm_cli.environment import hardware, versions
-from edkm_cli.report.inspection import verify_checkpoint
+from edkm_cli.export.source import Compressed
+from edkm_cli.report.inspection import verify
 from helpers import assert_same_run, settings, weights_of
 from processes import PATIENCE_SECONDS, children, together, wait_for_steps
 
@@ -97,7 +98,7 @@ class Bench:
         lines = [line for line in said.splitlines() if line.startswith("edkm: ")]
         assert len(lines) == (1 if status in (2, 143) else 0), said[-2000:]
         if output.exists():
-            verify_checkpoint(output)
+            verify(Compressed(output))
         return lines[0] if lines else ""
 
     def check_resumed(self, output):

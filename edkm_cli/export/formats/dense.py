@@ -60,7 +60,8 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes."""
-    return source.parameters() * _dtype(source, options).itemsize
+    numbers = sum(torch.Size(tensor.shape).numel() for tensor in source.tensors.values())
+    return numbers * _dtype(source, options).itemsize
 
 
 def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
