@@ -8,7 +8,6 @@ table shows as a tensor that differs.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,12 @@ def export_model(
             place.mark({"format": to, "source": str(source.directory)})
             form.write(source, folder, options, track)
             parity = require_parity(source, folder, form, options, track=track)
-            measured = None
+            measured = {}
             if tokens is not None:
-                measured = _perplexities(source, folder, form, options, parity, tokens, track)
-            facts = {"format": to, **form.facts(source, options), **asdict(parity), "versions": versions()}
+                figures = _perplexities(source, folder, form, options, tokens, track)
+                require_same_perplexity(figures["source"], figures["export"], exact=not parity["rounded"])
+                measured = {"perplexity": figures, "data": options.data}
+            facts = {"format": to, **form.facts(source, options), **parity, "versions": versions()}
             write_json(folder / RECORD, facts)
             place.commit()
         except BaseException:
@@ -87,7 +88,7 @@ def export_model(
         "source": str(source.directory),
         "output": str(place.path),
         **facts,
-        **({"perplexity": measured, "data": options.data} if measured else {}),
+        **measured,
         "weights_bytes": sum(
             file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")
         ),
@@ -96,7 +97,7 @@ def export_model(
 
 
 def _perplexities(
-    source: Compressed, folder: Path, form: Any, options: Options, parity: Parity, tokens: Tensor, track: Track
+    source: Compressed, folder: Path, form: Any, options: Options, tokens: Tensor, track: Track
 ) -> dict[str, float]:
     """Of the source and of the export read back, both in float32; one of them in memory at a time."""
     trust = options.trust_remote_code
@@ -110,25 +111,17 @@ def _perplexities(
         exported = form.load(folder, source, options)
     else:
         exported = read_model(folder, form.read(folder, options), trust_remote_code=trust)
-    figures["export"] = measure("export", exported)
-    require_same_perplexity(figures["source"], figures["export"], exact=not parity.rounded)
-    return figures
-
-
-@dataclass(frozen=True)
-class Parity:
-    """What the comparison saw: `tensors` compared, those of them `rounded` as the format states, and the
-    `largest_difference` of any number from the source's."""
-
-    tensors: int
-    rounded: int
-    largest_difference: float
+    return {**figures, "export": measure("export", exported)}
 
 
 def require_parity(
     source: Compressed, folder: Path, form: Any, options: Options, *, track: Track = no_progress
-) -> Parity:
-    """Compare an export with its source. Raises UserError naming the first tensor that differs, lacks or is too many."""
+) -> dict[str, Any]:
+    """Compare an export with its source: the number of `tensors`, those of them `rounded` as the format states, and the
+    `largest_difference` of any number from the source's.
+
+    Raises UserError naming the first tensor that differs, lacks or is too many.
+    """
     missing = dict(source.tensors)
     changed, largest = 0, 0.0
     tensors = apart(source.model, form.read(folder, options))
@@ -151,7 +144,7 @@ def require_parity(
         changed, largest = changed + (difference > 0), max(largest, difference)
     if missing:
         raise _drift(next(iter(missing)), "is in the source, but not in the export")
-    return Parity(len(source.tensors), changed, largest)
+    return {"tensors": len(source.tensors), "rounded": changed, "largest_difference": largest}
 
 
 def _drift(name: str, what: str) -> UserError:
