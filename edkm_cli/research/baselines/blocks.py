@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.layers import run
-from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hooked, layer_calls
+from edkm_cli.initialize.layers import Layers, run
+from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hooked
 from edkm_cli.research.baselines.outcome import decoder_linears
 
 _CHUNK_TOKENS = 4096
@@ -37,8 +37,7 @@ def _blocks(model: Any) -> dict[str, nn.Module]:
 class BlockStream:
     """The decoder's blocks and the hidden states that enter the current one.
 
-    `hidden` holds chunks (batch, length, width) of samples of equal length. Between its first block and its last, a
-    decoder passes the same positions and masks for every text of a shape, so one pass a shape shows them.
+    `hidden` holds chunks (batch, length, width) of samples of equal length.
     """
 
     @torch.no_grad()
@@ -46,14 +45,13 @@ class BlockStream:
         if not batches:
             raise UserError("this method needs calibration text, got none; give --data")
         self.blocks = _blocks(model)
-        self._list = list(self.blocks.values())
+        self._list, layers = list(self.blocks.values()), Layers(model)
         device = next(model.parameters()).device
         self.hidden: list[Tensor] = []
         self._calls: dict[torch.Size, list[LayerCall]] = {}  # by the shape of the text
         for chunk in _chunks(batches):
             ids = chunk.to(device)
-            wanted = self._list[:1] if ids.shape in self._calls else self._list
-            calls = layer_calls(lambda ids=ids: model.base_model(input_ids=ids, use_cache=False), wanted)  # type: ignore[misc]
+            calls = layers.calls(ids)
             self._calls.setdefault(ids.shape, [call._replace(hidden=torch.empty(0)) for call in calls])
             self.hidden.append(calls[0].hidden)
         self.tokens = sum(batch.numel() for batch in batches)

@@ -58,18 +58,16 @@ def _seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
 
 def _least_seconds(turn: Sequence[Callable[[], Any]], wait: Callable[[], Any] | None = None) -> float:
     """The least time of a turn, of at least three and as many as fit into the budget; `wait` is called at its end."""
-    best, end = float("inf"), time.perf_counter() + _BUDGET_SECONDS
-    for number in itertools.count():
+    times: list[float] = []
+    end = time.perf_counter() + _BUDGET_SECONDS
+    while len(times) < 4 or time.perf_counter() < end:
         start = time.perf_counter()
         for call in turn:
             call()
         if wait is not None:
             wait()
-        now = time.perf_counter()
-        best = min(best, now - start) if number else best  # the first call compiles and warms up
-        if number >= 3 and now > end:
-            return best
-    raise AssertionError("unreachable")
+        times.append(time.perf_counter() - start)
+    return min(times[1:])  # the first call compiles and warms up
 
 
 def _gpu_seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
