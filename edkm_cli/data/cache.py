@@ -5,8 +5,6 @@ back from a process that dies; every byte is checked when it is opened. So a kil
 leave either a whole store or none.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub, and local copies of them, by `datasets`: streamed, or as its memory-mapped tables."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ passages, and its short lines; looked for are the documents and passages of a me
 its own, a document of one short line also as a line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections import Counter

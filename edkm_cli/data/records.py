@@ -8,8 +8,6 @@ answer is what the text of the conversation up to it has more than the same conv
 for an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What `--data` and `--eval-data` name: a built-in text, a data set of the hub, or local files. Nothing is read here."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ WHOLE_BYTES, `builtin`) the last tenth is held out; of anything larger the first
 reading the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, takewhile

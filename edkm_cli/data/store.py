@@ -9,8 +9,6 @@ A store is a directory of
 - `manifest.json`: the settings, the counts, and the size and digest of each file. It is written last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Texts that are measured: a source as one text, tokenized once, as the perplexity protocol asks."""
 
-from __future__ import annotations
-
 import filecmp
 from collections.abc import Mapping, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """`edkm eval`: load any causal LM and measure it, and how fast it reads and writes."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The settings of `edkm eval`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from edkm_cli.settings import DATA, DEVICE, DTYPE, MODEL, REMOTE_CODE, SCALE, TASKS, VERDICT, faults, refuse, setting

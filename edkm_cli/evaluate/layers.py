@@ -9,8 +9,6 @@ An error is the mean over tokens of ||y - y'|| / ||y||: a token of large activat
 for the same output and 1 for no output at all, so a matrix whose error is above 1 does harm.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a result must fulfil before it takes its place: to be the model that was trained, and as good as was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Logits exist some tokens at a time (`nn/parts.py`): those of a whole window over
 model.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@ tokens of 576 numbers) with one copy of the head, and the product is done again:
 to its logits (caps or scales them) has its log-probabilities kept in float16, which changes a KL by less than 0.001.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

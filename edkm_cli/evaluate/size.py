@@ -1,8 +1,6 @@
 """What a loaded model weighs: bytes, and bits per weight over the decoder's linears and over all; and how its lookup tables
 are used: entries that no weight takes, tables of a single value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,8 +11,6 @@ hub is not run: the datasets library reads data only, and a metric that the harn
 refused unless `trust_remote_code` allows it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

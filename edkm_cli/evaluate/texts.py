@@ -1,7 +1,5 @@
 """The texts that a run measures at each of its stages: perplexities, and the distance from the uncompressed model."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field

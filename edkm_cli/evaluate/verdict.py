@@ -5,8 +5,6 @@ and its answers. Its noise floor, what the number format alone costs, is measure
 format and compared with what it predicted before.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

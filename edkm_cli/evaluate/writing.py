@@ -4,8 +4,6 @@ Texts of two models part sooner or later, and each token after that differs for 
 how near the models are, and how the rest reads is counted: whether it repeats itself, whether it ends, how long it is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

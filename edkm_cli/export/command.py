@@ -5,8 +5,6 @@ tensor. A format's `read` knows nothing of its `write`, so a wrong order of rows
 table shows as a tensor that differs.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

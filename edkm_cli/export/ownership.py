@@ -5,8 +5,6 @@ and holds files that runs write. A page, a figure or a result of `--json` says i
 is never touched, and where it stands in the way it is named before any work. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -4,8 +4,6 @@
 the texts, compare the identity with what is there, train in `DIR.partial`, read back, measure, commit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial

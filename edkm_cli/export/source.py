@@ -4,8 +4,6 @@ The tensors of a checkpoint stand under the names of the dense model here: `P.we
 Memory holds what one of them needs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -5,8 +5,6 @@ Every mark that stands for a number has it as a tooltip; the page gives each cha
 the style sheet (`c1`, `c2` ... are its palette, `muted` its grey), so that light and dark need no second drawing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """`edkm report`: read a run, measure its weights, write the page. What it shows, section by section: each is a function from
 the files of a run to what run.jinja lays out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ and the statistics that export recorded in tensors.json, tables must be finite a
 in report.json those of the files. What is not recorded cannot be verified, and that is said, too.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Two safetensors files are read side by side, one layer at a time, so memory hold
 original is used only if it is on this machine; it is never downloaded.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

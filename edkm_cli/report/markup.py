@@ -3,8 +3,6 @@
 The result is well-formed XML, so that a parser can check it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache

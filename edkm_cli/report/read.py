@@ -3,8 +3,6 @@
 The files may come from anywhere. Every value is checked here once, so that the rest of the page can rely on it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

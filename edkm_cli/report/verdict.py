@@ -1,7 +1,5 @@
 """The page of `edkm eval --reference --page`: pass or fail against each limit, and plots. verdict.jinja lays it out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from edkm_cli.report.charts import Series, line_colour, lines

@@ -19,8 +19,6 @@ A format that is a Hugging Face directory has `entries` and `settings` in place 
 which `edkm_cli.export.formats.folder.FolderFormat` makes them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -13,8 +13,6 @@ the highest bit, then bytes permuted to the threads of warps. `read` follows its
 where each thread stores what it decodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -18,8 +18,6 @@ and everything else, embeddings among it, is a plain tensor, in the number forma
 follows the library's text, which from 0.18 on packs codes across words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

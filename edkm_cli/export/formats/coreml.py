@@ -9,8 +9,6 @@ coremltools runs on Linux, Core ML does not: what was written is read back, weig
 (`coreml_run`). It has not been run on Apple hardware. The program is built in memory, about one byte for each weight.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

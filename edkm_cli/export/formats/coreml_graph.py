@@ -8,8 +8,6 @@ Inputs are `input_ids` (1, tokens) int32 and, with a cache, `position` (1) int32
 `logits` (1, tokens, vocabulary) float16. A cache is two states, (layers, key-value heads, length, head size) float16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ Some families (mixtures of experts) have other tensors in memory than in the fil
 own conversion here, decoder layer by decoder layer, and reads the export back.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby

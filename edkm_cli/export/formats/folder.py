@@ -1,7 +1,5 @@
 """What formats share: their limits; and files of Hugging Face directories, written tensor by tensor, read back by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -11,8 +11,6 @@ Bytes are packed here from our indices and scales, and `read` decodes the file w
 llama.cpp does. Rows of Q and K are in llama.cpp's order (`edkm_cli.export.formats.gguf_model`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ llama.cpp turns the halves of a head into pairs, so rows of Q and K of LLaMA and
 each head interleaved; other families keep their order. It adds nothing to Gemma's norms, so theirs are stored plus one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

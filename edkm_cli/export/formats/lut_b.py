@@ -20,8 +20,6 @@ multiplied by S). All are exact, so the model computes the same numbers. That is
 hold; others are exported with S = 1 only.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -14,8 +14,6 @@ symmetric here: their bias is that many scales below zero, which is exact. `quan
 code is in, not how bytes were viewed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

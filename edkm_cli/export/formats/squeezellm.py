@@ -14,8 +14,6 @@ The project's reader is a CUDA kernel and its packing is a loop over words (`squ
 loop: which word and bits an index is in, not how bytes were viewed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

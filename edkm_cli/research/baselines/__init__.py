@@ -7,8 +7,6 @@ decodes to. Methods that need no calibration text ignore it; the clustering meth
 in place of `group_size`. The result holds the size of the stored form.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -7,8 +7,6 @@ block's. Symmetric grids; bits are counted as its checkpoints store them, a floa
 for each group.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

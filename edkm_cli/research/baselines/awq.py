@@ -20,8 +20,6 @@ the mean over rows of a channel's weights relative to the largest of their group
 clip, and keeps scales in the weights' dtype: `symmetric=True, clip=False, duo_scaling=True, scale_dtype="float32"`.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate

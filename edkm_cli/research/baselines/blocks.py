@@ -5,8 +5,6 @@ never runs as a whole. Only the inputs of the current block are kept, in float32
 width 576.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import groupby
 from typing import Any

@@ -10,8 +10,6 @@ which changes no value. `closed_form=True` computes the same values and gradient
 (docs/clustering.md), which makes longer runs possible.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

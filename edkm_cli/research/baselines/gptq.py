@@ -19,8 +19,6 @@ fits the groups' scales beforehand; `within-groups` sorts columns inside their g
 which costs no storage (arXiv 2505.14638; the default of gptqmodel).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

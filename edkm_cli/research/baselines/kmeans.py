@@ -9,8 +9,6 @@ the start of `edkm compress --start kmeans`. The paper's sparse part (the larges
 all alike.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from edkm_cli.research.baselines import dkm

@@ -16,8 +16,6 @@ The paper also quantizes activations and the key-value cache, per token; here bo
 and head neither change nor train.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What all baselines share: the layers they quantize, the checks of their options, and the count of what is stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Packages differ in the rule for the grid (see `grid`), which matters much at 3 b
 99, 228 and 108 on SmolLM2-135M in groups of 64.
 """
 
-from __future__ import annotations
-
 import torch
 
 from edkm_cli.research.baselines.grid import Uniform

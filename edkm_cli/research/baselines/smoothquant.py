@@ -16,8 +16,6 @@ authors' evaluation does). `activation_bits=16` leaves activations alone, for co
 only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

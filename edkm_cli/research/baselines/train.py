@@ -1,7 +1,5 @@
 """A small training loop for methods that train a model as a whole: AdamW without decay, gradients clipped to norm 1."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

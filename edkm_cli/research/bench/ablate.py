@@ -6,8 +6,6 @@ counts the bytes that one learner keeps for backward. The dense layer is DKM in 
 tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

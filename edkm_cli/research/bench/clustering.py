@@ -4,8 +4,6 @@ One run measures everything, so that ratios compare times of the same run on the
 of a few repeats.
 """
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from contextlib import suppress

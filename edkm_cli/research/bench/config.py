@@ -1,7 +1,5 @@
 """The settings of `edkm bench` and `edkm ablate`. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from edkm_cli.settings import COMPRESSION, DATA, DEVICE, SCALE, faults, refuse, setting

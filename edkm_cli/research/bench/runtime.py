@@ -7,8 +7,6 @@ One matrix that is read again and again stays in the processor's cache, as a sma
 many copies of it that each has left the cache when its turn comes again, as in a large model: then memory is measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

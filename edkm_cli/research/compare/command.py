@@ -6,8 +6,6 @@ method runs in a process of its own and leaves `DIR/<method>.json` with its sett
 the same settings, continues what was interrupted, and measures the rest. If a method fails, the table gives the reason.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """A comparison as a table of text, and as a figure. Reads JSON, never imports torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from markupsafe import Markup

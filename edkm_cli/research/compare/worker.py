@@ -7,8 +7,6 @@ second holds the tokens of the `training` text and of each that is measured (`ev
 uncompressed model's predictions on these, which a process with `--remember` puts there, and does nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
