@@ -106,18 +106,13 @@ class Encoder:
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Tokens of each text, without what begins and ends one."""
-        backend = self._backend()
-        if backend is not None:  # what transformers wraps: a fifth of the time goes into its wrapping
+        backend = self.tokenizer.backend_tokenizer if self._direct else None
+        # What transformers wraps: a fifth of the time goes into its wrapping. An earlier call may have asked it to truncate.
+        if backend is not None and backend.truncation is None and backend.padding is None:
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-
-    def _backend(self) -> Any:
-        """The tokenizer of the library `tokenizers`, where it does as transformers does; it keeps what an earlier call has
-        asked for, such as truncation."""
-        backend = self.tokenizer.backend_tokenizer if self._direct else None
-        return backend if backend is not None and backend.truncation is None and backend.padding is None else None
 
     def _tokens(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Ids without what begins and ends a document, and which of them are learnt, for each document."""

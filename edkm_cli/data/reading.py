@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from edkm_cli.data.sources import Source, is_compressed, is_text, is_wikitext, suffix_of
+from edkm_cli.data.sources import TEXTS, Source, is_compressed, is_wikitext, suffix_of
 from edkm_cli.errors import UserError
 
 PART_BYTES = 1_000_000  # about 250,000 tokens, for which a tokenizer takes 75 MB
@@ -93,7 +93,7 @@ def read_files(source: Source, column: str | None = None) -> Iterator[Part]:
     """All parts of a source's files, in order. Raises UserError for a file that cannot be read."""
     for index, path in enumerate(source.files):
         with refusing(source.option, path):
-            if is_text(path):
+            if suffix_of(path) in TEXTS:
                 # Of several texts each is a document, with an end; WikiText is one text in however many files.
                 alone = len(source.files) == 1 or is_wikitext(path)
                 yield from _text_parts(path, alone=alone, begins=index == 0 or not alone, option=source.option)

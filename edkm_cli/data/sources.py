@@ -19,7 +19,8 @@ NAMED = {
     "c4": ("allenai/c4", "en"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".raw", ".tokens")
+TEXTS = (".txt", ".raw", ".tokens")  # all others hold records
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", *TEXTS)
 _COMPRESSED = (".gz", ".zst")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # what `datasets` writes
 _HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[^@:=]+))?(@(?P<split>[^@=]+))?")
@@ -59,11 +60,6 @@ def suffix_of(path: Path) -> str:
 
 def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in _COMPRESSED
-
-
-def is_text(path: Path) -> bool:
-    """Whether a file holds text, not records."""
-    return suffix_of(path) in (".txt", ".raw", ".tokens")
 
 
 def is_wikitext(path: Path) -> bool:

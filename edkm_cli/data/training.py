@@ -124,7 +124,7 @@ def open_training_data(
     *,
     options: TextSettings = TextSettings(),  # noqa: B008 - frozen
     token_limit: int | None = None,
-    written: Mapping[str, TokenStore] | None = None,
+    written: TokenStore | None = None,
     say: Say = lambda text: None,
 ) -> TrainingData:
     """Read and tokenize the training part of every source: small ones into memory, large ones into the cache.
@@ -132,7 +132,7 @@ def open_training_data(
     Args:
         sources: as `parse_sources` reads them from `--data`.
         token_limit: how many tokens the run needs; a data set of the hub that is streamed is read no further.
-        written: the stores of sources that the model writes itself (`Source.needs_model`), by name.
+        written: what stands for the text that the model writes itself (`Source.needs_model`).
         say: told what takes long.
 
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
@@ -144,10 +144,10 @@ def open_training_data(
     stores = []
     total = sum(source.weight or 1.0 for source in sources)
     for source in sources:
-        if source.needs_model and source.name not in (written or {}):
-            raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
-        if written and source.needs_model:
-            stores.append(written[source.name])
+        if source.needs_model:
+            if written is None:
+                raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
+            stores.append(written)
             continue
         limit = token_limit
         if limit is not None and source.weight is not None:

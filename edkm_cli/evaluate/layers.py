@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from edkm_cli.nn.hooks import decoder_layers, hooked
+from edkm_cli.nn.hooks import decoder_layers, hidden_of, hooked
 
 TOKENS = 256  # that layers are compared on
 _MATRIX_TOKENS = 64  # of these, for each matrix
@@ -41,7 +41,7 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
             kept.update({f"{name}.in": x[some], f"{name}.out": output.flatten(0, -2)[some]})
 
     def write(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        kept[_LAYER] = _hidden(output)
+        kept[_LAYER] = hidden_of(output)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in kept.items()}
         save_file(tensors, directory / f"{layers.index(layer)}.safetensors")
         kept.clear()
@@ -58,7 +58,7 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
     named = decoder_layers(model)
     rows: dict[str, list[dict[str, Any]]] = {"layers": [], "matrices": []}
     outputs: list[Tensor] = []
-    with hooked(named.values(), lambda layer, args, output: outputs.append(_hidden(output)), after=True):
+    with hooked(named.values(), lambda layer, args, output: outputs.append(hidden_of(output)), after=True):
         model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
     if len(outputs) != len(list(directory.iterdir())):
         return rows
@@ -72,11 +72,6 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
             x = kept[f"{path}.in"].to(model.device, model.dtype)
             rows["matrices"].append({"name": path, "error": _error(model.get_submodule(path)(x), kept[f"{path}.out"])})
     return rows
-
-
-def _hidden(output: Any) -> Tensor:
-    """A decoder layer's hidden states, (batch, tokens, width)."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _error(output: Tensor, wanted: Tensor) -> float:

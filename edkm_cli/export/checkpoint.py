@@ -62,12 +62,6 @@ def tensor_record(tensor: Tensor) -> dict[str, Any]:
     return {**record, "mean_magnitude": total / flat.numel(), "largest": largest}
 
 
-def record_tensors(directory: Path) -> None:
-    """Write tensors.json about all safetensors files of a directory, reading them back from the disk."""
-    files = TensorFiles(directory)
-    write_json(directory / RECORD, {name: tensor_record(files.get(name)) for name in files.tensors})
-
-
 @dataclass(frozen=True)
 class DenseFormat:
     """The dtype that uncompressed tensors are stored in, and the names of those that the source holds more exactly."""
@@ -229,7 +223,8 @@ def write_checkpoint(
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    record_tensors(directory)
+    stored = TensorFiles(directory)  # read back from the disk
+    write_json(directory / RECORD, {name: tensor_record(stored.get(name)) for name in stored.tensors})
     write_checksums(directory, [*files, RECORD])
 
 

@@ -185,16 +185,14 @@ def replace_file(path: Path, text: str) -> None:
 def rehearse(folder: Path, name: str) -> None:
     """Write, sync and rename a file below `folder`, as the end of a run will. Raises OSError where that fails, and
     FileExistsError where something foreign stands where it is tried."""
+    from edkm_cli.format import written_whole
+
     trial = folder / f".{name}.rehearsal"  # always the same: a killed run leaves one at most
-    probe, renamed = trial / "probe", trial / "renamed"
     if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):
         raise FileExistsError(f"{trial} is needed for a moment, but holds something else; move it away")
     try:
         trial.mkdir(exist_ok=True)
-        with open(probe, "wb") as file:
-            file.write(b"edkm")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(probe, renamed)
+        with written_whole(trial / "probe") as partial:
+            partial.write_bytes(b"edkm")
     finally:
         shutil.rmtree(trial, ignore_errors=True)

@@ -97,9 +97,9 @@ class Session:
                 track=self.watch.track,
                 stages=stages,
             )
-            written = {data.SELF: NOT_WRITTEN} if self.writes_text else None
             about: dict[str, Any] = {"options": config, "token_limit": token_limit, "say": say}
-            self.data = data.open_training_data(self.sources, self.tokenizer, written=written, **about)
+            about["written"] = NOT_WRITTEN if self.writes_text else None
+            self.data = data.open_training_data(self.sources, self.tokenizer, **about)
         self._overlap = data.overlaps(self.data, self._documents, say=say)
 
     def lay_out(self) -> None:

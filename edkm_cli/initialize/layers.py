@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hooked, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hidden_of, hooked, layer_calls
 from edkm_cli.precision import bfloat16_linears
 
 _MEMORY_BYTES = 2**24  # of hidden states that wait for their turn; more of them do so on disk
@@ -151,8 +151,7 @@ class Layers:
 
 def run(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
     """What a layer gives for hidden states (batch, sequence, hidden), called as `call` says."""
-    output = layer(hidden, *call.args, **call.kwargs)
-    return output[0] if isinstance(output, tuple) else output
+    return hidden_of(layer(hidden, *call.args, **call.kwargs))
 
 
 class HiddenStates:

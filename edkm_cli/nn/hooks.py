@@ -107,6 +107,11 @@ class LayerCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def hidden_of(output: Any) -> Tensor:
+    """What a decoder layer gives, (batch, sequence, hidden), of which some make a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 class Reached(Exception):
     """Raised by a hook to leave a forward pass of which no more is wanted."""
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import hidden_of, hooked
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import Outcome, Task, check_at_least
@@ -141,7 +141,7 @@ def _watch(
 def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo_scaling: bool = False) -> Tensor:
     """The scales (in,) whose alpha gives the least error."""
     weights = [layer.weight.float().clone() for layer in site.layers]
-    outputs = [_first(site.judged(*args, **kwargs)) for args, kwargs in calls]
+    outputs = [hidden_of(site.judged(*args, **kwargs)) for args, kwargs in calls]
     magnitude, best, least = gram.magnitude(), torch.ones_like(gram.magnitude()), float("inf")
     candidates = [magnitude.pow(step / grid) for step in range(grid)]
     if duo_scaling:
@@ -158,7 +158,7 @@ def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo
             for layer, value in zip(site.layers, rounded, strict=True):
                 layer.weight.copy_(value)
             error = sum(
-                float((_first(site.judged(*args, **kwargs)) - output).square().sum())
+                float((hidden_of(site.judged(*args, **kwargs)) - output).square().sum())
                 for (args, kwargs), output in zip(calls, outputs, strict=True)
             )
         else:  # the layers themselves are judged: the error of all outputs is a quadratic form
@@ -169,10 +169,6 @@ def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo
     for layer, weight in zip(site.layers, weights, strict=True):
         layer.weight.copy_(weight)
     return best
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _fold(site: _Site, scales: Tensor, path: str) -> None:
