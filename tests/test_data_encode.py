@@ -86,7 +86,7 @@ def test_records_without_text_or_answer_are_left_out_and_counted():
 def test_the_library_of_tokenizers_gives_what_transformers_gives(make):
     texts = ["", "Answer: yes\n\nno <eos> the", "ü\u0301 \U0001f642  the   the", "<eos><eos>", "\t the\r\n" * 50]
     encoder = Encoder(make())
-    assert encoder._backend() is not None
+    assert encoder._direct
     direct = encoder._ids(texts)
     encoder._direct = False
     assert direct == encoder._ids(texts)
