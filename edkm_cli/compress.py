@@ -122,7 +122,7 @@ class Run(Session):
         """Tokenizer and texts, but what the model is yet to write."""
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
-            self.tokenizer = models.load_tokenizer(plan.source, trust_remote_code=config.trust_remote_code)
+            self.tokenizer = models.load_tokenizer(plan.source)
             model_files.check_tokenizer(config.model, self.tokenizer, plan.architecture)
             self.open_texts(token_limit=needed_tokens(plan))
             if not plan.writes_text:  # too few tokens are refused before the model is read
@@ -149,21 +149,18 @@ class Run(Session):
         if not plan.by_layer or config.dequantize:
             return None
         self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
-        options = {"device": self.world.device, "trust_remote_code": config.trust_remote_code}
-        return open_layers(plan.source, dtype=getattr(torch, config.dtype), **options)
+        return open_layers(plan.source, dtype=getattr(torch, config.dtype), device=self.world.device)
 
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world
         self.watch.say(f"loading {config.model} ({config.dtype}, {world})")
         if world.sharded:
             return self._build(plan.dense_dtype, trainable=False)
-        options: dict[str, Any] = {"device": world.device, "trust_remote_code": config.trust_remote_code}
-        return load_source(plan.source, dequantize=config.dequantize, dtype=config.dtype, **options)
+        return load_source(plan.source, dequantize=config.dequantize, dtype=config.dtype, device=world.device)
 
     def _build(self, dtype: str, *, trainable: bool, **steps: Any) -> Any:
         """The sharded model: see `build_sharded`."""
-        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, **steps}
-        return build_sharded(self.plan.source, self.world, dtype=getattr(torch, dtype), trainable=trainable, **options)
+        return build_sharded(self.plan.source, self.world, dtype=getattr(torch, dtype), trainable=trainable, **steps)
 
     def _start(self, dense: Layers, staging: Path) -> Any:
         """The clustered model: see `initialize`; from the disk where a resumed run finds it."""

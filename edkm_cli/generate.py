@@ -54,13 +54,13 @@ def load_writer(
     """
     models.check_dtype(dtype)
     dispatch.forced_path()
-    source = models.resolve(name)
-    tokenizer = models.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    source = models.resolve(name, trust_remote_code=trust_remote_code)
+    tokenizer = models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
         raise UserError(
             f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
         )
-    model = load_any(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model = load_any(source, dtype=dtype, device=device)
     model_files.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
     if linear is not None and (dequantize or (dequantize is None and not dispatch.computes_packed(linear.packed()))):

@@ -180,31 +180,27 @@ def load(
     return model.to(device).eval()
 
 
-def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False) -> Any:
-    """A causal LM, compressed by any method or not, from anything `--model` takes."""
-    source = models.resolve(name)
+def load_any(source: models.ModelSource, *, dtype: str, device: str) -> Any:
+    """A causal LM, compressed by any method or not."""
     if source.is_local and source.gguf_file is None and read_spec(source.location) is not None:
-        return load(source.location, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust_remote_code)
-    return models.load_dense(
-        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, may_be_quantized=True
-    )
+        options: dict[str, Any] = {"device": device, "trust_remote_code": source.trust_remote_code}
+        return load(source.location, dtype=getattr(torch, dtype), **options)
+    return models.load_dense(source, dtype=dtype, device=device, may_be_quantized=True)
 
 
-def load_source(
-    source: models.ModelSource, *, dequantize: bool, dtype: str, device: str = "cpu", trust_remote_code: bool = False
-) -> Any:
+def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, device: str = "cpu") -> Any:
     """`models.load_dense`, and with `dequantize` also of our own checkpoints and of FP8, decoded to a dense
     model. What was lost when it was quantized stays lost: the decoded model is what a run measures and starts from.
 
     Raises UserError if the model cannot be had, or cannot be decoded.
     """
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
     if dequantize and not source.gguf_file:
-        config = models.load_config(source, trust_remote_code=trust_remote_code, may_be_quantized=True)
+        config = models.load_config(source, may_be_quantized=True)
         method = quantization_method(config)
         if method == QUANT_METHOD:
             # Decoded in float32 and rounded once.
-            model = load(source.location, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = load(source.location, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
             model.dequantize()
             model.to(getattr(torch, dtype))
             if source.splits:

@@ -45,7 +45,8 @@ def check_dtype(dtype: str) -> None:
 @dataclass(frozen=True)
 class ModelSource:
     """A model to load. `location` is a directory or a hub id; `architecture` is known for aliases, so that a dry run
-    needs no hub. `revision` is a branch, tag or commit. Where it `splits` experts, each of their matrices is a linear."""
+    needs no hub. `revision` is a branch, tag or commit. Where it `splits` experts, each of their matrices is a linear.
+    With `trust_remote_code` Python files that come with it are run."""
 
     name: str
     location: str
@@ -54,6 +55,7 @@ class ModelSource:
     architecture: dict[str, Any] = field(default_factory=dict)
     splits: bool = True
     revision: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def path(self) -> Path | None:
@@ -65,8 +67,9 @@ class ModelSource:
     @property
     def options(self) -> dict[str, Any]:
         """What `from_pretrained` is told beside the location."""
-        told = {"local_files_only": self.is_local, "revision": self.revision, "gguf_file": self.gguf_file}
-        return {name: value for name, value in told.items() if value is not None}
+        told = {"local_files_only": self.is_local, "trust_remote_code": self.trust_remote_code}
+        given = {"revision": self.revision, "gguf_file": self.gguf_file}
+        return told | {name: value for name, value in given.items() if value is not None}
 
 
 def config_digest(config: Any) -> str:
@@ -80,12 +83,12 @@ def aliases() -> dict[str, dict[str, Any]]:
     return yaml.safe_load((configs_directory() / "models.yaml").read_text(encoding="utf-8"))
 
 
-def resolve(name: str, revision: str | None = None) -> ModelSource:
+def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
     """Find what `--model` means. Raises UserError where it can be nothing, or has no revisions."""
     source = _resolved(name)
     if revision is not None and source.is_local:
         raise UserError(f"--revision names a version of a model on the hub, but --model {name} is a file; leave it out")
-    return replace(source, revision=revision)
+    return replace(source, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _resolved(name: str) -> ModelSource:
@@ -139,9 +142,7 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
     )
 
 
-def load_config(
-    source: ModelSource, *, trust_remote_code: bool = False, may_be_quantized: bool = False, dequantize: bool = False
-) -> Any:
+def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequantize: bool = False) -> Any:
     """The transformers configuration. An alias brings its architecture, so that planning needs neither hub nor files.
 
     Its `tie_word_embeddings` is what the weight files on this machine say. Raises UserError for a model that cannot be
@@ -157,9 +158,7 @@ def load_config(
         path = Path(source.location) / "config.json"
         check_numbers(path, read_json(path, remedy=FETCH_AGAIN))
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            source.location, trust_remote_code=trust_remote_code, **source.options
-        )
+        config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
     except Exception as error:
         raise _loading_error(source, error) from error
     if dequantize:
@@ -191,7 +190,7 @@ def require_finite(source: ModelSource, model: Any) -> None:
             )
 
 
-def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = False) -> Any:
+def skeleton(source: ModelSource, config: Any) -> Any:
     """The dense model of a configuration on the meta device: shapes without weights.
 
     Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
@@ -212,7 +211,7 @@ def skeleton(source: ModelSource, config: Any, *, trust_remote_code: bool = Fals
         with torch.device("meta"), limit:
             # A copy: building a model leaves its mark on the configuration.
             model = transformers.AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code
+                copy.deepcopy(config), trust_remote_code=source.trust_remote_code
             )
             if source.splits:
                 split_experts(model)
@@ -233,7 +232,6 @@ def load_dense(
     *,
     dtype: str,
     device: str = "cpu",
-    trust_remote_code: bool = False,
     progress: bool = True,
     may_be_quantized: bool = False,
     config: Any = None,
@@ -251,7 +249,7 @@ def load_dense(
 
     _require_local(source)
     if not may_be_quantized and not source.gguf_file:
-        load_config(source, trust_remote_code=trust_remote_code)
+        load_config(source)
     target = getattr(torch, dtype)
     with quiet_bars(not progress):
         if source.gguf_file:
@@ -260,7 +258,7 @@ def load_dense(
                 parameter.data = parameter.data.to(target)
         else:
             options = {} if config is None else {"config": config}
-            model = _from_pretrained(source, trust_remote_code=trust_remote_code, dtype=target, **options)
+            model = _from_pretrained(source, dtype=target, **options)
     model.config._name_or_path, model.config.dtype = source.name, target
     if source.splits:
         split_experts(model)
@@ -315,7 +313,7 @@ def _decoded_copy(source: ModelSource) -> Path:
     return path.with_suffix(f".bfloat16-{path.stat().st_size}")
 
 
-def safetensors_directory(source: ModelSource, *, trust_remote_code: bool = False) -> Path:
+def safetensors_directory(source: ModelSource) -> Path:
     """The directory with a model's configuration and safetensors files, fetched or decoded first where needed.
 
     Raises UserError if they cannot be had.
@@ -333,7 +331,7 @@ def safetensors_directory(source: ModelSource, *, trust_remote_code: bool = Fals
         return Path(source.location)
     import huggingface_hub
 
-    patterns = ["*.safetensors", "*.json"] + (["*.py"] if trust_remote_code else [])
+    patterns = ["*.safetensors", "*.json"] + (["*.py"] if source.trust_remote_code else [])
     try:
         return Path(
             huggingface_hub.snapshot_download(source.location, revision=source.revision, allow_patterns=patterns)
@@ -353,16 +351,14 @@ def _keep_copy(model: Any, directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
-def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(source: ModelSource) -> Any:
     """The model's tokenizer. Raises UserError if it cannot be had."""
     import transformers
 
     _require_local(source)
     with quiet_bars():
         try:
-            return transformers.AutoTokenizer.from_pretrained(
-                source.location, trust_remote_code=trust_remote_code, **source.options
-            )
+            return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
         except Exception as error:
             raise _loading_error(source, error) from error
 
@@ -370,13 +366,13 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
 class LateTokenizer:
     """A model's tokenizer, loaded when something of it is first asked for."""
 
-    def __init__(self, source: ModelSource, *, trust_remote_code: bool = False):
-        self._source, self._trust = source, trust_remote_code
+    def __init__(self, source: ModelSource):
+        self._source = source
 
     @cached_property
     def tokenizer(self) -> Any:
         """Raises UserError if it cannot be had."""
-        return load_tokenizer(self._source, trust_remote_code=self._trust)
+        return load_tokenizer(self._source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)

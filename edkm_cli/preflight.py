@@ -242,16 +242,16 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     if like is not None:
         source, architecture, skeleton = like.source, like.architecture, like.skeleton
     else:
-        source = replace(models.resolve(config.model, config.revision), splits=config.experts == "compressed")
+        source = models.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+        source = replace(source, splits=config.experts == "compressed")
         compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
         if compressed and not config.dequantize:
             raise UserError(
                 f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
                 "from what is left of it"
             )
-        trust = config.trust_remote_code
-        architecture = models.load_config(source, trust_remote_code=trust, dequantize=config.dequantize)
-        skeleton = models.skeleton(source, architecture, trust_remote_code=trust)
+        architecture = models.load_config(source, dequantize=config.dequantize)
+        skeleton = models.skeleton(source, architecture)
     if config.start == "reconstructed" and not layers_form_a_chain(skeleton):
         if asked.start == "reconstructed":
             raise UserError(

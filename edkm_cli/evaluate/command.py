@@ -3,7 +3,6 @@
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ def evaluate_model(
     dtype, device, reference = settings.dtype, choose_device(settings.device), settings.reference
     models.check_dtype(dtype)
     trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    source, names = models.resolve(name), settings.texts
+    source, names = models.resolve(name, **trust), settings.texts
+    first = source if reference is None else models.resolve(reference, **trust)
     if len(set(names)) < len(names):
         raise UserError(f"--data must name each text once, got {', '.join(names)}")
     if settings.speed and not names:
@@ -53,14 +53,13 @@ def evaluate_model(
     if reference is not None:
         if source.path is not None and read_spec(source.path) is not None:
             check_checkpoint(source.path, **trust)
-        _require_same_words(source, models.resolve(reference), **trust)
+        _require_same_words(source, first)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
-    late = models.LateTokenizer(source if reference is None else models.resolve(reference), **trust)
+    late = models.LateTokenizer(first)
     documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
     loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
-    load = partial(load_any, dtype=dtype, device=device, trust_remote_code=settings.trust_remote_code)
-    model = load(name if reference is None else reference)
+    model = load_any(first, dtype=dtype, device=device)
     tokens = [texts.tokenize(document, late.tokenizer) for document in documents]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="edkm-reference-") as directory:
@@ -68,7 +67,7 @@ def evaluate_model(
         if reference is not None:
             study.see_reference(model)
             del model  # one of the two at a time
-            model = load(name)
+            model = load_any(source, dtype=dtype, device=device)
         for warning in too_long(model.config, {"--context": settings.context, "--positions": settings.positions or 0}):
             say(f"WARNING: {warning}")
         measured, beside = study.see_model(model)
@@ -107,10 +106,10 @@ def evaluate_model(
     return result
 
 
-def _require_same_words(source: models.ModelSource, reference: models.ModelSource, *, trust_remote_code: bool) -> None:
+def _require_same_words(source: models.ModelSource, reference: models.ModelSource) -> None:
     """Raises UserError where the reference has another vocabulary, as far as the configurations say."""
-    options = {"trust_remote_code": trust_remote_code, "may_be_quantized": True}
-    ours, theirs = (models.load_config(one, **options).get_text_config(decoder=True) for one in (source, reference))
+    configs = (models.load_config(one, may_be_quantized=True) for one in (source, reference))
+    ours, theirs = (config.get_text_config(decoder=True) for config in configs)
     if ours.vocab_size != theirs.vocab_size:
         raise UserError(
             f"--reference must have the model's vocabulary, {ours.vocab_size} tokens, got {theirs.vocab_size}; give the "

@@ -61,7 +61,7 @@ def export_model(
     form.check(source, options)
     tokens = None
     if options.verify == "perplexity":  # the text is read before the work
-        late = models.LateTokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
+        late = models.LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
         tokens = texts.tokenize(texts.load_documents(texts.parse_source(options.data), tokenizer=late), late.tokenizer)
     inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)]
     with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:

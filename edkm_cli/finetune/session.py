@@ -43,6 +43,7 @@ class PackedSession(Session):
 
     def __init__(self, directory: Path, config: Any, world: World, watch: Observer, *, dtype: str):
         self.directory, self.spec = directory, require_palettized(directory)
+        self.source = models.resolve(str(directory), trust_remote_code=config.trust_remote_code)
         super().__init__(config, data.parse_sources(config.data), world, watch, dtype=dtype)
 
     @property
@@ -52,14 +53,11 @@ class PackedSession(Session):
 
     @cached_property
     def tokenizer(self) -> Any:
-        source = models.resolve(str(self.directory))
-        return models.load_tokenizer(source, trust_remote_code=self.config.trust_remote_code)
+        return models.load_tokenizer(self.source)
 
     def dense_format(self, model: Any) -> DenseFormat:
         """How the files of a model as it was loaded hold what is not packed."""
-        source = models.resolve(str(self.directory))
-        trust = self.config.trust_remote_code
-        stored = models.load_config(source, trust_remote_code=trust, may_be_quantized=True).dtype
+        stored = models.load_config(self.source, may_be_quantized=True).dtype
         return DenseFormat.of(model, stored or torch.float32, stored_dtypes(self.directory))
 
     def digest(self, *more: Path) -> str:
@@ -72,14 +70,14 @@ class Reference:
     not made of it: another architecture, other shapes, another tokenizer."""
 
     def __init__(self, session: PackedSession):
-        self._session, self._name, self._trust = session, session.config.reference, session.config.trust_remote_code
+        self._session, self._name, trust = session, session.config.reference, session.config.trust_remote_code
         try:
-            self._source = models.resolve(self._name)
-            architecture = models.load_config(self._source, trust_remote_code=self._trust)
-            skeleton = models.skeleton(self._source, architecture, trust_remote_code=self._trust)
+            self._source = models.resolve(self._name, trust_remote_code=trust)
+            architecture = models.load_config(self._source)
+            skeleton = models.skeleton(self._source, architecture)
         except UserError as error:
             raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
-        compressed = stored_skeleton(session.directory, trust_remote_code=self._trust)
+        compressed = stored_skeleton(session.directory, trust_remote_code=trust)
         shapes = {name: tuple(getattr(m, "weight", torch.empty(0)).shape) for name, m in skeleton.named_modules()}
         for name, module in compressed.named_modules():
             if isinstance(module, PALETTIZED):
@@ -88,8 +86,7 @@ class Reference:
                     self._refuse(
                         f"has {shapes.get(name, 'nothing')} at {name}, which is {shape} in {session.directory}"
                     )
-        tokenizer = models.load_tokenizer(self._source, trust_remote_code=self._trust)
-        if tokenizer.get_vocab() != session.tokenizer.get_vocab():
+        if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():
             self._refuse(f"has another tokenizer than {session.directory}")
         self.sha256 = model_digest(self._source, architecture, session.world)
 
@@ -102,8 +99,8 @@ class Reference:
 
     def open(self) -> Layers:
         """The model, layer by layer where its files can be read so."""
-        dtype, options = self._session.dtype, {"device": self._session.world.device, "trust_remote_code": self._trust}
-        layers = open_layers(self._source, dtype=getattr(torch, dtype), **options)
-        layers = layers or Layers(load_source(self._source, dequantize=False, dtype=dtype, **options))
+        dtype, device = self._session.dtype, self._session.world.device
+        layers = open_layers(self._source, dtype=getattr(torch, dtype), device=device)
+        layers = layers or Layers(load_source(self._source, dequantize=False, dtype=dtype, device=device))
         models.require_finite(self._source, layers)
         return layers

@@ -24,7 +24,6 @@ def build_sharded(
     *,
     dtype: torch.dtype,
     trainable: bool,
-    trust_remote_code: bool = False,
     prepare: Callable[[str, nn.Module], None] = lambda path, block: None,
     finish: Callable[[Any], None] = lambda model: None,
 ) -> Any:
@@ -34,7 +33,7 @@ def build_sharded(
     rest (embeddings, final norm): read, given to `finish(model)`, sharded. Beside its shards a process holds one block.
     Raises UserError for weights that are not plain safetensors.
     """
-    model, reader, tied = _empty(source, dtype, trainable=trainable, trust_remote_code=trust_remote_code)
+    model, reader, tied = _empty(source, dtype, trainable=trainable)
     blocks = decoder_layers(model)
     for path, block in blocks.items():
         _read(block, f"{path}.", reader, dtype, world.device)
@@ -50,9 +49,7 @@ def build_sharded(
     return model.eval()
 
 
-def open_layers(
-    source: models.ModelSource, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
-) -> Layers | None:
+def open_layers(source: models.ModelSource, *, dtype: torch.dtype, device: str) -> Layers | None:
     """A causal LM in evaluation mode whose decoder layers stay in its files until they are needed; all else is read.
 
     None where files hold the tensors under other names, or in another layout, than the model: such a one is loaded whole.
@@ -60,7 +57,7 @@ def open_layers(
     """
     if source.gguf_file and not source.architecture:
         return None
-    model, reader, tied = _empty(source, dtype, trainable=True, trust_remote_code=trust_remote_code)
+    model, reader, tied = _empty(source, dtype, trainable=True)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     widened = dtype == torch.float16 and getattr(model, "_keep_in_fp32_modules", None)  # by transformers, from float16
     if widened or not all(name in reader for name in names - tied):
@@ -78,21 +75,19 @@ def open_layers(
     return Layers(model.eval(), read)
 
 
-def _empty(
-    source: models.ModelSource, dtype: torch.dtype, *, trainable: bool, trust_remote_code: bool
-) -> tuple[Any, StoredModel, set[str]]:
+def _empty(source: models.ModelSource, dtype: torch.dtype, *, trainable: bool) -> tuple[Any, StoredModel, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory = models.safetensors_directory(source, trust_remote_code=trust_remote_code)
-    architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    directory, trust = models.safetensors_directory(source), source.trust_remote_code
+    architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust, local_files_only=True)
     require_unquantized(source.name, architecture)
     model_files.check_model_files(directory)
     model_files.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
     reader = StoredModel(model, directory, split=source.splits)

@@ -224,7 +224,7 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
         raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {remedy}")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    tokenizer = models.load_tokenizer(models.resolve(str(source.directory)), trust_remote_code=source.trust_remote_code)
+    tokenizer = models.load_tokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
     for kind in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:

@@ -103,7 +103,7 @@ def compare(
 
 def _tokenize(config: CompareConfig, path: Path) -> dict[str, str]:
     """Tokenize all texts once for all methods, into `path`; returns their digest, which belongs to the settings."""
-    tokenizer = models.load_tokenizer(models.resolve(config.model), trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(models.resolve(config.model, trust_remote_code=config.trust_remote_code))
     sources = parse_sources(config.data)
     measured = evaluation_documents(part_of(TextSettings, config), sources, tokenizer)
     tokens = {"training": training_tokens(sources, tokenizer)}

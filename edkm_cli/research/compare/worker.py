@@ -105,13 +105,8 @@ def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _dense(settings: dict[str, Any]) -> Any:
-    return models.load_dense(
-        models.resolve(settings["model"]),
-        dtype="float32",
-        device=settings["device"],
-        trust_remote_code=settings["trust_remote_code"],
-        progress=False,
-    )
+    source = models.resolve(settings["model"], trust_remote_code=settings["trust_remote_code"])
+    return models.load_dense(source, dtype="float32", device=settings["device"], progress=False)
 
 
 def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[dict[str, Any], Any]:
