@@ -29,7 +29,7 @@ from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import lut_layers
 from edkm_cli.nn.swap import decoder_bits_per_weight
-from edkm_cli.preflight import Launch, RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
+from edkm_cli.preflight import RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
 from edkm_cli.summaries import card
 from edkm_cli.train.dense import train_dense
@@ -70,7 +70,7 @@ class Run(Session):
 
     def __init__(self, config: CompressConfig, world: World, watch: Observer, planned: Callable[[RunPlan], None]):
         require_launch(config)
-        self.plan = plan = plan_run(config, Launch.of(world))
+        self.plan = plan = plan_run(config, world)
         planned(plan)
         rehearse_export(plan)
         resolved = plan.config

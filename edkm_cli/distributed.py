@@ -34,7 +34,8 @@ _PEER_GONE = re.compile("connection|broken pipe|timed out|timeout|remote process
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run. `device` is where its tensors live; `sharded` whether parameters are."""
+    """This process among those of the run. `device` (`cpu`, `cuda` or `cuda:N`) is where its tensors live; `sharded` whether
+    parameters are divided over the processes, or whole on each."""
 
     rank: int = 0
     size: int = 1
@@ -45,6 +46,15 @@ class World:
         if self.size == 1:
             return self.device
         return f"{self.size} processes, {'sharded' if self.sharded else 'data parallel'}, {self.device}"
+
+    @property
+    def gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def share(self) -> float:
+        """What one process keeps of a parameter."""
+        return 1 / self.size if self.sharded else 1.0
 
     @property
     def main(self) -> bool:

@@ -35,38 +35,13 @@ _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better 
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a run is launched: on `device` (`cpu`, `cuda` or `cuda:N`), by so many processes, each with as many threads;
-    parameters sharded over the processes, or whole on each."""
-
-    device: str = "cpu"
-    processes: int = 1
-    sharded: bool = False
-    threads: int = 1
-
-    @classmethod
-    def of(cls, world: World) -> Launch:
-        """As it was launched."""
-        return cls(world.device, world.size, world.sharded, torch.get_num_threads())
-
-    @property
-    def gpu(self) -> bool:
-        return self.device != "cpu"
-
-    @property
-    def share(self) -> float:
-        """What one process keeps of a parameter."""
-        return 1 / self.processes if self.sharded else 1.0
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """A configuration on a machine, with nothing left to decide. `plan_run` makes it.
 
     Attributes:
         asked: the configuration as it was given.
         config: the same with nothing left open: see `resolve`.
-        launch: where it runs.
+        world: the processes, and where they run.
         texts: what `--data` names.
         source: where the model is.
         architecture: the model's Hugging Face configuration.
@@ -81,7 +56,7 @@ class RunPlan:
 
     asked: CompressConfig
     config: CompressConfig
-    launch: Launch
+    world: World
     texts: tuple[data.Source, ...]
     source: models.ModelSource
     architecture: Any
@@ -126,7 +101,7 @@ class RunPlan:
         return (
             config.start == "reconstructed"
             and (config.assignments == "held" or not config.steps)
-            and not self.launch.sharded
+            and not self.world.sharded
             and all(swap.name.startswith(inside) for swap in self.clustered)
         )
 
@@ -165,21 +140,21 @@ class RunPlan:
     @property
     def step_sequences(self) -> int:
         """Sequences that one optimizer step sees, over all processes."""
-        return self.config.step_sequences(self.launch.processes)
+        return self.config.step_sequences(self.world.size)
 
     @property
     def training_tokens(self) -> int:
-        return self.config.trained_tokens(self.launch.processes)
+        return self.config.trained_tokens(self.world.size)
 
 
-def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]) -> CompressConfig:
+def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) -> CompressConfig:
     """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
 
     Only `device`, `memory` and `streaming` stay as they are: they are decided where they take effect. Raises
     UserError for what was asked for and cannot be had where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
-    sharding = "full" if launch.sharded or config.sharding == "full" else "none"
+    sharding = "full" if world.sharded or config.sharding == "full" else "none"
     try:
         config = replace(config, sharding=sharding)
     except UserError as error:
@@ -187,8 +162,8 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     start = _start(config)
     allocation = choose_allocation(config, start)
     labels = choose_label_weight(config, texts) if config.distill else 1.0
-    dtype = choose_dtype(config.dtype, launch.device, master=launch.sharded)
-    rounds = launch.gpu and dtype == "float32"  # products of float32 weights
+    dtype = choose_dtype(config.dtype, world.device, master=world.sharded)
+    rounds = world.gpu and dtype == "float32"  # products of float32 weights
     # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
     # that, and the start chose the entries together.
     alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt
@@ -197,7 +172,7 @@ def resolve(config: CompressConfig, launch: Launch, texts: Sequence[data.Source]
     return replace(
         config,
         start=start,
-        start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(launch.processes)),
+        start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(world.size)),
         allocation=allocation,
         embedding_bits=choose_embedding_bits(config, allocation),
         label_weight=labels,
@@ -231,14 +206,14 @@ def _start(config: CompressConfig) -> str:
     return "reconstructed" if trains_whole_weights(config) else "compensated"
 
 
-def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = None) -> RunPlan:
+def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = None) -> RunPlan:
     """Decide everything about a run. `like` is a plan of the same model with the same modules to swap, to save time.
 
     Raises UserError for an unknown model, a geometry that does not fit, or what sharding cannot do.
     """
     asked = config
     texts = like.texts if like and like.asked.data == config.data else tuple(data.parse_sources(config.data))
-    config = resolve(asked, launch, texts)
+    config = resolve(asked, world, texts)
     if like is not None:
         source, architecture, skeleton = like.source, like.architecture, like.skeleton
     else:
@@ -258,19 +233,19 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
                 "--start reconstructed is for models whose decoder layers get hidden states of a text and nothing else, "
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
-        config = resolve(replace(asked, start="compensated"), launch, texts)
+        config = resolve(replace(asked, start="compensated"), world, texts)
     if like is not None:
         swaps = like.swaps
     else:
         planned = plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip)
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
-    if launch.sharded:
+    if world.sharded:
         _require_divisible(config, texts, swaps)
     check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
-    dense_dtype = choose_dtype(asked.dtype, launch.device)
+    dense_dtype = choose_dtype(asked.dtype, world.device)
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
         size = parse_bytes(config.target_size)
@@ -278,7 +253,7 @@ def plan_run(config: CompressConfig, launch: Launch, *, like: RunPlan | None = N
     chosen = asked.embedding_bits == "auto" and not config.target_size
     spec, average = planned_spec(config, swaps, chosen=chosen)
     model = (source, architecture, skeleton, swaps, spec)
-    return RunPlan(asked, config, launch, texts, *model, dense_dtype=dense_dtype, average=average)
+    return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)
 
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swaps: Sequence[Swap]) -> None:

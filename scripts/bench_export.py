@@ -41,7 +41,7 @@ from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.sharded import build_sharded
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 
 _BAR = 1.2
 
@@ -117,7 +117,7 @@ def generate(directory: Path, *, layers: int, hidden: int, inner: int, vocabular
 def build(directory: Path, world: World) -> tuple[Any, QuantizationSpec]:
     """The clustered model as a run trains it, in float32: sharded, or whole where this process is alone."""
     config = CompressConfig(model=str(directory), data=("builtin",), dtype="float32", importance="none", start="kmeans")
-    plan = plan_run(config, Launch.of(world))
+    plan = plan_run(config, world)
     rebuild = partial(build_sharded, plan.source, world, dtype=torch.float32, trainable=True)
     dense = None
     if not world.sharded:

@@ -45,7 +45,7 @@ from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
 from edkm_cli.clustering.grids import Grid
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
-from edkm_cli.distributed import open_world
+from edkm_cli.distributed import World, open_world
 from edkm_cli.dryrun.need import parse_bytes
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
@@ -54,7 +54,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, Steps, initialize
 from edkm_cli.kernels import to_groups
 from edkm_cli.nn.parts import Parts
-from edkm_cli.preflight import Launch, RunPlan, choose_device, choose_dtype, plan_run
+from edkm_cli.preflight import RunPlan, choose_device, choose_dtype, plan_run
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Objective
 
@@ -105,7 +105,7 @@ def settings(arguments: argparse.Namespace, directory: Path) -> CompressConfig:
         save_every=0,
         memory=arguments.memory,
     )
-    return replace(config, memory=choose_memory(plan_run(config, Launch(device))))
+    return replace(config, memory=choose_memory(plan_run(config, World(device=device))))
 
 
 def quick_start(
@@ -192,7 +192,7 @@ def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_byte
 
     row: dict[str, Any] = {"variant": variant}
     try:
-        plan = plan_run(config, Launch(config.device))
+        plan = plan_run(config, World(device=config.device))
         model, objective = build(plan, variant)
         if gpu:
             torch.cuda.empty_cache()

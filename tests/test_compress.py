@@ -17,7 +17,7 @@ from edkm_cli.evaluate.command import evaluate_model
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.source import Compressed
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 from edkm_cli.progress import Observer
 from edkm_cli.report.inspection import verify
 from families import family
@@ -160,7 +160,7 @@ def test_weights_of_16_bits_and_their_tables_are_not_trained_in_one_shard(model_
 
 
 def test_checkpoints_of_held_assignments_need_little_disk():
-    plan = plan_run(CompressConfig(model="llama-7b", assignments="held", allocation="uniform", keep=1), Launch())
+    plan = plan_run(CompressConfig(model="llama-7b", assignments="held", allocation="uniform", keep=1), World())
     result_bytes = replace(plan, config=replace(plan.config, steps=0)).needed_bytes
     luts = 32 * 8 * (5 * 4096 + 2 * 11008)
     assert plan.needed_bytes == result_bytes + 2 * 12 * luts

@@ -15,12 +15,13 @@ from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger, Peak
 from edkm_cli.dryrun.need import Machine, Need, memory_of, parse_bytes, with_heap
 from edkm_cli.dryrun.plan import choose_memory, dry_run
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 from edkm_cli.summaries import summary
 from families import family
 from helpers import byte_tokenizer, tiny_llama, tiny_qwen
@@ -37,7 +38,7 @@ SHORT = {
     "allocation": "uniform",
 }
 FEW_TOKENS = {"calibration_tokens": 64, "start_tokens": 64}  # each sequence is rehearsed
-GPU = Launch("cuda")
+GPU = World(device="cuda")
 RUNTIME = 600_000_000  # of CUDA
 WIDE_CLUSTERED = 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1408 * 512)
 WIDE_PARAMETERS = WIDE_CLUSTERED + 1024 * 512 + 9 * 512
@@ -62,7 +63,7 @@ def models(tmp_path_factory):
 
 
 def rehearse(config, setting=None):
-    return Rehearsal(plan_run(config, setting or Launch()), stored_bytes=0).run()
+    return Rehearsal(plan_run(config, setting or World()), stored_bytes=0).run()
 
 
 CASES = [
@@ -94,7 +95,7 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03, emp
         compress(config)
     # The text that is measured, a byte a token, is not part of the estimate; what is trained on is no tensor.
     token_ids = 8 * len("".join(load_documents(parse_source(str(text_file)), "test")))
-    skeleton = plan_run(config, Launch()).skeleton  # the plan's, and that which layers are read into: without memory
+    skeleton = plan_run(config, World()).skeleton  # the plan's, and that which layers are read into: without memory
     shapes = sum(tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     held = ledger.accounts[DEVICE].totals["start"] - token_ids - empty_models * shapes
     assert rehearse(config)[DEVICE].total == pytest.approx(held, rel=within)
@@ -255,13 +256,13 @@ class TestParts:
         assert long == pytest.approx(4 * short, rel=0.02)
 
     def test_data_parallel_processes_keep_gradients_in_buckets(self, peaks):
-        alone, many = peaks()[0].parts, peaks(Launch("cuda", processes=2))[0].parts
+        alone, many = peaks()[0].parts, peaks(World(device="cuda", size=2))[0].parts
         assert many["weights"] == alone["weights"]
         assert many["gradients"] == pytest.approx(2 * WIDE_CLUSTERED, rel=0.05)
         assert many["optimizer"] == alone["optimizer"] > 3 * many["gradients"]  # moments, and halves of masters
 
     def test_sharding_divides_what_parameters_need(self, peaks):
-        two, eight = (peaks(Launch("cuda", processes=n, sharded=True))[0].parts for n in (2, 8))
+        two, eight = (peaks(World(device="cuda", size=n, sharded=True))[0].parts for n in (2, 8))
         assert eight["optimizer"] == pytest.approx(two["optimizer"] / 4, rel=0.01)
         assert eight["teacher"] == two["teacher"]  # the head is whole
         assert eight["sharding"] == two["sharding"] > 0  # layers are gathered whole
@@ -328,15 +329,15 @@ class TestMachine:
     def test_pages_of_files_count_in_the_peak_and_not_against_the_fit(self):
         peak = Peak("load", {"weights": 10, "files": 5}, {"load": 15, "training": 12}, files=5)
         assert peak.total == 15
-        assert Need(peak, None).fits(Machine(Launch(), 12, None))
-        assert not Need(peak, None).fits(Machine(Launch(), 11, None))
-        assert not Need(peak, None).fits(Machine(Launch(processes=2), 12, None))
+        assert Need(peak, None).fits(Machine(World(), 12, None))
+        assert not Need(peak, None).fits(Machine(World(), 11, None))
+        assert not Need(peak, None).fits(Machine(World(size=2), 12, None))
 
     def test_memory_goes_to_speed_where_the_machine_has_room_for_freed_blocks(self):
         need = Need(Peak("training", {"weights": 1000, "runtime": 500}, {"training": 1000}), None)
         heap = with_heap(need).device.total - need.device.total
         assert 100 < heap < 1000
-        enough, tight = (Machine(Launch(), 1500 + room, None) for room in (heap, heap - 1))
+        enough, tight = (Machine(World(), 1500 + room, None) for room in (heap, heap - 1))
         auto, speed, small = (CompressConfig(memory=memory) for memory in ("auto", "speed", "small"))
         assert [memory_of(config, need, enough) for config in (auto, speed, small)] == ["speed", "speed", "small"]
         assert [memory_of(config, need, tight) for config in (auto, speed, small)] == ["small", "speed", "small"]
@@ -352,14 +353,14 @@ class TestMachine:
         speed, small = dry_run(config), dry_run(replace(config, memory="small"))
         assert (speed["memory"], small["memory"]) == ("speed", "small")
         assert speed["peak_memory_bytes"]["heap"] > 0 == small["peak_memory_bytes"]["heap"]
-        assert choose_memory(plan_run(config, Launch())) == "speed"
-        assert choose_memory(plan_run(replace(config, memory="small"), Launch())) == "small"
+        assert choose_memory(plan_run(config, World())) == "speed"
+        assert choose_memory(plan_run(replace(config, memory="small"), World())) == "small"
 
     def test_a_run_that_fits_only_without_freed_blocks_gives_them_back(self, model_directory, monkeypatch):
         config = CompressConfig(model=str(model_directory), device="cpu", sequence_length=16, context=16)
         for room_bytes, memory in ((10**12, "speed"), (10**6, "small")):
             monkeypatch.setattr("edkm_cli.dryrun.need.physical_bytes", lambda size=room_bytes: size)
-            assert choose_memory(plan_run(config, Launch())) == memory
+            assert choose_memory(plan_run(config, World())) == memory
 
     def test_a_gpu_is_not_used_to_the_last_byte(self, model_directory):
         config = CompressConfig(model=str(model_directory), sequence_length=16, context=16, **FEW_TOKENS)

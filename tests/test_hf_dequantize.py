@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load, load_source
 from edkm_cli.models import load_config, resolve
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 from helpers import byte_tokenizer, cluster, export, settings, tiny_llama
 
 BLOCK = 4
@@ -85,4 +86,4 @@ def test_what_cannot_be_decoded_here_is_refused_with_the_remedy(tmp_path):
 def test_a_model_that_is_divided_is_not_decoded(tmp_path):
     own(tmp_path)
     with pytest.raises(UserError, match="--sharding full"):
-        plan_run(CompressConfig(model=str(tmp_path), dequantize=True), Launch(processes=2, sharded=True))
+        plan_run(CompressConfig(model=str(tmp_path), dequantize=True), World(size=2, sharded=True))

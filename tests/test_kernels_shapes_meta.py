@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from edkm_cli.clustering import clustered_linear, iterate_centroids, kmeans_start, nearest_indices, snap
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.meta import Stage
-from edkm_cli.preflight import Launch
 
 GEOMETRIES = ["tensor", "row:2", "block:4x8"]
 
@@ -31,7 +31,7 @@ def test_palettes(granularity, dtype):
     start = kmeans_start(weight, 8, granularity=granularity)
     groups = start.to("meta")
     options = {"granularity": granularity}
-    with Stage(Launch(), []):
+    with Stage(World(), []):
         same(start, kmeans_start(meta, 8, **options))
         same(nearest_indices(weight, start, **options), nearest_indices(meta, groups, **options))
         same(snap(weight, start, **options), snap(meta, groups, **options))
@@ -41,7 +41,7 @@ def test_iterated_centroids():
     weight, meta = both(16, 32)
     options = {"granularity": "row:1", "temperature": 0.1, "iterations": 2}
     start = kmeans_start(weight, 8, granularity="row:1")
-    with Stage(Launch(), []):
+    with Stage(World(), []):
         same(iterate_centroids(weight, start, **options), iterate_centroids(meta, start.to("meta"), **options))
 
 
@@ -54,7 +54,7 @@ def test_clustered_linear_forward_and_gradients(mode, dtype):
         centroids = torch.linspace(-2, 2, 8).repeat(16, 1).to(device).requires_grad_(mode == "straight-through")
         weight.requires_grad_()
         x.requires_grad_()
-        with Stage(Launch(), []) if device == "meta" else nullcontext():  # which answers that all is finite
+        with Stage(World(), []) if device == "meta" else nullcontext():  # which answers that all is finite
             y = clustered_linear(
                 x,
                 weight,

@@ -6,11 +6,12 @@ import torch
 import edkm_cli
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.plan import dry_run, weights_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import Granularity, Override
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 from edkm_cli.report.inspection import describe
 from edkm_cli.summaries import summary
 from families import family
@@ -51,9 +52,9 @@ def test_what_is_no_override_is_refused(text):
 
 def test_a_pattern_that_matches_nothing_is_refused_before_any_work(moe):
     with pytest.raises(UserError, match="matches none"):
-        plan_run(CompressConfig(model=str(moe), overrides=("*.wrong: bits=4",)), Launch())
+        plan_run(CompressConfig(model=str(moe), overrides=("*.wrong: bits=4",)), World())
     with pytest.raises(UserError, match="does not divide"):
-        plan_run(CompressConfig(model=str(moe), overrides=("*.q_proj: granularity=row:7",)), Launch())
+        plan_run(CompressConfig(model=str(moe), overrides=("*.q_proj: granularity=row:7",)), World())
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "sensitivity"])
@@ -94,7 +95,7 @@ def test_a_run_with_overrides_reloads_as_it_was_asked_for(allocation, moe, text_
 @pytest.mark.parametrize("size", ["64MB", "80 MB", "55MiB"])
 @pytest.mark.parametrize("overrides", [(), ("*.down_proj: bits=4",)])
 def test_a_size_that_is_asked_for_is_met(size, overrides):
-    plan = plan_run(CompressConfig(model="smollm2-135m", target_size=size, overrides=overrides), Launch())
+    plan = plan_run(CompressConfig(model="smollm2-135m", target_size=size, overrides=overrides), World())
     wanted = float(size[:2]) * (2**20 if size.endswith("MiB") else 10**6)
     assert weights_bytes(plan) == pytest.approx(wanted, rel=0.01)
     assert plan.config.allocation == "sensitivity"
@@ -102,6 +103,6 @@ def test_a_size_that_is_asked_for_is_met(size, overrides):
 
 def test_a_size_that_cannot_be_is_refused_with_those_that_can():
     with pytest.raises(UserError, match=r"--target-size must be \d+\.\d to \d+\.\d MB"):
-        plan_run(CompressConfig(model="smollm2-135m", target_size="1GB"), Launch())
+        plan_run(CompressConfig(model="smollm2-135m", target_size="1GB"), World())
     with pytest.raises(UserError, match="allocation sensitivity"):
         CompressConfig(model="m", target_size="1GB", allocation="uniform")

@@ -9,16 +9,17 @@ from edkm_cli import models
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import parse_sources
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import Launch, plan_run, resolve
+from edkm_cli.preflight import plan_run, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
 from edkm_cli.summaries import summary
 from families import family
 from helpers import settings
 
-HERE, TWO = Launch(), Launch(processes=2, sharded=True)
+HERE, TWO = World(), World(size=2, sharded=True)
 
 
 def resolved(launch=HERE, **changes):
@@ -73,7 +74,7 @@ def test_text_that_the_model_writes_has_no_labels_however_it_is_named(data, labe
     ids=str,
 )
 def test_auto_takes_the_best_start_that_a_run_can_have(changes, sharded, start):
-    assert resolved(TWO if sharded else Launch(), **changes).start == start
+    assert resolved(TWO if sharded else World(), **changes).start == start
 
 
 @pytest.mark.parametrize("setting", [{"start": "reconstructed"}, {"assignments": "held"}], ids=str)
@@ -102,11 +103,11 @@ def test_layers_that_get_more_of_a_text_than_hidden_states_are_compensated(tmp_p
 def test_nothing_is_left_open_and_what_is_resolved_stays():
     once = resolved()
     assert "auto" not in {getattr(once, name) for name in ("start", "allocation", "assignments", "sharding", "dtype")}
-    assert resolve(once, Launch(), parse_sources(["self"])) == once
+    assert resolve(once, World(), parse_sources(["self"])) == once
 
 
 def test_processes_count_as_accumulation_does():
-    four = resolved(Launch(processes=4), steps=10, gradient_accumulation=1)
+    four = resolved(World(size=4), steps=10, gradient_accumulation=1)
     assert four.start_tokens == resolved(steps=10, gradient_accumulation=4).start_tokens == 40 * 1024
 
 
@@ -130,7 +131,7 @@ def test_embeddings_get_the_bits_that_the_allocation_leaves_them(changes, alloca
 
 @pytest.mark.parametrize("bits", [16, 5])
 def test_the_checkpoint_says_null_for_dense_embeddings(model_directory, bits):
-    spec = plan_run(CompressConfig(model=str(model_directory), embedding_bits=bits), Launch()).spec
+    spec = plan_run(CompressConfig(model=str(model_directory), embedding_bits=bits), World()).spec
     assert spec.to_mapping()["embedding_bits"] == (None if bits == 16 else bits)
     assert type(spec).from_mapping(spec.to_mapping()) == spec
     with pytest.raises(UserError, match="2 to 8 or null, got 16"):

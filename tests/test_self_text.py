@@ -6,9 +6,10 @@ import torch
 from edkm_cli import self_text as self_text_module
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_linears, bfloat16_products
-from edkm_cli.preflight import Launch, plan_run
+from edkm_cli.preflight import plan_run
 from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, store_of, write_text
 from families import family
 from helpers import byte_tokenizer, tiny_llama
@@ -143,4 +144,4 @@ def test_a_run_trains_on_what_the_model_wrote(model_directory, tmp_path, monkeyp
 
 def test_a_sharded_model_cannot_write(model_directory):
     with pytest.raises(UserError, match="--data self"):
-        plan_run(CompressConfig(model=str(model_directory), data=("self",)), Launch(processes=2, sharded=True))
+        plan_run(CompressConfig(model=str(model_directory), data=("self",)), World(size=2, sharded=True))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from edkm_cli.data import Batch
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import STANDS_FOR, Ledger, stands_for
 from edkm_cli.dryrun.meta import CLUSTERING, GRADIENTS, META, OPTIMIZER, SHARDING
 from edkm_cli.granularity import FREE
@@ -25,7 +26,7 @@ from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import LINEAR
 from edkm_cli.precision import TOKENS_A_SUM
-from edkm_cli.preflight import Launch, RunPlan
+from edkm_cli.preflight import RunPlan
 from edkm_cli.runtime.experts import Experts, with_one_expert
 
 # FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
@@ -53,10 +54,10 @@ def rounded_bytes(model: Any, *, alone: bool) -> int:
 class Gradients:
     """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
 
-    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, launch: Launch):
-        self._trained, self._ledger, self._launch = trained, ledger, launch
-        self._buckets = launch.processes > 1 and not launch.sharded
-        self._layers = self._by_layer(model) if launch.sharded else {}
+    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, world: World):
+        self._trained, self._ledger, self._world = trained, ledger, world
+        self._buckets = world.size > 1 and not world.sharded
+        self._layers = self._by_layer(model) if world.sharded else {}
         self._exits = ExitStack()
 
     def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
@@ -83,7 +84,7 @@ class Gradients:
         for parameter in self._trained:
             parameter.grad = torch.empty_like(parameter)
             setattr(parameter.grad, STANDS_FOR, stands_for(parameter))
-            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._launch.share)
+            self._ledger.move([parameter.grad], GRADIENTS, share=0.0 if self._buckets else self._world.share)
 
     def restore(self) -> None:
         """Before the optimizer: what went into buckets is seen again as gradients."""
@@ -102,7 +103,7 @@ class Gradients:
             gradients = [other.grad for other in layer if other.grad is not None]
             with self._ledger.more(_REDUCED_LAYERS * size_bytes(gradients), SHARDING):
                 pass
-            self._ledger.move(gradients, GRADIENTS, share=self._launch.share)
+            self._ledger.move(gradients, GRADIENTS, share=self._world.share)
 
 
 class Taught:

@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, STANDS_FOR, Ledger
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import changed, hooked
-from edkm_cli.preflight import Launch
 from edkm_cli.runtime.experts import Experts
 
 WEIGHTS, TEACHER, GRADIENTS, OPTIMIZER = "weights", "teacher", "gradients", "optimizer"
@@ -38,10 +38,10 @@ _aten = torch.ops.aten
 class Stage:
     """Use as a context manager around a rehearsal."""
 
-    def __init__(self, launch: Launch, shapes: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, world: World, shapes: Iterable[tuple[int, ...]]) -> None:
         """`shapes` are those of the clustered weights."""
-        self.launch = launch
-        self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if launch.gpu else 1)
+        self.world = world
+        self.ledger = Ledger(call=self._call, part_of=self._part_of, granule=_CUDA_GRANULE if world.gpu else 1)
         self.ledger.part = ACTIVATIONS
         self._shapes = set(shapes)
         self._experts: dict[torch.Size, int] = {}  # shape of an expert's matrix -> for how many of a block it stands
@@ -74,7 +74,7 @@ class Stage:
             return _answer(func, args[0])
         if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], kwargs)
-        if self.launch.gpu:
+        if self.world.gpu:
             on_host = any(isinstance(a, Tensor) and a.dim() and self.ledger.holds(a, HOST) for a in args)
             self.ledger.place = HOST if on_host else self._place
         if func in _IN_PLACE and args[0].is_meta:
@@ -87,15 +87,15 @@ class Stage:
         dtype = kwargs.get("dtype") or tensor.dtype
         if tensor.numel() == 1:
             return torch.ones(tensor.shape, dtype=dtype)
-        if not self.launch.gpu and not self.launch.sharded:
+        if not self.world.gpu and not self.world.sharded:
             return tensor if dtype == tensor.dtype else tensor.to(dtype)
         # What is collected from a sharded model is sharded, too.
-        self.ledger.place, self.ledger.share = HOST if self.launch.gpu else DEVICE, self.launch.share
+        self.ledger.place, self.ledger.share = HOST if self.world.gpu else DEVICE, self.world.share
         return torch.empty_like(tensor, dtype=dtype)
 
     def _attention(self, generic: Any) -> Any:
         """`scaled_dot_product_attention` as the planned device dispatches it."""
-        gpu = self.launch.gpu
+        gpu = self.world.gpu
 
         def attention(
             query: Tensor,
@@ -129,11 +129,11 @@ class Stage:
 
     def on_host(self) -> AbstractContextManager[None]:
         """Inside, a run on a GPU works in host memory."""
-        return changed(self, _place=HOST if self.launch.gpu else DEVICE)
+        return changed(self, _place=HOST if self.world.gpu else DEVICE)
 
     def on_shards(self) -> AbstractContextManager[None]:
         """Inside, new storages are a process's share."""
-        return changed(self, _share=self.launch.share)
+        return changed(self, _share=self.world.share)
 
     # Which part a storage belongs to.
 
@@ -204,7 +204,7 @@ class Stage:
     @contextmanager
     def offload(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         """Saved tensors go to host memory, each storage once, as `MarshalSavedTensors` moves them."""
-        if not (enabled and self.launch.gpu):
+        if not (enabled and self.world.gpu):
             yield
             return
         stay = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

@@ -11,12 +11,12 @@ import torch
 
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
-from edkm_cli.distributed import first_line, launched, wants_sharding
+from edkm_cli.distributed import World, first_line, launched, wants_sharding
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import Launch, RunPlan, choose_device
+from edkm_cli.preflight import RunPlan, choose_device
 from edkm_cli.settings import parse_bytes
 
 RUNTIME, HEAP = "runtime", "heap"
@@ -37,7 +37,7 @@ _ROUNDING_BYTES = 70_000_000
 class Machine:
     """What there is: so many bytes of each device, and of host memory for all processes (None: not known)."""
 
-    launch: Launch
+    world: World
     memory_bytes: int
     host_bytes: int | None
 
@@ -54,18 +54,18 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
         raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
     device = "cuda" if named else choose_device(config.device)
     processes = gpus or launched()
-    launch = Launch(device, processes, wants_sharding(config.sharding, processes), torch.get_num_threads())
+    world = World(size=processes, device=device, sharded=wants_sharding(config.sharding, processes))
     if gpu_memory is not None:
-        return Machine(launch, parse_bytes(gpu_memory), None)
-    return this_machine(launch)
+        return Machine(world, parse_bytes(gpu_memory), None)
+    return this_machine(world)
 
 
-def this_machine(launch: Launch) -> Machine:
+def this_machine(world: World) -> Machine:
     """The machine that this process runs on."""
-    if not launch.gpu:
-        return Machine(launch, physical_bytes(), None)
-    number = torch.device(launch.device).index or 0
-    return Machine(launch, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
+    if not world.gpu:
+        return Machine(world, physical_bytes(), None)
+    number = torch.device(world.device).index or 0
+    return Machine(world, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
 
 
 def resident_bytes() -> int:
@@ -93,7 +93,7 @@ class Need:
     not_counted: str = ""
 
     def fits(self, machine: Machine) -> bool:
-        processes = machine.launch.processes
+        processes = machine.world.size
         if self.host is None:
             return _needed_bytes(self.device) * processes <= machine.memory_bytes
         host_fits = machine.host_bytes is None or _needed_bytes(self.host) * processes <= machine.host_bytes
@@ -109,7 +109,7 @@ def _needed_bytes(peak: Peak) -> int:
 def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
     vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
-    rounding = _ROUNDING_BYTES if plan.config.start == "reconstructed" and not plan.launch.gpu else 0
+    rounding = _ROUNDING_BYTES if plan.config.start == "reconstructed" and not plan.world.gpu else 0
     return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + rounding
 
 
@@ -118,7 +118,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
 
     Freed blocks that are kept for reuse are not in it: see `with_heap`.
     """
-    source, launch, not_counted = plan.source, plan.launch, ""
+    source, world, not_counted = plan.source, plan.world, ""
     stored = models.stored_bytes(source) if source.is_local and not source.gguf_file else None
     try:
         peaks = Rehearsal(plan, stored_bytes=2 * plan.parameters if stored is None else stored).run()
@@ -126,7 +126,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         # Remote code, or layers that look at values: then only what no forward pass is needed for.
         not_counted = f"activations: this model does not run on the meta device ({first_line(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
-    if not launch.gpu:
+    if not world.gpu:
         return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
     host = _with(peaks[HOST], RUNTIME, runtime_bytes + _CUDA_HOST_BYTES)
     return Need(_with(peaks[DEVICE], RUNTIME, _CUDA_DEVICE_BYTES), host, not_counted)
@@ -134,7 +134,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
 
 def least(plan: RunPlan) -> Need:
     """What parameters alone need in training: no more than a run does, and known at once."""
-    return Need(_static(plan), Peak("", {}, {}) if plan.launch.gpu else None)
+    return Need(_static(plan), Peak("", {}, {}) if plan.world.gpu else None)
 
 
 def with_heap(need: Need) -> Need:
@@ -146,17 +146,17 @@ def with_heap(need: Need) -> Need:
 def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
     """What `--memory` means: `auto` is `speed`, or `small` where freed blocks that are kept would not fit."""
     if config.memory == "auto":
-        return "speed" if machine.launch.gpu or with_heap(need).fits(machine) else "small"
+        return "speed" if machine.world.gpu or with_heap(need).fits(machine) else "small"
     return config.memory
 
 
 def _static(plan: RunPlan) -> Peak:
-    config, launch = plan.config, plan.launch
+    config, world = plan.config, plan.world
     full = config.steps > 0 and config.assignments != "held"
     dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.config.dtype)
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
-    clustered = int(weights * trained.itemsize * launch.share)
-    whole = int(plan.parameters * dense.itemsize * launch.share)
+    clustered = int(weights * trained.itemsize * world.share)
+    whole = int(plan.parameters * dense.itemsize * world.share)
     if plan.by_layer and not plan.writes_text:
         whole = int(plan.parameters * plan.spec.bits / 8)
     parts = {"weights": whole}

@@ -17,6 +17,7 @@ import torch
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import Peak
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.need import (
@@ -35,7 +36,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, Override
 from edkm_cli.nn.allocation import SENSITIVITY, other_bytes
 from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight
-from edkm_cli.preflight import Launch, RunPlan, choose_dtype, plan_run
+from edkm_cli.preflight import RunPlan, choose_dtype, plan_run
 
 
 def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
     `phases` are the highest totals of each phase, of tensors alone. Raises UserError for settings that no run could have.
     """
     machine = choose_machine(config, gpu_memory, gpus)
-    plan = plan_run(config, machine.launch)
+    plan = plan_run(config, machine.world)
     runtime_bytes = process_bytes(plan)
     need = estimate(plan, runtime_bytes)
     memory = memory_of(config, need, machine)
@@ -71,9 +72,9 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "steps": config.steps,
         "sequences_per_step": plan.step_sequences,
         "training_tokens": plan.training_tokens,
-        "device": plan.launch.device,
-        "processes": plan.launch.processes,
-        "sharded": plan.launch.sharded,
+        "device": plan.world.device,
+        "processes": plan.world.size,
+        "sharded": plan.world.sharded,
         "available_bytes": machine.memory_bytes,
         "available_host_bytes": machine.host_bytes,
         "fits": fits,
@@ -88,10 +89,10 @@ def choose_memory(plan: RunPlan) -> str:
 
     Rehearses the run unless arithmetic alone shows that there is room.
     """
-    config, machine = plan.config, this_machine(plan.launch)
-    if config.memory != "auto" or plan.launch.gpu:
+    config, machine = plan.config, this_machine(plan.world)
+    if config.memory != "auto" or plan.world.gpu:
         return "speed" if config.memory == "auto" else config.memory
-    if _more_than_enough_bytes(plan) * plan.launch.processes <= machine.memory_bytes:
+    if _more_than_enough_bytes(plan) * plan.world.size <= machine.memory_bytes:
         return "speed"
     return memory_of(config, estimate(plan, process_bytes(plan)), machine)
 
@@ -160,15 +161,15 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
     fitting: list[dict[str, Any]] = []
     enough: list[set[str]] = []
     rehearsed = 0
-    for names, changes, launch in _alternatives(plan):
+    for names, changes, world in _alternatives(plan):
         if any(less <= names for less in enough):
             continue
         values = {key: value for _, settings in changes for key, value in settings.items()}
         try:
-            other = plan_run(replace(plan.asked, **values), launch, like=plan)
+            other = plan_run(replace(plan.asked, **values), world, like=plan)
         except UserError:  # a combination that no run could have
             continue
-        there = replace(machine, launch=launch)
+        there = replace(machine, world=world)
         if not least(other).fits(there):
             continue
         need = estimate(other, runtime_bytes)
@@ -176,7 +177,7 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
         rehearsed += 1
         if need.fits(there):
             host = {"host_total_bytes": need.host.total} if need.host else {}
-            flags, count = " ".join(flags for flags, _ in changes), launch.processes
+            flags, count = " ".join(flags for flags, _ in changes), world.size
             fitting.append({"flags": flags, "processes": count, "total_bytes": need.device.total, **host})
             enough.append(names)
         if len(fitting) == _MOST_PROPOSALS or rehearsed == _MOST_REHEARSALS:
@@ -184,36 +185,36 @@ def proposals(plan: RunPlan, machine: Machine, runtime_bytes: int) -> list[dict[
     return fitting
 
 
-def _alternatives(plan: RunPlan) -> Iterator[tuple[set[str], list[Change], Launch]]:
+def _alternatives(plan: RunPlan) -> Iterator[tuple[set[str], list[Change], World]]:
     """(names of the changes, the changes, where) in the order in which they are worth a try."""
-    changes, config, launch = _changes(plan), plan.asked, plan.launch
+    changes, config, world = _changes(plan), plan.asked, plan.world
     for names in _COMBINATIONS:
         if all(name in changes for name in names):
-            sharded = launch.sharded or "shard" in names
-            yield set(names), [changes[name] for name in names], replace(launch, sharded=sharded)
-    if launch.gpu and config.steps:
+            sharded = world.sharded or "shard" in names
+            yield set(names), [changes[name] for name in names], replace(world, sharded=sharded)
+    if world.gpu and config.steps:
         shard: Change = ("--sharding full", {"sharding": "full"})
         more = [shard, *(changes[name] for name in ("checkpoint", "batch") if name in changes)]
         for processes in (2, 4, 8, 16, 32):
-            if processes > launch.processes:
-                yield {"more"}, more, replace(launch, processes=processes, sharded=True)
+            if processes > world.size:
+                yield {"more"}, more, replace(world, size=processes, sharded=True)
 
 
 def _changes(plan: RunPlan) -> dict[str, Change]:
     """What could be changed, by name: (flags, settings)."""
-    config, launch = plan.asked, plan.launch
+    config, world = plan.asked, plan.world
     sequences, trains = config.step_sequences(), config.steps > 0
     # fmt: off
     candidates: dict[str, tuple[bool, str, dict[str, Any]]] = {
-        "memory": (not launch.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
+        "memory": (not world.gpu and config.memory == "speed", "--memory small", {"memory": "small"}),
         "checkpoint": (trains and not config.gradient_checkpointing,
                        "--gradient-checkpointing", {"gradient_checkpointing": True}),
         "batch": (trains and config.batch_size > 1, f"--batch-size 1 --gradient-accumulation {sequences}",
                   {"batch_size": 1, "gradient_accumulation": sequences}),
-        "shard": (launch.processes > 1 and not launch.sharded, "--sharding full", {"sharding": "full"}),
-        "offload": (trains and launch.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
+        "shard": (world.size > 1 and not world.sharded, "--sharding full", {"sharding": "full"}),
+        "offload": (trains and world.gpu and config.offload == "none", "--offload cpu", {"offload": "cpu"}),
         "held": (trains and not config.label_weight, "--assignments held", {"assignments": "held"}),
-        "dtype": (choose_dtype(config.dtype, launch.device) == "float32", "--dtype bfloat16", {"dtype": "bfloat16"}),
+        "dtype": (choose_dtype(config.dtype, world.device) == "float32", "--dtype bfloat16", {"dtype": "bfloat16"}),
         "data": (plan.writes_text, "--data FILE" + " --label-weight 0" * trains,
                  {"data": (data.BUILTIN,), **({"label_weight": 0.0} if trains else {})}),
         "importance": (config.importance == "gradient", "--importance activation", {"importance": "activation"}),

@@ -75,16 +75,16 @@ class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
     def __init__(self, plan: RunPlan, *, stored_bytes: int):
-        self._stage = Stage(plan.launch, {swap.shape for swap in plan.clustered})
-        self._ledger, self._host = self._stage.ledger, HOST if plan.launch.gpu else DEVICE
+        self._stage = Stage(plan.world, {swap.shape for swap in plan.clustered})
+        self._ledger, self._host = self._stage.ledger, HOST if plan.world.gpu else DEVICE
         self._experts = OneExpert(plan, self._ledger)
-        self.plan, self.config, self.launch = self._experts.plan, plan.config, plan.launch
+        self.plan, self.config, self.world = self._experts.plan, plan.config, plan.world
         self._stored_bytes, self._skeleton = stored_bytes, self.plan.skeleton
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
         self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
         self._streams = plan.by_layer and not plan.config.dequantize
-        self._rounds = not plan.launch.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"
+        self._rounds = not plan.world.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
@@ -113,13 +113,13 @@ class Rehearsal:
         self._ledger.begin("load")
         model = self._dense_model(self.plan.dense_dtype, whole=whole)
         size = size_bytes(model.parameters())
-        if self.launch.gpu:
-            by_layer = self._streams or self.launch.sharded
+        if self.world.gpu:
+            by_layer = self._streams or self.world.sharded
             at_once = layer_bytes(model) if by_layer else size
             files = 0 if by_layer else self._stored_bytes
             with self._ledger.more(at_once, WEIGHTS, place=HOST), self._ledger.more(files, FILES, place=HOST):
                 pass
-        elif not self._streams and not self.launch.sharded:
+        elif not self._streams and not self.world.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
             mapped = abs(self._stored_bytes - size) < 0.01 * size
             with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
@@ -138,7 +138,7 @@ class Rehearsal:
             self._ledger.move(weights, WEIGHTS, share=1 / len(layers) + packed)
             shared = set(map(id, weights))
         rest = [parameter for parameter in model.parameters() if id(parameter) not in shared]
-        self._ledger.move(rest, WEIGHTS, share=self.launch.share)
+        self._ledger.move(rest, WEIGHTS, share=self.world.share)
         self._ledger.move(model.buffers(), WEIGHTS)
 
     def _dense_model(self, dtype: str, *, whole: bool = True) -> Any:
@@ -181,7 +181,7 @@ class Rehearsal:
         calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
         text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device=META)
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_text(calibration, plan)[: 1 if self.launch.gpu else 2]
+        batches = calibration_text(calibration, plan)[: 1 if self.world.gpu else 2]
         steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
@@ -190,7 +190,7 @@ class Rehearsal:
                 replace(Recipe.of(plan), average_bits=None),
                 calibration=batches,
                 fitting=start_batches(text, plan),
-                build=self._rebuild if self.launch.sharded else None,
+                build=self._rebuild if self.world.sharded else None,
                 world=World(device="meta"),
                 steps=steps,
             )
@@ -207,7 +207,7 @@ class Rehearsal:
         entries = sum(table_numbers(spec.palette, bits) for bits in tried_bits(average or 1))
 
         def done(path: str, part: nn.Module, importance: dict[str, Tensor]) -> None:
-            self._ledger.move(self._experts.for_all(importance), CLUSTERING, place=self._host, share=self.launch.share)
+            self._ledger.move(self._experts.for_all(importance), CLUSTERING, place=self._host, share=self.world.share)
             for name in importance.keys() & shapes.keys():  # tables with the other numbers of bits that it may get
                 others = entries - table_numbers(spec.palette, spec.bits_of(name))
                 tables = torch.empty(spec.granularity_of(name).groups(*shapes[name]), others, device=META)
@@ -270,10 +270,10 @@ class Rehearsal:
             # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
             size = min(tile[0] * tile[1], _DISTINCT)
             a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**grid.bits) * (size + 1)
-            scratch = a_thread * min(self.launch.threads, weight.numel() // size)
+            scratch = a_thread * min(torch.get_num_threads(), weight.numel() // size)
             if grid.palette != FREE:
                 scratch = search_bytes(grid, weight.numel(), size)
-            copied = size_bytes([weight]) if self.launch.gpu else 0
+            copied = size_bytes([weight]) if self.world.gpu else 0
             held = self._ledger.more(copied + scratch, CLUSTERING, place=self._host)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
                 grid.start(weight, granularity=granularity, importance=importance)
@@ -326,7 +326,7 @@ class Rehearsal:
         prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:
-            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.launch))
+            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.world))
             optimizer = self._optimizer(model, trained, held)
             if config.steps > 1 and optimizer is not None:  # the second step has the most: moments from the first one
                 gradients.make()
@@ -336,7 +336,7 @@ class Rehearsal:
             ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device=META)
             held.enter_context(self._gathered(model))
             held.enter_context(self._stage.autocast(model, self.config.mixed_precision == "bf16"))
-            parts = Parts(model, whole=self.launch.sharded)
+            parts = Parts(model, whole=self.world.sharded)
             with self._stage.offload(model, config.offload == "cpu"):
                 (objective.loss(parts, ids) / config.gradient_accumulation).backward()
             if config.mode == "soft":  # the loss with weights as they are exported is measured, too
@@ -359,9 +359,9 @@ class Rehearsal:
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:
         """As `build_optimizer`. On a GPU a step needs nothing beside its state: AdamW is fused there."""
         config = self.config
-        if self.launch.gpu:
+        if self.world.gpu:
             state, scratch = state_bytes([one for one in trained for _ in range(stands_for(one))])
-            held.enter_context(self._ledger.more(int(state * self.launch.share + scratch), OPTIMIZER))
+            held.enter_context(self._ledger.more(int(state * self.world.share + scratch), OPTIMIZER))
             return None
         groups = [group for group in parameter_groups(model, config) if group["params"]]
         if needs_masters(groups):
@@ -388,6 +388,6 @@ class Rehearsal:
     def _gathered(self, *models_: Any) -> Iterator[None]:
         """Where parameters are sharded, the decoder layers that are whole for the moment."""
         sizes = [layer_bytes(model) for model in models_ if isinstance(model, nn.Module)]
-        gathered = _GATHERED_LAYERS * max(sizes) if self.launch.sharded and sizes else 0
+        gathered = _GATHERED_LAYERS * max(sizes) if self.world.sharded and sizes else 0
         with self._ledger.more(gathered, SHARDING) if gathered else nullcontext():
             yield
