@@ -35,14 +35,14 @@ def use(monkeypatch, tmp_path):
 
     def built(flags, **environment):
         library = tmp_path / f"kernels{len(list(tmp_path.iterdir()))}.so"
-        sources = [Path(lut_linear_c.__file__).parent / name for name in ("lut_linear.c", "lut_pairs.c")]
+        sources = [file for file in Path(lut_linear_c.__file__).parent.glob("*.c") if file.name != "calls.c"]
         options = ["-O2", "-shared", "-fPIC", "-Wno-psabi", f"-I{Path(build.__file__).parent}", *flags.split()]
         subprocess.run(["cc", *options, *sources, "-o", library, "-lm"], check=True)
         compiled = build.ctypes.CDLL(str(library))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(lut_linear_c, "library", lambda: compiled)
-        lut_linear_c._functions.cache_clear()
+        monkeypatch.setattr(build, "library", lambda wing: compiled)
+        lut_linear_c.library.cache_clear()
         lut_linear_c.level.cache_clear()
 
     monkeypatch.setattr(dispatch, "forced_path", lambda: "kernel")
@@ -50,7 +50,7 @@ def use(monkeypatch, tmp_path):
     torch.set_num_threads(1)  # emulated tiles are those of one thread
     yield built
     torch.set_num_threads(threads)
-    lut_linear_c._functions.cache_clear()
+    lut_linear_c.library.cache_clear()
     lut_linear_c.level.cache_clear()
 
 

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from edkm_cli.cli.options import JsonFile, RemoteCode, check_json_target, configured, finish, option, stamped
+from edkm_cli.cli.options import (
+    JsonFile,
+    RemoteCode,
+    check_json_target,
+    configured,
+    finish,
+    option,
+    progress,
+    stamped,
+    tell,
+)
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.ownership import input_paths, replace_file
@@ -36,15 +46,13 @@ def eval_command(
     check_json_target(page, inputs, "--page")
     from edkm_cli.evaluate.command import evaluate_model
     from edkm_cli.evaluate.limits import require_passed
-    from edkm_cli.progress import Progress
     from edkm_cli.report.verdict import verdict_page
-    from edkm_cli.summaries import summary
 
-    progress = Progress()
-    result = evaluate_model(model, settings, track=progress.track, say=progress.say)
+    watch = progress()
+    result = evaluate_model(model, settings, track=watch.track, say=watch.say)
     if page is not None:
         replace_file(page, verdict_page(stamped(result)))
-    finish(summary("eval", result), stamped(result), json_file)
+    tell("eval", result, json_file)
     if settings.reference is not None:
         require_passed(result["verdict"])
 
@@ -87,11 +95,10 @@ def report_command(
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
     check_json_target(json_file, input_paths("DIRECTORY", directory))
-    from edkm_cli.progress import Progress
     from edkm_cli.report.document import build_report
 
     result = build_report(
-        directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=Progress().track
+        directory, output=output, weights=weights, trust_remote_code=trust_remote_code, track=progress().track
     )
     finish(result["page"], stamped(result), json_file)
     if open_page:

@@ -157,6 +157,20 @@ def stamped(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "versions": result.get("versions") or {"edkm-cli": __version__}}
 
 
+def tell(command: str, result: dict[str, Any], json_file: Path | None) -> None:
+    """`finish` with what the command prints of its result."""
+    from edkm_cli.summaries import summary
+
+    finish(summary(command, result), stamped(result), json_file)
+
+
+def progress() -> Any:
+    """The `Observer` of a command, which is not imported for `--help`."""
+    from edkm_cli.progress import Progress
+
+    return Progress()
+
+
 def _is_stream(path: Path) -> bool:
     """Whether a path leads to a device, a pipe or a terminal (/dev/stdout), which nothing may replace."""
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
-from edkm_cli.cli.options import JsonFile, Overwrite, Resume, check_json_target, configured, finish, option, stamped
+from edkm_cli.cli.options import (
+    JsonFile,
+    Overwrite,
+    Resume,
+    check_json_target,
+    configured,
+    finish,
+    option,
+    progress,
+    tell,
+)
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats import FORMATS
@@ -52,26 +62,21 @@ def compress_command(
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
     require_model(settings.model)
     check_json_target(json_file, run_paths(settings, "--model", settings.model))
-    from edkm_cli.summaries import summary
-
     if dry_run:
         from edkm_cli.dryrun import plan
 
-        result = plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus)
-        finish(summary("plan", result), stamped(result), json_file)
-        return
+        return tell("plan", plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus), json_file)
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
     from edkm_cli.compress import compress
     from edkm_cli.dryrun.plan import choose_memory
     from edkm_cli.preflight import RunPlan
-    from edkm_cli.progress import Progress
 
     def use_memory(plan: RunPlan) -> None:
         return_large_blocks() if choose_memory(plan) == "small" else keep_freed_blocks(huge=not plan.by_layer)
 
-    result = compress(settings, overwrite=overwrite, resume=resume, observer=Progress(), planned=use_memory)
-    finish(summary("compress", result), result, json_file)
+    result = compress(settings, overwrite=overwrite, resume=resume, observer=progress(), planned=use_memory)
+    return tell("compress", result, json_file)
 
 
 def _finetune(
@@ -85,15 +90,11 @@ def _finetune(
     """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""
     check_json_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.command import finetune, plan_finetune
-    from edkm_cli.progress import Progress
-    from edkm_cli.summaries import summary
 
     if dry_run:
-        plan = plan_finetune(directory, settings)
-        finish(summary("finetune_plan", plan), stamped(plan), json_file)
-        return
-    result = finetune(directory, settings, overwrite=overwrite, resume=resume, observer=Progress())
-    finish(summary("finetune", result), result, json_file)
+        return tell("finetune_plan", plan_finetune(directory, settings), json_file)
+    result = finetune(directory, settings, overwrite=overwrite, resume=resume, observer=progress())
+    return tell("finetune", result, json_file)
 
 
 finetune_command = configured(FinetuneConfig, partial(from_file, FinetuneConfig))(_finetune)
@@ -107,11 +108,8 @@ def merge_command(
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
     check_json_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.merge import merge
-    from edkm_cli.progress import Progress
-    from edkm_cli.summaries import summary
 
-    result = merge(directory, settings, overwrite=overwrite, observer=Progress())
-    finish(summary("merge", result), result, json_file)
+    tell("merge", merge(directory, settings, overwrite=overwrite, observer=progress()), json_file)
 
 
 @configured(Options)
@@ -126,11 +124,9 @@ def export_command(
     """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
     check_json_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)])
     from edkm_cli.export.command import export_model
-    from edkm_cli.progress import Progress
-    from edkm_cli.summaries import summary
 
-    result = export_model(directory, to, output, options=options, overwrite=overwrite, track=Progress().track)
-    finish(summary("export", result), result, json_file)
+    result = export_model(directory, to, output, options=options, overwrite=overwrite, track=progress().track)
+    tell("export", result, json_file)
 
 
 @configured(CompareConfig, build_compare_config)
@@ -142,11 +138,10 @@ def compare_command(
     """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
     require_model(settings.model)
     check_json_target(json_file, run_paths(settings, "--model", settings.model))
-    from edkm_cli.progress import Progress
     from edkm_cli.research.compare.command import compare
     from edkm_cli.research.compare.table import format_table
 
-    result = compare(settings, overwrite=overwrite, say=Progress().say)
+    result = compare(settings, overwrite=overwrite, say=progress().say)
     finish(format_table(result), result, json_file)
     if failed := [row["label"] for row in result["rows"] if row["error"]]:
         typer.echo(f"edkm: error: {len(failed)} of {len(result['rows'])} methods failed: {', '.join(failed)}", err=True)
@@ -161,10 +156,9 @@ def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path
         if plot_file.suffix != ".svg":
             raise UserError(f"--plot must name a .svg file, got {plot_file}")
     from edkm_cli.preflight import choose_device
-    from edkm_cli.progress import Progress
 
     bench = import_module(f"edkm_cli.research.bench.{module}")
-    result = bench.run(replace(settings, device=choose_device(settings.device)), log=Progress().say)
+    result = bench.run(replace(settings, device=choose_device(settings.device)), log=progress().say)
     if plot_file is not None:
         bench.plot(result, plot_file)
     finish(bench.format_table(result), result, json_file)

@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from edkm_cli.kernels.closed_form import EMPTY_MASS, Passes, Spread
+from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Tile
 
 _MAX_K = 16
 _MAX_GROUP = 16384
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def supports(weight: Tensor, tile: Tile, k: int) -> bool:
@@ -31,7 +31,7 @@ def supports(weight: Tensor, tile: Tile, k: int) -> bool:
     whole_rows = tile[1] == weight.shape[1]
     fits = tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0
     runs = weight.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"  # in Python on CPU tensors, as in tests
-    return whole_rows and fits and weight.dtype in _DTYPES and runs
+    return whole_rows and fits and weight.dtype in DTYPES and runs
 
 
 @triton.jit

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Tile
 
 _MAX_RUN = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def supports(weight: Tensor) -> bool:
     """Whether the kernels take this weight: on a GPU, float32 or 16-bit."""
-    return weight.is_cuda and weight.dtype in _DTYPES
+    return weight.is_cuda and weight.dtype in DTYPES
 
 
 @triton.jit

@@ -70,10 +70,7 @@ class DecoderStep:
             self._numbers[first : first + _KEYS] = array(
                 "q", (*blocks, *(0 if n is None else n.data_ptr() for n in norms))
             )
-        compiled = library()
-        assert compiled is not None, "callers ask `supports` first"
-        self._function = compiled.edkm_decoder_step
-        self._function.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+        self._function = library().edkm_decoder_step  # callers ask `supports` first
 
     def _shared(self, matrices: tuple[Packed, ...], columns: int) -> list[int]:
         """As many addresses as matrices: neighbours of equal bits are in one block, and zeros fill up."""

@@ -27,22 +27,20 @@ _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels of this folder."""
-    return build.library(Path(__file__).parent)
-
-
 @functools.cache
-def _functions() -> tuple[Callable[..., int], ...] | None:
-    compiled = library()
-    if compiled is None:
-        return None
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    multiply, decode, sums = compiled.edkm_lut_linear, compiled.edkm_packed_rows, compiled.edkm_sum_by_code
-    multiply.argtypes = (ctypes.c_char_p, address, number, number, number, ctypes.c_char_p, number)
-    decode.argtypes = (ctypes.c_char_p, address, *(number,) * 5, address)
-    sums.argtypes = (ctypes.c_char_p, address, number, number, address)
-    return multiply, decode, sums
+def library() -> Any:
+    """The compiled kernels of this folder; None where they cannot be had."""
+    compiled = build.library(Path(__file__).parent)
+    if compiled is not None:
+        number, address, block = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+        compiled.edkm_lut_linear.argtypes = (block, address, number, number, number, block, number)
+        compiled.edkm_packed_rows.argtypes = (block, address, *(number,) * 5, address)
+        compiled.edkm_sum_by_code.argtypes = (block, address, number, number, address)
+        compiled.edkm_decoder_step.argtypes = (block, address, number, address)
+        compiled.edkm_merged_keep.argtypes = (block,)
+        compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
+        compiled.edkm_merged_count.restype = number
+    return compiled
 
 
 @functools.cache
@@ -62,7 +60,7 @@ def supports(packed: Packed) -> bool:
         and packed.indices.is_contiguous()
         and packed.table.is_contiguous()
         and (packed.bias is None or (packed.bias.dtype in DTYPES and packed.bias.is_contiguous()))
-        and _functions() is not None
+        and library() is not None
     )
 
 
@@ -105,9 +103,8 @@ def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
     lead, tokens = x.shape[:-1], flat.shape[0]
     outs = [x.new_empty((*lead, rows)) for rows in prepared.rows]
     addresses = struct.pack(f"{len(outs)}Q", *[out.data_ptr() for out in outs])
-    functions = _functions()
-    assert functions is not None, "callers ask `supports` first"
-    if functions[0](prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses, 0):
+    multiply = library().edkm_lut_linear
+    if multiply(prepared.block, flat.data_ptr(), DTYPES[x.dtype], flat.stride(0), tokens, addresses, 0):
         raise MemoryError(f"a product of {tokens} x {columns} activations with a packed matrix")
     return outs
 
@@ -168,9 +165,7 @@ def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Product
     module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)
     if module is None or len(prepared.rows) > 8:
         return None
-    functions = _functions()
-    assert functions is not None, "callers ask `supports` first"
-    address = ctypes.cast(functions[0], ctypes.c_void_p).value  # type: ignore[arg-type]
+    address = ctypes.cast(library().edkm_lut_linear, ctypes.c_void_p).value
     return module.products(address, prepared.block, tensors, prepared.columns, prepared.rows, most)
 
 
@@ -179,10 +174,8 @@ def _decode(
 ) -> Tensor:
     kept = dtype if dtype in DTYPES else torch.float32
     out = torch.empty(count, span[1] - span[0], dtype=kept)
-    functions = _functions()
-    assert functions is not None, "callers ask `supports` first"
     block = prepare((packed,), columns).block
-    if functions[1](block, ids, first, count, *span, DTYPES[kept], out.data_ptr()):
+    if library().edkm_packed_rows(block, ids, first, count, *span, DTYPES[kept], out.data_ptr()):
         raise IndexError(f"a row number is outside the matrix, which has {packed.indices.shape[0]} rows")
     return out.to(dtype)
 
@@ -203,8 +196,6 @@ def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Ten
     """`lut_linear_torch.sum_by_code` for float32 values: (rows, tiles of a row, 2**bits) float32."""
     tile = packed.tile or (1, columns)
     sums = values.new_empty(values.shape[0], columns // tile[1], 2**packed.bits)
-    functions = _functions()
-    assert functions is not None, "callers ask `supports` first"
     block = prepare((packed,), columns).block
-    functions[2](block, values.contiguous().data_ptr(), first, values.shape[0], sums.data_ptr())
+    library().edkm_sum_by_code(block, values.contiguous().data_ptr(), first, values.shape[0], sums.data_ptr())
     return sums

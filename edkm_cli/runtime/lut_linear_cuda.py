@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime.packed import Packed
 
 _LOG = logging.getLogger(__name__)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_BIAS = -1
 ROWS = 16  # of W that a block takes
 TOKENS = 8
@@ -39,8 +39,8 @@ def takes(x: Tensor, packed: Packed) -> bool:
         and columns % 32 == 0
         and tile is not None
         and tile[1] == columns
-        and table.dtype in _KINDS
-        and (bias is None or bias.dtype in _KINDS)
+        and table.dtype in DTYPES
+        and (bias is None or bias.dtype in DTYPES)
         and indices.shape[0] * columns < 1 << 40
     )
 
@@ -51,8 +51,8 @@ def settings(x: Tensor, packed: Packed) -> dict[str, int]:
         "BITS": packed.bits,
         "VECTOR": 4 if x.shape[-1] % 128 == 0 else 1,  # words of one load: a run of 128 columns fills four
         "HALF": int(x.dtype == torch.float16),
-        "LUT": _KINDS[packed.table.dtype],
-        "BIAS": _NO_BIAS if packed.bias is None else _KINDS[packed.bias.dtype],
+        "LUT": DTYPES[packed.table.dtype],
+        "BIAS": _NO_BIAS if packed.bias is None else DTYPES[packed.bias.dtype],
         "WARPS": WARPS,
     }
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime.packed import Packed
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS, _COLUMNS = 4, 512
 _DENSE_COLUMNS = 1024
 
@@ -79,7 +79,7 @@ def _dense_kernel(
 def _layout(packed: Packed, columns: int) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
     """(indices, table in a dtype that Triton reads, (bytes a row, tiles across, tile rows, tile columns))."""
     tile_rows, tile_columns = packed.tile or (1, columns)
-    table = packed.table if packed.table.dtype in _DTYPES else packed.table.float()
+    table = packed.table if packed.table.dtype in DTYPES else packed.table.float()
     indices = packed.indices.contiguous()
     return indices, table.contiguous(), (indices.shape[1], columns // tile_columns, tile_rows, tile_columns)
 
@@ -100,7 +100,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
 
 def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
     """`lut_linear_torch.dense`."""
-    kept = dtype if dtype in _DTYPES else torch.float32
+    kept = dtype if dtype in DTYPES else torch.float32
     out = torch.empty(packed.indices.shape[0], columns, dtype=kept, device=packed.indices.device)
     indices, table, layout = _layout(packed, columns)
     run = min(_DENSE_COLUMNS, triton.next_power_of_2(columns))

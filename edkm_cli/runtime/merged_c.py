@@ -23,20 +23,10 @@ _OF_TORCH = (
 
 
 @functools.cache
-def _functions() -> ctypes.CDLL | None:
-    compiled = library()
-    if compiled is not None:
-        compiled.edkm_merged_keep.argtypes = (ctypes.c_char_p,)
-        compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
-        compiled.edkm_merged_count.restype = ctypes.c_int64
-    return compiled
-
-
-@functools.cache
 def register(name: str, otherwise: str) -> bool:
     """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
     False where there is no compiler, or this PyTorch has not what it needs."""
-    compiled, found = _functions(), lut_linear_c.of_torch(_OF_TORCH)
+    compiled, found = library(), lut_linear_c.of_torch(_OF_TORCH)
     if compiled is None or found is None:
         return False
     addresses, numbers = found[0], (*found[1], found[2])
@@ -49,8 +39,7 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
 
     Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
     """
-    compiled = _functions()
-    if compiled is None or dispatch.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
+    if library() is None or dispatch.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
         return None
     if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
         return None
@@ -63,17 +52,14 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
     head = _MERGED.pack(*addresses, *sizes, columns, rows, len(matrices), *most)
     blocks = b"".join(lut_linear_c.prepare((matrix,), columns).block for matrix in matrices)
     room = blocks.ljust(len(blocks) // len(matrices) * _MOST_PARTS, b"\0")
-    return None if compiled.edkm_merged_keep(head + room) else first.indices.data_ptr()
+    return None if library().edkm_merged_keep(head + room) else first.indices.data_ptr()
 
 
 def forget(key: int) -> None:
     """Hold nothing more of what `keep` prepared."""
-    compiled = _functions()
-    assert compiled is not None, "`keep` gave a key"
-    compiled.edkm_merged_forget(key)
+    library().edkm_merged_forget(key)
 
 
 def kept() -> int:
     """How many are prepared."""
-    compiled = _functions()
-    return 0 if compiled is None else int(compiled.edkm_merged_count())
+    return 0 if library() is None else int(library().edkm_merged_count())
