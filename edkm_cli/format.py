@@ -41,6 +41,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
 _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}

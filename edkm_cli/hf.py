@@ -116,11 +116,9 @@ def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:
     def renamed(values: dict[str, Any]) -> dict[str, Any]:
         return {new: value for name, value in values.items() if (new := named(name)) is not None}
 
-    others: dict[str, Any] = {
-        "module_bits": renamed(spec.module_bits),
-        "module_granularity": renamed(spec.module_granularity),
-    }
-    return replace(spec, skipped=list(renamed(dict.fromkeys(spec.skipped))), **others)
+    bits, granularity = renamed(spec.module_bits), renamed(spec.module_granularity)
+    skipped = list(renamed(dict.fromkeys(spec.skipped)))
+    return replace(spec, skipped=skipped, module_bits=bits, module_granularity=granularity)
 
 
 def foreign_modules(model: Any, stored: set[str]) -> set[str]:

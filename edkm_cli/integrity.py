@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import SAFETENSORS_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
+from edkm_cli.format import TORCH_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
 from edkm_cli.model_files import TensorFiles, check_numbers, no_larger_than
 from edkm_cli.nn.swap import palettize_skeleton
 from edkm_cli.runtime.palettized import PALETTIZED
@@ -147,10 +147,9 @@ def stored_tensors(directory: Path) -> dict[str, str]:
     more = {file.name for file in directory.glob("model*.safetensors")} - {tensor.file for tensor in tensors.values()}
     if more:
         raise UserError(f"{directory} holds {min(more)[:100]}, but no index that names it; {AGAIN}")
-    return {name: _describe(_DTYPES.get(dtype), shape) for name, (_, dtype, shape) in tensors.items()}
+    return {name: _describe(TORCH_DTYPES.get(dtype), shape) for name, (_, dtype, shape) in tensors.items()}
 
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _FLOATING = re.compile(r"^(float32|float16|bfloat16)\b")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QUANT_METHOD, SAFETENSORS_DTYPES, SafetensorsWriter, is_plain_name, read_json, sha256_of
+from edkm_cli.format import QUANT_METHOD, TORCH_DTYPES, SafetensorsWriter, is_plain_name, read_json, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,10 +177,8 @@ def stored_dtypes(directory: Path | None) -> dict[str, Any]:
     """Tensor name -> number format in a directory's safetensors files, as PyTorch calls it; empty where there are none."""
     if directory is None or not has_safetensors(directory):
         return {}
-    kinds = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-    return {
-        name: kinds[tensor.dtype] for name, tensor in TensorFiles(directory).tensors.items() if tensor.dtype in kinds
-    }
+    tensors = TensorFiles(directory).tensors.items()
+    return {name: TORCH_DTYPES[tensor.dtype] for name, tensor in tensors if tensor.dtype in TORCH_DTYPES}
 
 
 def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:

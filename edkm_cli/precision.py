@@ -8,7 +8,7 @@ between processors: some round the smallest, some none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,12 +36,6 @@ def bfloat16_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def bfloat16_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Linears on bfloat16 tensors inside, where the processor multiplies them faster than float32: half the time of
-    `bfloat16_products`, which convert both factors of each product."""
-    return torch.autocast(device.type, torch.bfloat16) if multiplies_bfloat16(device.type) else nullcontext()
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:

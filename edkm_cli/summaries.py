@@ -118,13 +118,9 @@ def task_header(recovery: dict[str, Any] | None) -> list[str]:
 
 def limit_rows(verdict: dict[str, Any]) -> list[list[str]]:
     """A row for each limit: what it is of, the value, the bound, and whether it passed."""
+    passed = {True: "pass", False: "FAIL"}
     return [
-        [
-            f"{row['limit']}, {row['of']}",
-            f"{row['value']:.4g}",
-            f"{row['bound']:g}",
-            "pass" if row["passed"] else "FAIL",
-        ]
+        [f"{row['limit']}, {row['of']}", f"{row['value']:.4g}", f"{row['bound']:g}", passed[row["passed"]]]
         for row in verdict["limits"]
     ]
 
@@ -178,14 +174,11 @@ def module_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 def proposal_rows(plan: dict[str, Any]) -> list[list[str]]:
     """A row for each of the settings that would fit."""
-    there = plan["processes"]
-    return [
-        [
-            entry["flags"] + f" on {entry['processes']} GPUs" * (entry["processes"] != there),
-            megabytes(entry["total_bytes"]),
-        ]
-        for entry in plan["proposals"]
-    ]
+    rows = []
+    for entry in plan["proposals"]:
+        where = f" on {entry['processes']} GPUs" * (entry["processes"] != plan["processes"])
+        rows.append([entry["flags"] + where, megabytes(entry["total_bytes"])])
+    return rows
 
 
 def layer_rows(inspected: dict[str, Any]) -> list[list[str]]:

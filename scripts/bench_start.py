@@ -43,7 +43,7 @@ TIMED: dict[str, list[tuple[Any, str]]] = {
     "corrections": [(corrections.Corrections, "target")],
     "rounding": [(compensate, "compensated")],
     "tables": [(compensate, "fitted_tables")],
-    "descent": [(compensate, "_improve")],
+    "descent": [(compensate.kernels, "descend")],
 }
 
 

@@ -234,7 +234,8 @@ def kl_divergence(student, teacher, *, ids=None, label_weight=0.0, labels=None):
         )
     weights = losses._Weights.of(labels.flatten(), taught=True, label_weight=label_weight, masked=masked)
     student, teacher = student.flatten(0, -2), teacher.detach().flatten(0, -2)
-    return losses._chunked(student, States.logits, teacher, States(), weights, [])
+    differentiate = torch.is_grad_enabled() and student.requires_grad
+    return losses._ChunkedLoss.apply(student, States.logits, teacher, States(), weights, differentiate)
 
 
 def forced(**options):

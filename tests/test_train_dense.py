@@ -8,6 +8,7 @@ import torch
 
 from edkm_cli import compress as module
 from edkm_cli import data, models
+from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.compress import compress
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import World
@@ -17,7 +18,7 @@ from edkm_cli.report.document import build_report
 from edkm_cli.summaries import summary
 from edkm_cli.train.dense import dense_directory, train_dense
 from edkm_cli.train.losses import Beside, next_token_loss
-from edkm_cli.train.optimizer import learning_rate_factor, parameter_groups
+from edkm_cli.train.optimizer import parameter_groups
 from helpers import assert_same_run, cluster, settings, tiny_llama
 
 TOKENS = torch.randint(0, 257, (2000,), generator=torch.Generator().manual_seed(0))

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
+from edkm_cli.train.optimizer import build_optimizer
 from helpers import cluster, tiny_llama
 
 

@@ -99,10 +99,10 @@ class Grid:
         blocks = numbers.detach().float().view(-1, self.super_tiles)
         if low:
             unit = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / low
+        elif least:
+            unit = blocks.amin(1, keepdim=True).clamp_max(0) / high
         else:
-            unit = (
-                blocks.amin(1, keepdim=True).clamp_max(0) if least else blocks.amax(1, keepdim=True).clamp_min(0)
-            ) / high
+            unit = blocks.amax(1, keepdim=True).clamp_min(0) / high
         unit = round_lut(unit, "float16")
         return torch.where(unit == 0, torch.finfo(torch.float16).smallest_normal, unit)
 
@@ -158,9 +158,8 @@ class Grid:
             masses = kernels.to_groups(usable_importance(importance, weight, layer=name).expand(weight.shape), tile)
             masses = torch.where(masses.sum(1, keepdim=True) > 0, masses, 1.0)
         parts = zip(values.split(_GROUPS), masses.split(_GROUPS), strict=True)
-        grid = (
-            replace(self, lut_dtype="float16") if self.super_tiles else self
-        )  # a scale's unit depends on its neighbours'
+        # A scale's unit depends on its neighbours'.
+        grid = replace(self, lut_dtype="float16") if self.super_tiles else self
         return torch.cat([grid._search(part, mass) for part, mass in parts])
 
     def starts(self, weight: Tensor, widths: Sequence[int], **options: Any) -> list[Tensor]:

@@ -39,11 +39,6 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
 
 
-def lut_reach(lut_dtype: str | torch.dtype | None, scale: float) -> float:
-    """The largest number that a table of this dtype holds beside a scale."""
-    return torch.finfo(parse_lut_dtype(lut_dtype) or torch.float32).max * scale
-
-
 def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:
     """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
 

@@ -1,4 +1,5 @@
-"""Temperature schedules: from soft to hard attention, so that little is lost when weights snap at export."""
+"""Schedules of a training: temperatures, from soft to hard attention, so that little is lost when weights snap at export,
+and learning rates."""
 
 from __future__ import annotations
 
@@ -30,3 +31,16 @@ def temperature_at(step: int, steps: int, *, schedule: str, start: float, end: f
     if schedule == "exponential":
         return start * (end / start) ** progress
     return start
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float, *, last: float = 0.001) -> float:
+    """Linear warm-up over the first `warmup` of the steps, then a cosine to the share `last` of the peak.
+
+    >>> [round(learning_rate_factor(step, 100, warmup=0.1), 3) for step in (0, 9, 55, 99)]
+    [0.1, 1.0, 0.5, 0.001]
+    """
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -103,14 +103,10 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = self._call(func, args, kwargs or {})
-        if not self._counting:
-            return result
-        if isinstance(result, Tensor):
-            self._enter(result)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    self._enter(item)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for item in results if self._counting else ():
+            if isinstance(item, Tensor):
+                self._enter(item)
         return result
 
     def _enter(self, tensor: Tensor) -> None:

@@ -154,17 +154,14 @@ class Stage:
     def label(self, model: Any) -> None:
         """Hook the modules that begin a part: decoder, head, clustered layers. A module is hooked once. What the one expert
         of a block has stands for that of all."""
-        head = model.get_output_embeddings()
-        hooks = [(model.base_model, self._enter_decoder), (head, self._enter_head)]
-        for module, hook in hooks:
+        hooks: dict[Any, Any] = {model.base_model: self._enter_decoder, model.get_output_embeddings(): self._enter_head}
+        for module, hook in (hooks | dict.fromkeys(clustered_layers(model).values(), self._enter_clustered)).items():
             if module is not None and not getattr(module, "_labelled", False):
                 module.register_forward_pre_hook(hook)
+                if isinstance(module, ClusteredLinear):
+                    module.register_forward_hook(self._leave_clustered)
                 module._labelled = True
         for module in model.modules():
-            if isinstance(module, ClusteredLinear) and not getattr(module, "_labelled", False):
-                module.register_forward_pre_hook(self._enter_clustered)
-                module.register_forward_hook(self._leave_clustered)
-                module._labelled = True  # type: ignore[assignment]
             for linears in module.matrices().values() if isinstance(module, Experts) else ():
                 self._experts[torch.Size((linears[0].out_features, linears[0].in_features))] = module.count
                 for tensor in (*linears.parameters(), *linears.buffers()):

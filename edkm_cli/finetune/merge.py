@@ -130,7 +130,13 @@ class _Run(PackedSession):
             layers = len(adapted_layers(model))
             self.open_texts(token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.writes_text:
-                self._write_text(model)
+                self.watch.say("the adapted model writes its own text, once")
+                about: dict[str, Any] = {
+                    "weights_sha256": self.digest(self.adapter / WEIGHTS),
+                    "track": self.watch.track,
+                }
+                about |= {"tokens": self.needed_tokens, "seed": self.config.seed}
+                self.take_text(self_text(model, self.tokenizer, **about))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
         with model.disable_adapter():
@@ -164,11 +170,6 @@ class _Run(PackedSession):
         (staging / "README.md").write_text(page, encoding="utf-8")
         self.output.commit()
         return report
-
-    def _write_text(self, model: Any) -> None:
-        self.watch.say("the adapted model writes its own text, once")
-        options: dict[str, Any] = {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
-        self.take_text(self_text(model, self.tokenizer, tokens=self.needed_tokens, seed=self.config.seed, **options))
 
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
@@ -233,8 +234,7 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
         if not bool(linear.weight.isfinite().all()):
             raise UserError(f"the adapter must be finite, but its update of {path} is not")
         own = replace(clustering, bits=bits)
-        layer = ClusteredLinear(linear.weight, linear.bias, table, own, temperature=1.0, name=path)
-        merged.set_submodule(path, layer)
+        merged.set_submodule(path, ClusteredLinear(linear.weight, linear.bias, table, own, name=path))
     return merged.requires_grad_(False).eval()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import Grid, lut_reach, lut_scale, relative_importance
+from edkm_cli.clustering import Grid, lut_scale, relative_importance
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -277,11 +277,9 @@ class Tables:
             clustering = replace(self.recipe.clustering, bits=bits, granularity=granularity)
             centroids = self._candidates.pop(name)[bits].to(linear.weight.device)
             _require_range(centroids, clustering, name)
-            about: dict[str, Any] = {
-                "temperature": self.recipe.temperature,
-                "importance": self._relative.pop(name, None),
-            }
-            clustered = ClusteredLinear(linear.weight, linear.bias, centroids, clustering, name=name, **about)
+            about: dict[str, Any] = {"name": name, "importance": self._relative.pop(name, None)}
+            tensors, temperature = (linear.weight, linear.bias, centroids), self.recipe.temperature
+            clustered = ClusteredLinear(*tensors, clustering, temperature=temperature, **about)
             part.set_submodule(name.removeprefix(f"{path}."), clustered)
 
 
@@ -303,10 +301,9 @@ def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None
     if clustering.lut_scale is None or centroids.is_meta:
         return
     centroids = clustering.grid.scaled_numbers(centroids)
-    largest = float(centroids.abs().max())
-    reach = lut_reach(clustering.lut_dtype, clustering.lut_scale)
+    largest, scale = float(centroids.abs().max()), lut_scale(centroids, clustering.lut_dtype)
+    reach = torch.finfo(getattr(torch, clustering.lut_dtype)).max * clustering.lut_scale
     if largest > reach:
-        scale = lut_scale(centroids, clustering.lut_dtype)
         raise UserError(
             f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}; use "
             f"--lut-scale {float(scale or 0):g}"

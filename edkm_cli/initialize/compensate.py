@@ -95,9 +95,7 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
     by at most `n 2^-24` of the diagonal, which is far less than what damping adds. Raises UserError if the matrix is not
     finite.
     """
-    h = _damped(
-        hessian.to(dtype).flip(0, 1), damping
-    )  # H = R R^T, R upper triangular, is Cholesky's from the other end
+    h = _damped(hessian.to(dtype).flip(0, 1), damping)  # H = R R^T, R upper triangular: Cholesky's from the other end
     diagonal = h.diagonal()
     mean = diagonal.mean()
     for _ in range(20):
@@ -140,12 +138,6 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     tile_rows, tile_columns = options.granularity.tile(*shape, layer=layer.name)
     tiled = layer.lut().view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
     return tiled.repeat_interleave(tile_rows, 0)
-
-
-def _improve(indices: Tensor, layer: ClusteredLinear, wanted: Tensor, hessian: Tensor) -> None:
-    """Better choices of entries for a weight (out, in) float32, in place."""
-    errors = (lookup(indices, layer.lut(), granularity=layer.clustering.granularity).float() - wanted) @ hessian
-    kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
 
 
 def gets_too_few(layer: LutLayer) -> bool:
@@ -247,9 +239,8 @@ class Compensation:
         groups = slice(mine.start // tile_rows * tiles, mine.stop // tile_rows * tiles)
         found, tables = weight[:0].to(layer.weight.dtype), layer.centroids.detach()[:0]
         if mine.start < mine.stop:
-            about: dict[str, Any] = {"temperature": 1.0, "name": layer.name}
             tables = layer.centroids.detach()[groups].clone()
-            part = ClusteredLinear(layer.weight.detach()[mine], None, tables, options, **about)
+            part = ClusteredLinear(layer.weight.detach()[mine], None, tables, options, name=layer.name)
             found, tables = self._rounded(part, weight[mine]), part.centroids.detach()
         self._set(layer, "weight", world.gather_rows(found, rows))
         self._set(layer, "centroids", world.gather_rows(tables, rows // tile_rows * tiles))
@@ -274,7 +265,8 @@ class Compensation:
                 else:
                     fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
                 layer.centroids.data.copy_(fitted)
-            _improve(indices, layer, wanted, hessian)
+            errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
+            kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
         improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
         return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)
 

@@ -102,12 +102,7 @@ class Corrections:
 
     def hessian(self, inputs: Tensor) -> Tensor:
         """X X^T, (in, in), of inputs (..., in) as `_weighted` gives them."""
-
-        def both(some: slice) -> tuple[Tensor, Tensor]:
-            x = self._weighted(inputs[some], some)
-            return x, x
-
-        return _sum(inputs, both)
+        return _sum(inputs, lambda some: (self._weighted(inputs[some], some),) * 2)
 
     def _weighted(self, inputs: Tensor, some: slice = slice(None)) -> Tensor:
         """Inputs of a layer, of `some` texts, as (tokens, in) float32, times the square roots of the tokens' weights."""

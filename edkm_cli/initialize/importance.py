@@ -60,7 +60,7 @@ class _Collector:
 
             def arrived(grad: Tensor) -> None:  # squares are taken when they are needed
                 squares = grad.reshape(-1, module.out_features).float().square()
-                self._add_rows(name, squares.t() @ x.float().square())
+                self._add(name, squares.t() @ x.float().square(), by_rows=True)
 
             output.register_hook(arrived)
 
@@ -74,17 +74,9 @@ class _Collector:
             self._add(name, sum_of_products(x, x))
         self._waiting = None
 
-    def _add_rows(self, name: str, value: Tensor) -> None:
-        if self._world.sharded:
-            value = self._world.scatter_rows(value if self.counts else torch.zeros_like(value))
-            self._add(name, value, whole=False)
-        else:
-            self._add(name, value)
-
-    def _add(self, name: str, value: Tensor, *, whole: bool = True) -> None:
-        if whole and not self.counts:
-            value = torch.zeros_like(value)
-        value = value.cpu()
+    def _add(self, name: str, value: Tensor, *, by_rows: bool = False) -> None:
+        value = value if self.counts else torch.zeros_like(value)
+        value = (self._world.scatter_rows(value) if by_rows and self._world.sharded else value).cpu()
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
     def means(self, tokens: int) -> dict[str, Tensor]:

@@ -32,9 +32,7 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
     """`columns_torch.sum_by_code` in float32."""
-    products, tensors = (
-        torch.zeros(len(indices), k, k, dtype=torch.float64),
-        (indices.contiguous(), hessian.contiguous()),
-    )
-    call("sum_by_code", len(indices), indices.numel(), *tensors, products, indices.shape[1], k)
+    products = torch.zeros(len(indices), k, k, dtype=torch.float64)
+    tensors = indices.contiguous(), hessian.contiguous(), products
+    call("sum_by_code", len(indices), indices.numel(), *tensors, indices.shape[1], k)
     return products

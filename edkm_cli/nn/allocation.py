@@ -96,7 +96,8 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
             if swap.name in fixed
         )
     if more and free:
-        average = average_with(free, spec, average, more)
+        room = sum(size_bits(swap, spec, average) for swap in free) + more
+        average = min(average_in(free, spec, room), average + 1.0)
     return spec.with_bits({**spread_evenly(free, spec, average), **fixed}), average
 
 
@@ -151,14 +152,6 @@ def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
     """Bits that embeddings and output head take less at `fewer` bits a weight than at the `usual` number."""
     stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
     return sum(8 * rows * (packed_width(columns, usual) - packed_width(columns, fewer)) for rows, columns in stored)
-
-
-def average_with(swaps: Sequence[Swap], spec: QuantizationSpec, bits: float, more: float) -> float:
-    """The average at which linears take `more` bits in sum than at `bits` each; at most one above `bits`.
-
-    Raises UserError where less than one bit is left.
-    """
-    return min(average_in(swaps, spec, sum(size_bits(swap, spec, bits) for swap in swaps) + more), bits + 1.0)
 
 
 def average_in(swaps: Sequence[Swap], spec: QuantizationSpec, room: float) -> float:

@@ -153,8 +153,8 @@ class ClusteredLinear(LutLayer):
         centroids: Tensor,
         clustering: Clustering,
         *,
-        temperature: float,
         name: str,
+        temperature: float = 1.0,
         importance: Tensor | None = None,
     ):
         super().__init__()

@@ -89,7 +89,11 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
             reason = "an embedding that is not the token embedding"
         if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
-        if not reason and _is_time_step(model, name):
+        if (
+            not reason
+            and name.endswith(".dt_proj")
+            and hasattr(model.get_submodule(name[: -len(".dt_proj")]), "x_proj")
+        ):
             reason = "a Mamba time step, which multiplies by the weight and is not called"
         if not reason and not is_expert(name) and _is_router(model, name):
             reason = "a router, which chooses experts"
@@ -112,12 +116,6 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return embedding_scale(module) is not None
     return isinstance(module, nn.Linear) and is_plain_linear(module)
-
-
-def _is_time_step(model: nn.Module, name: str) -> bool:
-    """Whether this is `dt_proj` of a Mamba block, which has `x_proj` beside it."""
-    path, _, leaf = name.rpartition(".")
-    return leaf == "dt_proj" and hasattr(model.get_submodule(path), "x_proj")
 
 
 def _is_router(model: nn.Module, name: str) -> bool:

@@ -52,11 +52,10 @@ def _matrices(indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: i
 def _merged_linear(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None, numbers: list[int]) -> Tensor:
     members = [Rows(n[0], n[1], (n[2], n[3])) for n in zip(*[iter(numbers)] * _NUMBERS, strict=True)]
     biases = [None] * len(members) if bias is None else bias.split([member.rows for member in members])
+    matrices = _matrices(indices, luts, members, x.shape[-1])
     outs = [
         lut_linear(x, matrix.indices, matrix.table, part_bias, bits=matrix.bits, tile=member.tile)
-        for matrix, member, part_bias in zip(
-            _matrices(indices, luts, members, x.shape[-1]), members, biases, strict=True
-        )
+        for matrix, member, part_bias in zip(matrices, members, biases, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
@@ -79,10 +78,8 @@ class PackedRows(nn.Module):
 
     def __init__(self, indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: int):
         super().__init__()
-        self.rows, self.numbers = (
-            sum(member.rows for member in members),
-            [n for m in members for n in (*m[:2], *m.tile)],
-        )
+        self.rows = sum(member.rows for member in members)
+        self.numbers = [n for m in members for n in (*m[:2], *m.tile)]
         self.indices = nn.Parameter(indices, requires_grad=False)
         self.luts = nn.Parameter(luts, requires_grad=False)
         key = merged_c.keep(list(_matrices(self.indices, self.luts, members, columns)), columns)

@@ -11,8 +11,9 @@ Products are operators (rows.py) that look at the number of tokens themselves: v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -164,12 +165,11 @@ class PackedLinearMethod(LinearMethodBase):
             for piece, view in zip(room.pieces, views, strict=True):
                 _require_finite(f"{piece.name}.{leaf}", view)
         parts: list[nn.Module] = []
-        for run in _runs(room.dense):
-            if room.dense[run.start]:
-                weight = loaded["weight"]
-                parts += [DenseRows(weight[i].view(len(room.pieces[i].rows), -1)) for i in run]
-                continue
-            parts.append(_packed_rows(room.pieces, run, loaded))
+        for dense, run in groupby(range(len(room.dense)), key=room.dense.__getitem__):
+            if dense:
+                parts += [DenseRows(loaded["weight"][i].view(len(room.pieces[i].rows), -1)) for i in run]
+            else:
+                parts.append(_packed_rows(room.pieces, list(run), loaded))
         for leaf in loaded:
             delattr(layer, leaf)
         del layer.edkm_room
@@ -187,28 +187,19 @@ class PackedLinearMethod(LinearMethodBase):
         return torch.cat(outs, dim=-1)
 
 
-def _packed_rows(pieces: Sequence[Piece], run: range, loaded: dict[str, list[Tensor]]) -> PackedRows:
+def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, list[Tensor]]) -> PackedRows:
     """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
         tables = [table.float() * loaded["lut_scale"][i] for i, table in zip(run, tables, strict=True)]
     members, joined, left = [], [], iter(tables)
-    for stack in stacks(pieces[run.start : run.stop]):
+    for stack in stacks([pieces[i] for i in run]):
         members.append(Rows(sum(len(piece.rows) for piece in stack), stack[0].bits, stacked_tile(stack)))
         joined += [part.flatten() for part in stacked_table(stack, [next(left) for _ in stack])]
     luts = torch.cat([part.view(torch.uint8) for part in joined]).view(joined[0].dtype)  # float8 cannot be joined
     views = [loaded["indices"][i] for i in run]
     indices = views[0].as_strided((sum(view.numel() for view in views),), (1,))
-    return PackedRows(indices, luts, members, len(pieces[run.start].columns))
-
-
-def _runs(flags: list[bool]) -> Iterable[range]:
-    """Ranges of equal neighbours."""
-    first = 0
-    for i in range(1, len(flags) + 1):
-        if i == len(flags) or flags[i] != flags[first]:
-            yield range(first, i)
-            first = i
+    return PackedRows(indices, luts, members, len(pieces[run[0]].columns))
 
 
 def _outputs(layer: Any, sizes: list[int]) -> tuple[list[Any], list[tuple[int, range]]]:

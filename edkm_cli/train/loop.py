@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.config import TrainingSettings
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
@@ -26,7 +27,7 @@ from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.metrics import Metrics, require_trackers
-from edkm_cli.train.optimizer import build_optimizer, learning_rate_factor
+from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import BestStep, Checkpoints
 from edkm_cli.train.teacher import micro_batch
 

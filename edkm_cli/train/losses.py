@@ -127,13 +127,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return states, None, None, None, None, None, *head
 
 
-def _chunked(
-    states: Tensor, logits: Logits, taught: Tensor | None, teacher: Teacher | None, weights: _Weights, head: list[Any]
-) -> Tensor:
-    differentiate = torch.is_grad_enabled() and (states.requires_grad or bool(head))
-    return _ChunkedLoss.apply(states, logits, taught, teacher, weights, differentiate, *head)
-
-
 def _next_tokens(ids: Tensor) -> Tensor:
     """The label of each place of ids (batch, sequence): the next token, NO_LABEL at the last."""
     return torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], NO_LABEL)), 1)
@@ -176,4 +169,6 @@ class Objective:
         weights = _Weights.of(
             labels.flatten(), taught=taught is not None, label_weight=self.label_weight, masked=batch.labels is not None
         )
-        return _chunked(states, parts.logits, taught, self.teacher, weights, parts.head_parameters())
+        head = parts.head_parameters()
+        differentiate = torch.is_grad_enabled() and (states.requires_grad or bool(head))
+        return _ChunkedLoss.apply(states, parts.logits, taught, self.teacher, weights, differentiate, *head)

@@ -87,9 +87,14 @@ class MasterOptimizer(torch.optim.Optimizer):
             master = master_of(part, parts["remainder"])
         else:
             master = parts.get("master", part)
-        moments = [parts[name].float() for name in _MOMENTS]  # the same tensors where they are float32
-        self._adamw(master, grad, moments, step, group["lr"], group["weight_decay"])
-        for name, moment in zip(_MOMENTS, moments, strict=True):
+        mean, square = (parts[name].float() for name in _MOMENTS)  # the same tensors where they are float32
+        rate, (first, second) = group["lr"], self._betas
+        master.mul_(1 - rate * group["weight_decay"])
+        mean.lerp_(grad, 1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        scale = square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps)
+        master.addcdiv_(mean, scale, value=-rate / (1 - first**step))
+        for name, moment in zip(_MOMENTS, (mean, square), strict=True):
             parts[name].copy_(moment)
         if "remainder" in parts:
             rounded, remainder = split_master(master)
@@ -97,15 +102,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             parts["remainder"].copy_(remainder)
         elif "master" in parts:
             part.copy_(master)
-
-    def _adamw(self, w: Tensor, grad: Tensor, moments: list[Tensor], step: int, lr: float, decay: float) -> None:
-        mean, square = moments
-        first, second = self._betas
-        w.mul_(1 - lr * decay)
-        mean.lerp_(grad, 1 - first)
-        square.mul_(second).addcmul_(grad, grad, value=1 - second)
-        scale = square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps)
-        w.addcdiv_(mean, scale, value=-lr / (1 - first**step))
 
 
 def state_bytes(parameters: list[nn.Parameter]) -> tuple[float, float]:

@@ -1,8 +1,7 @@
-"""Optimizers and their schedule: which parameters train, how fast, and with what state."""
+"""Optimizers: which parameters train, how fast, and with what state."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -49,16 +48,3 @@ def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) ->
     # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
     fused = True if world.device.startswith("cuda") else None
     return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=fused)
-
-
-def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over the first `warmup` of the steps, then a cosine to a tenth of a percent of the peak.
-
-    >>> [round(learning_rate_factor(step, 100, warmup=0.1), 3) for step in (0, 9, 55, 99)]
-    [0.1, 1.0, 0.5, 0.001]
-    """
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    progress = (step - warm) / max(1, steps - warm)
-    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * progress))

@@ -43,7 +43,7 @@ class Checkpoints:
         target = self.directory / f"step-{step:06d}"
         unfinished = target.with_name(target.name + ".tmp")
         tensors, numbers = _state(model, optimizer)
-        broken = next((name for name, tensor in tensors.items() if not _is_finite(local(tensor))), None)
+        broken = next((name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())), None)
         if self._world.any(broken is not None):
             raise UserError(
                 f"the state after step {step} must be finite, but {broken or 'a tensor'} is not: training diverged and "
@@ -144,10 +144,6 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or name.endswith(".centroids")
     }
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
