@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -44,6 +44,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
+Write = Callable[[str, Tensor], None]
 _LAYOUT_RANK = {dtype: rank for rank, dtype in enumerate(SAFETENSORS_DTYPES)}
 
 
@@ -246,57 +247,38 @@ def read_spec(directory: str | Path) -> QuantizationSpec | None:
     return QuantizationSpec.from_mapping(mapping)
 
 
-class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor, in any order, so that memory holds one tensor at a time.
+@contextmanager
+def safetensors_writer(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple]]) -> Iterator[Write]:
+    """Gives `write(name, tensor)` for one safetensors file, in any order, so that memory holds one tensor at a time.
 
     The bytes equal those of `safetensors.torch.save_file` with metadata {"format": "pt"}. The file appears under its
-    name only when `close` has seen every tensor; use as a context manager. Errors are ValueError: a caller's fault.
+    name only when every tensor has been written. Errors are ValueError: a caller's fault.
     """
+    offsets: dict[str, int] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (_LAYOUT_RANK[tensors[name][0]], name)):
+        dtype, shape = tensors[name]
+        offsets[name], end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    missing = set(tensors)
+    with written_whole(path) as partial, open(partial, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
-        self._whole = written_whole(path)
-        self._tensors = dict(tensors)
-        self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in sorted(tensors, key=lambda name: (_LAYOUT_RANK[tensors[name][0]], name)):
-            dtype, shape = tensors[name]
-            start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-            header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            self._offsets[name] = start
-        encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        self._data_start = 8 + len(encoded)
-        self._file = open(self._whole.__enter__(), "wb")  # noqa: SIM115 - closed by close() or __exit__
-        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
-        self._file.truncate(self._data_start + end)
-        self._missing = set(tensors)
+        def write(name: str, tensor: Tensor) -> None:
+            announced = tensors[name]
+            if (tensor.dtype, tuple(tensor.shape)) != (announced[0], tuple(announced[1])):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {announced}")
+            file.seek(8 + len(encoded) + offsets[name])
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            missing.discard(name)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; its dtype and shape must be those announced."""
-        announced = self._tensors[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (announced[0], tuple(announced[1])):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {announced}")
-        self._file.seek(self._data_start + self._offsets[name])
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(data.numpy().data)
-        self._missing.discard(name)
-
-    def close(self) -> None:
-        if self._missing:
-            raise ValueError(f"tensors never written: {sorted(self._missing)[:5]}")
-        self._file.close()
-        self._whole.__exit__(None, None, None)
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is None:
-            self.close()
-        else:
-            self._file.close()
-            self._whole.__exit__(*error)
+        yield write
+        if missing:
+            raise ValueError(f"tensors never written: {sorted(missing)[:5]}")
 
 
 def sha256_of(path: Path) -> str:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from edkm_cli.distributed import ALONE, World, full
 from edkm_cli.errors import UserError
-from edkm_cli.format import QUANT_METHOD, TORCH_DTYPES, SafetensorsWriter, is_plain_name, read_json, sha256_of
+from edkm_cli.format import QUANT_METHOD, TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,13 +217,15 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
         raise UserError(f"{file} is not a whole safetensors file ({reason}); {remedy}") from error
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file of tensors, without the copy of all of them that `safetensors.torch.save_file` makes."""
-    with SafetensorsWriter(
-        path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    ) as file:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], world: World = ALONE) -> None:
+    """Write a safetensors file of tensors that may be sharded, one after the other: without the copy of all of them that
+    `safetensors.torch.save_file` makes. All processes call alike; the first one writes."""
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with safetensors_writer(path, announced) if world.main else nullcontext() as write:
         for name, tensor in tensors.items():
-            file.write(name, tensor)
+            whole = full(tensor)  # a collective where it is sharded
+            if write is not None:
+                write(name, whole)
 
 
 @contextmanager

@@ -257,8 +257,7 @@ def load_dense(
             for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(target)
         else:
-            options = {} if config is None else {"config": config}
-            model = _from_pretrained(source, dtype=target, **options)
+            model = _from_pretrained(source, dtype=target, config=config)
     model.config._name_or_path, model.config.dtype = source.name, target
     if source.splits:
         split_experts(model)

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from edkm_cli.format import SafetensorsWriter
+from edkm_cli.format import safetensors_writer
 from edkm_cli.models import aliases
 
 
@@ -69,10 +69,10 @@ def main() -> None:
         tensors = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     arguments.directory.mkdir(parents=True, exist_ok=True)
     announced = {name: (torch.bfloat16, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with SafetensorsWriter(arguments.directory / "model.safetensors", announced) as writer:
+    with safetensors_writer(arguments.directory / "model.safetensors", announced) as write:
         for name, (dtype, size) in announced.items():
             random = torch.randn(size, generator=generator) * config.initializer_range
-            writer.write(name, (torch.ones(size) if len(size) == 1 else random).to(dtype))
+            write(name, (torch.ones(size) if len(size) == 1 else random).to(dtype))
     config.save_pretrained(arguments.directory)
     byte_tokenizer().save_pretrained(arguments.directory)
 

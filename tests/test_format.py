@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec, SafetensorsWriter, read_spec, verify_checksums, write_checksums
+from edkm_cli.format import QuantizationSpec, read_spec, safetensors_writer, verify_checksums, write_checksums
 
 GOOD = {
     "quant_method": "edkm",
@@ -78,20 +78,20 @@ def test_the_streaming_writer_gives_the_bytes_of_safetensors_in_any_order(tmp_pa
     }
     save_file(tensors, tmp_path / "reference.safetensors", metadata={"format": "pt"})
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with SafetensorsWriter(tmp_path / "streamed.safetensors", announced) as writer:
+    with safetensors_writer(tmp_path / "streamed.safetensors", announced) as write:
         for name in reversed(list(tensors)):
-            writer.write(name, tensors[name])
+            write(name, tensors[name])
     assert (tmp_path / "streamed.safetensors").read_bytes() == (tmp_path / "reference.safetensors").read_bytes()
 
 
 def test_an_unfinished_file_never_appears(tmp_path):
     announced = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
     path = tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match="never written"), SafetensorsWriter(path, announced) as writer:
-        writer.write("a", torch.zeros(2))
+    with pytest.raises(ValueError, match="never written"), safetensors_writer(path, announced) as write:
+        write("a", torch.zeros(2))
     assert not path.exists()
-    with pytest.raises(ZeroDivisionError), SafetensorsWriter(path, announced) as writer:
-        writer.write("a", torch.zeros(2) / (1 // 0))
+    with pytest.raises(ZeroDivisionError), safetensors_writer(path, announced) as write:
+        write("a", torch.zeros(2) / (1 // 0))
     assert list(tmp_path.glob("*.tmp")) in ([], [tmp_path / "model.safetensors.tmp"])
     assert not path.exists()
 
@@ -99,9 +99,9 @@ def test_an_unfinished_file_never_appears(tmp_path):
 def test_the_writer_refuses_what_was_not_announced(tmp_path):
     with (
         pytest.raises(ValueError, match="announced as"),
-        SafetensorsWriter(tmp_path / "m", {"a": (torch.float32, (2,))}) as writer,
+        safetensors_writer(tmp_path / "m", {"a": (torch.float32, (2,))}) as write,
     ):
-        writer.write("a", torch.zeros(3))
+        write("a", torch.zeros(3))
 
 
 def test_checksums_catch_truncation_alteration_absence_and_escape(tmp_path):

@@ -70,8 +70,7 @@ def nearest_indices(weight: Tensor, centroids: Tensor, *, granularity: str | Gra
     >>> nearest_indices(weight, lut, granularity="tensor").tolist()
     [[0, 1, 2]]
     """
-    tile = checked_tile(weight, centroids, granularity)
-    return kernels.nearest(weight, centroids, tile)
+    return kernels.nearest(weight, centroids, checked_tile(weight, centroids, granularity))
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
 from edkm_cli.initialize.importance import collect
 from edkm_cli.initialize.kept import Begun, KeptStart, tensors_of
-from edkm_cli.initialize.kmeans import shared_kmeans_starts
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.allocation import choose, rises_of, tried_bits
@@ -38,6 +37,38 @@ from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.palettized import Rounded
 from edkm_cli.settings import part_of
+
+
+@torch.no_grad()
+def shared_kmeans_starts(
+    weight: Tensor,
+    grid: Grid,
+    widths: Sequence[int],
+    *,
+    granularity: Granularity,
+    importance: Tensor | None,
+    name: str,
+    world: World,
+) -> list[Tensor]:
+    """`grid.starts(weight, widths)`: the same centroids (groups, numbers) on all processes, at 1/N of the time.
+
+    Groups are independent, and those of a band of tile rows are consecutive, so each process clusters a band of rows.
+    All hold the whole weight (out, in). Where there are fewer bands than processes (`tensor`), the first clusters all.
+    """
+    options: dict[str, Any] = {"granularity": granularity, "name": name}
+    tile_rows, tile_columns = granularity.tile(*weight.shape, layer=name)
+    bands = weight.shape[0] // tile_rows
+    if world.size == 1 or bands < world.size:
+        # Computed everywhere, taken from the first: processors may differ in the last bit.
+        return [world.broadcast(each) for each in grid.starts(weight, widths, importance=importance, **options)]
+    mine, groups = world.share_of(weight.shape[0], tile_rows), weight.shape[1] // tile_columns
+    if mine.start < mine.stop:
+        rows = importance[mine] if importance is not None and importance.dim() == 2 else importance
+        shares = [each.float() for each in grid.starts(weight[mine], widths, importance=rows, **options)]
+    else:
+        shares = [torch.zeros(0, replace(grid, bits=bits).numbers, device=weight.device) for bits in widths]
+    return [world.gather_rows(share, bands * groups) for share in shares]
+
 
 # Makes the model that is to be clustered, given `prepare` and `finish` by name: calls `prepare(path, part)` on each part
 # while its weights are whole, then `finish(model)`, and returns the model.

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from edkm_cli.distributed import World, assign, full
+from edkm_cli.distributed import World, assign
 from edkm_cli.errors import UserError
-from edkm_cli.format import SafetensorsWriter, sha256_of, sync, write_json
+from edkm_cli.format import sha256_of, sync, write_json
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.hooks import decoder_layers
@@ -119,7 +118,7 @@ class KeptStart:
         names_of = _files(model, tensors)
         for file in [file for file in names_of if file not in files]:
             path = self.directory / file
-            write_whole(path, {name: tensors[name] for name in names_of[file]}, self._world)
+            save_tensors(path, {name: tensors[name] for name in names_of[file]}, self._world)
             if self._world.main:
                 sync(path)
                 files[file] = sha256_of(path)
@@ -160,16 +159,6 @@ class KeptStart:
     def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for file in files:
             yield from read_whole(self.directory / file, self._world)
-
-
-def write_whole(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write tensors that may be sharded, whole: they are gathered, and written by the first process, one at a time."""
-    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with SafetensorsWriter(path, announced) if world.main else nullcontext() as writer:
-        for name, tensor in tensors.items():
-            whole = full(tensor)  # a collective where it is sharded
-            if writer is not None:
-                writer.write(name, whole)
 
 
 def read_whole(path: Path, world: World) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.kernels import has_triton
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime import lut_linear_c, lut_linear_torch
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.packed import Packed, check
 
 _PATHS = ("auto", "kernel", "dense", "reference")
 _PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB
@@ -167,3 +168,39 @@ def lookup_rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -
     else:
         found = lut_linear_torch.rows(packed, columns, flat, dtype)
     return found.view(*ids.shape, columns)
+
+
+class Ready:
+    """A module's matrices as the kernel reads them, which makes a product cheap to call: made again when a tensor has
+    moved."""
+
+    def __init__(self) -> None:
+        self._matrices: tuple[Packed, ...] = ()
+        self._addresses: tuple[int, ...] = ()
+        self._products: lut_linear_c.Products | None = None
+
+    def __deepcopy__(self, memo: dict) -> Ready:
+        return Ready()
+
+    def __reduce__(self) -> tuple:
+        return Ready, ()
+
+    def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:
+        """x times each matrix, or None where the kernel is not the way.
+
+        `matrices` should hold the same objects at each call as long as they stay what they are.
+        """
+        kept = self._matrices
+        if len(kept) == len(matrices) and all(map(is_, kept, matrices)):
+            found = None if self._products is None else self._products(x)
+            if found is not None or _addresses(matrices) == self._addresses:
+                return found
+        for packed in matrices:
+            check(columns, packed)
+        self._matrices, self._addresses = matrices, _addresses(matrices)
+        self._products = products(matrices, columns)
+        return None if self._products is None else self._products(x)
+
+
+def _addresses(matrices: tuple[Packed, ...]) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for m in matrices for t in m[:3] if t is not None)

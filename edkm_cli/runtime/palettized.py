@@ -24,7 +24,6 @@ from edkm_cli.packing import pack
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.runtime.packed import Packed
-from edkm_cli.runtime.ready import Ready
 
 _FILL_ROWS = 4096
 _UNCHANGED = (
@@ -48,7 +47,7 @@ class _Packed(nn.Module):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self._ready = Ready()
+        self._ready = dispatch.Ready()
         self._kept: Packed | None = None
 
     def packed(self) -> Packed:
@@ -80,7 +79,7 @@ class _Packed(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._kept, self._ready = None, Ready()  # what is replaced must not stay in memory
+        self._kept, self._ready = None, dispatch.Ready()  # what is replaced must not stay in memory
         self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         before = dict(self._buffers)
         super()._apply(fn, recurse)

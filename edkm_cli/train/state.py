@@ -23,7 +23,8 @@ from edkm_cli.config import CHECKPOINTS
 from edkm_cli.distributed import ALONE, World, assign, local
 from edkm_cli.errors import UserError
 from edkm_cli.format import sha256_of, sync, write_json
-from edkm_cli.initialize.kept import read_whole, write_whole
+from edkm_cli.initialize.kept import read_whole
+from edkm_cli.model_files import save_tensors
 
 _RANDOM = "random.cpu"
 
@@ -53,7 +54,7 @@ class Checkpoints:
         if self._world.main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        write_whole(unfinished / "state.safetensors", tensors, self._world)
+        save_tensors(unfinished / "state.safetensors", tensors, self._world)
         if self._world.main:
             sha256 = sha256_of(unfinished / "state.safetensors")
             write_json(unfinished / "state.json", {"step": step, "sha256": sha256, "numbers": numbers})

@@ -14,7 +14,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.format import SafetensorsWriter, read_json
+from edkm_cli.format import read_json, safetensors_writer
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
 from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
@@ -112,11 +112,11 @@ def write_tensors(
     )
     with ExitStack() as stack:
         writers = {
-            file: stack.enter_context(SafetensorsWriter(folder / file, {name: announced[name] for name in names}))
+            file: stack.enter_context(safetensors_writer(folder / file, {name: announced[name] for name in names}))
             for file, names in split.filename_to_tensors.items()
         }
         for name, tensor in tensors:
-            writers[split.tensor_to_filename[name]].write(name, tensor)
+            writers[split.tensor_to_filename[name]](name, tensor)
     if split.is_sharded:
         index = {"metadata": {**metadata, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

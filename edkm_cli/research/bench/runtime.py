@@ -25,8 +25,8 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.packing import pack
 from edkm_cli.research.bench.config import RuntimeBench
 from edkm_cli.runtime import lut_linear_torch
+from edkm_cli.runtime.dispatch import Ready
 from edkm_cli.runtime.packed import Packed
-from edkm_cli.runtime.ready import Ready
 from edkm_cli.settings import command_line
 from edkm_cli.summaries import table
 
