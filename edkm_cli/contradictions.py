@@ -66,10 +66,8 @@ def _about_bits(config: Any) -> list[str]:
         found.append(f"target {config.target} says what its tables are; leave {given} out")
     for override in map(Override.parse, config.overrides):
         about = override.bits or config.bits, override.granularity or Granularity.parse(config.granularity)
-        found += [
-            f"overrides of {override.pattern}: {fault}"
-            for fault in palette_faults(config.palette, *about, config.lut_dtype)
-        ]
+        faults = palette_faults(config.palette, *about, config.lut_dtype)
+        found += [f"overrides of {override.pattern}: {fault}" for fault in faults]
     if config.target_size and config.allocation == "uniform":
         found.append("target_size is met by an average number of bits; use allocation sensitivity")
     if config.allocation == "uniform" and not isinstance(config.bits, int):

@@ -303,10 +303,8 @@ def is_plain_name(name: str) -> bool:
 
 def write_checksums(directory: Path, names: Iterable[str]) -> None:
     """Record size and sha256 of the named files in checksums.json."""
-    entries = {
-        name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_of(directory / name)}
-        for name in sorted(names)
-    }
+    files = {name: directory / name for name in sorted(names)}
+    entries = {name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for name, file in files.items()}
     write_json(directory / CHECKSUMS, entries)
 
 

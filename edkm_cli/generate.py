@@ -17,15 +17,21 @@ from edkm_cli.nn.swap import dequantize_model
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.palettized import PalettizedLinear
 
-Emit = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Sampling:
-    """Tokens at random, by their probabilities at `temperature`, among the likeliest of total probability `top_p`."""
+class Manner:
+    """How a model writes: the likeliest token each time, or with a `temperature` one at random by their probabilities, among
+    the likeliest of total probability `top_p`. `system` begins a conversation; `emit` gets the text as it comes."""
 
-    temperature: float = 0.7
+    max_new_tokens: int
+    temperature: float | None = None
     top_p: float = 1.0
+    system: str | None = None
+    emit: Callable[[str], None] = lambda text: None
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,7 @@ class Writer:
 
 
 def load_writer(
-    name: str,
-    *,
-    chat: bool,
-    dequantize: bool | None,
-    dtype: str,
-    device: str,
-    seed: int = 0,
-    trust_remote_code: bool = False,
+    source: models.ModelSource, *, chat: bool, dequantize: bool | None, dtype: str, device: str, seed: int = 0
 ) -> Writer:
     """A model that writes. `dequantize` None: weights stay packed where a kernel computes from them, which is faster.
 
@@ -54,8 +53,7 @@ def load_writer(
     """
     models.check_dtype(dtype)
     dispatch.forced_path()
-    source = models.resolve(name, trust_remote_code=trust_remote_code)
-    tokenizer = models.load_tokenizer(source)
+    name, tokenizer = source.name, models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
         raise UserError(
             f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
@@ -73,7 +71,7 @@ def load_writer(
 class _Stream:
     """What transformers hands new tokens to: decodes them and emits the text that is settled."""
 
-    def __init__(self, tokenizer: Any, emit: Emit):
+    def __init__(self, tokenizer: Any, emit: Callable[[str], None]):
         self._tokenizer, self._emit = tokenizer, emit
         self._prompt_seen, self._shown = False, ""
         self._ids: list[int] = []
@@ -100,16 +98,13 @@ class _Stream:
 _ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
-def _write(
-    writer: Writer, inputs: dict[str, Tensor], max_new_tokens: int, sampling: Sampling | None, emit: Emit
-) -> tuple:
+def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
     """(answer, new tokens, seconds)."""
-    options: dict[str, Any] = {"do_sample": False, **_ONE_ANSWER}
-    if sampling is not None:
-        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": manner.max_new_tokens, **_ONE_ANSWER}
+    if manner.temperature is not None:
+        options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
-    stream = _Stream(writer.tokenizer, emit)
-    written = writer.model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=stream, **options)[0, length:]
+    written = writer.model.generate(**inputs, streamer=_Stream(writer.tokenizer, manner.emit), **options)[0, length:]
     seconds = time.perf_counter() - start
     return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
 
@@ -124,27 +119,14 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
     return dict(inputs)
 
 
-def _opening(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
-
-
-def generate_text(
-    writer: Writer,
-    prompt: str,
-    *,
-    chat: bool,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    system: str | None = None,
-    emit: Emit = lambda text: None,
-) -> dict[str, Any]:
-    """The result of `edkm generate` with a prompt: greedy where `sampling` is None."""
+def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) -> dict[str, Any]:
+    """The result of `edkm generate` with a prompt."""
     if chat:
-        inputs = _encode(writer, [*_opening(system), {"role": "user", "content": prompt}])
+        inputs = _encode(writer, [*manner.opening, {"role": "user", "content": prompt}])
     else:
         inputs = _encode(writer, prompt)
-        emit(prompt)
-    answer, tokens, seconds = _write(writer, inputs, max_new_tokens, sampling, emit)
+        manner.emit(prompt)
+    answer, tokens, seconds = _write(writer, inputs, manner)
     return {
         "model": writer.name,
         "prompt": prompt,
@@ -155,23 +137,15 @@ def generate_text(
     }
 
 
-def converse(
-    writer: Writer,
-    *,
-    ask: Callable[[], str | None],
-    emit: Emit,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    system: str | None = None,
-) -> dict[str, Any]:
+def converse(writer: Writer, manner: Manner, *, ask: Callable[[], str | None]) -> dict[str, Any]:
     """A conversation until `ask` gives None: its messages, and how fast the model wrote."""
-    messages, tokens, seconds = _opening(system), 0, 0.0
+    messages, tokens, seconds = manner.opening, 0, 0.0
     while (message := ask()) is not None:
         if not message.strip():
             continue
         messages.append({"role": "user", "content": message})
-        answer, count, took = _write(writer, _encode(writer, messages), max_new_tokens, sampling, emit)
-        emit("\n")
+        answer, count, took = _write(writer, _encode(writer, messages), manner)
+        manner.emit("\n")
         messages.append({"role": "assistant", "content": answer})
         tokens, seconds = tokens + count, seconds + took
     return {

@@ -141,9 +141,8 @@ def require_stored(model: Any, stored: set[str], foreign: set[str]) -> None:
     use whatever the memory holds. The tensors of `foreign` modules may lack."""
     prefix = f"{model.base_model_prefix}."
     known = stored | {key.removeprefix(prefix) for key in stored} | {prefix + key for key in stored}
-    absent = re.compile(
-        "|".join(f"({pattern})" for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
-    )
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]
+    absent = re.compile("|".join(f"({pattern})" for pattern in patterns))
     tied = set(model.all_tied_weights_keys)
     outside = tuple(f"{name}." for name in foreign)
     for name in model.state_dict():

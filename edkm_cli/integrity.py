@@ -52,9 +52,8 @@ def skeleton(
 ) -> Any:
     """The palettized model of a configuration on the meta device, as loading builds it."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=trust_remote_code
-        )
+        dtype = dtype or config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     palettize_skeleton(model, spec)
     return model
 

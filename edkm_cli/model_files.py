@@ -60,10 +60,8 @@ class TensorFiles:
         self.tensors: dict[str, StoredTensor] = {}
         for file in sorted(set(placed.values())) if placed is not None else [SINGLE]:
             for name, dtype, shape in header(directory / file, remedy=remedy):
-                if name in self.tensors:
-                    raise UserError(
-                        f"{directory} holds {name[:100]} in {self.tensors[name].file} and in {file}; {remedy}"
-                    )
+                if (there := self.tensors.get(name)) is not None:
+                    raise UserError(f"{directory} holds {name[:100]} in {there.file} and in {file}; {remedy}")
                 self.tensors[name] = StoredTensor(file, dtype, shape)
         for name, file in sorted((placed or {}).items()):
             if name not in self.tensors or self.tensors[name].file != file:

@@ -209,10 +209,8 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     limit = no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers) if stored else nullcontext()
     try:
         with torch.device("meta"), limit:
-            # A copy: building a model leaves its mark on the configuration.
-            model = transformers.AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=source.trust_remote_code
-            )
+            own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
+            model = transformers.AutoModelForCausalLM.from_config(own, trust_remote_code=source.trust_remote_code)
             if source.splits:
                 split_experts(model)
             return model
@@ -328,13 +326,11 @@ def safetensors_directory(source: ModelSource) -> Path:
         return _decoded_copy(source)
     if source.is_local:
         return Path(source.location)
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json"] + (["*.py"] if source.trust_remote_code else [])
     try:
-        return Path(
-            huggingface_hub.snapshot_download(source.location, revision=source.revision, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(source.location, revision=source.revision, allow_patterns=patterns))
     except Exception as error:
         raise _loading_error(source, error) from error
 

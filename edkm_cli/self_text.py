@@ -56,13 +56,7 @@ def first_tokens(tokenizer: Any, rows: int) -> list[int]:
 
 @torch.no_grad()
 def write_text(
-    model: Any,
-    begins: list[int],
-    *,
-    sequences: int,
-    length: int = SEQUENCE_TOKENS,
-    seed: int,
-    track: Track = no_progress,
+    model: Any, begins: list[int], *, sequences: int, length: int, seed: int, track: Track = no_progress
 ) -> Tensor:
     """Token ids (sequences, length) int64, on the CPU, sampled from a causal LM at temperature 1.
 

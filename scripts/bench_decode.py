@@ -67,7 +67,7 @@ def pack(model: Any, bits: int) -> None:
         packed.indices.random_(0, 256)
         packed.lut.copy_(torch.randn(packed.lut.shape, device=packed.lut.device).mul_(0.02).sort(1).values)
         model.set_submodule(swap.name, packed)
-    palettize_embeddings(model, swaps, spec)
+    palettize_embeddings(model, swaps, spec, {})
 
 
 def step_of(model: Any, tokens: int) -> Callable[[], None]:

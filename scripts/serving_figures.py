@@ -89,6 +89,7 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
 
     import edkm_cli
     from edkm_cli.generate import load_writer
+    from edkm_cli.models import resolve
 
     tokenizer, answers = AutoTokenizer.from_pretrained(directory), []
     prompts = [tokenizer(text)["input_ids"] for text in TOPICS]
@@ -98,7 +99,7 @@ def agree(directory: str, *options: str) -> dict[str, Any]:
             found = ask(f"{base}/v1/completions", model=directory, return_tokens_as_token_ids=True, **body)
             answers.append(found["choices"][0]["logprobs"])
         chats = [_served_chat(base, directory, *conversation) for conversation in CONVERSATIONS]
-    writer = load_writer(directory, chat=True, dequantize=False, dtype="float32", device="cpu")
+    writer = load_writer(resolve(directory), chat=True, dequantize=False, dtype="float32", device="cpu")
     own = [_own_chat(writer, *conversation) for conversation in CONVERSATIONS]
     model, ties, largest, tokens = edkm_cli.load(directory, dtype=torch.float32), [], 0.0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -139,12 +140,10 @@ def _served_chat(base: str, directory: str, system: str | None, questions: tuple
 
 def _own_chat(writer: Any, system: str | None, questions: tuple[str, ...]) -> dict[str, Any]:
     """The same with `edkm generate --chat`."""
-    from edkm_cli.generate import converse
+    from edkm_cli.generate import Manner, converse
 
     left = iter(questions)
-    result = converse(
-        writer, ask=lambda: next(left, None), emit=lambda text: None, max_new_tokens=TOKENS, system=system
-    )
+    result = converse(writer, Manner(TOKENS, system=system), ask=lambda: next(left, None))
     return {"messages": result["messages"], "new_tokens": result["new_tokens"]}
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from edkm_cli.errors import UserError
-from edkm_cli.generate import Sampling, converse, generate_text, load_writer
+from edkm_cli.generate import Manner, converse, generate_text, load_writer
 from edkm_cli.kernels import build
+from edkm_cli.models import resolve
 from helpers import byte_tokenizer, cluster, export, tiny_llama
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -23,13 +24,13 @@ def checkpoint(tmp_path_factory):
 
 def writer_of(checkpoint, **options):
     return load_writer(
-        str(checkpoint), **{"chat": False, "dequantize": None, "dtype": "float32", "device": "cpu"} | options
+        resolve(str(checkpoint)), **{"chat": False, "dequantize": None, "dtype": "float32", "device": "cpu"} | options
     )
 
 
 def test_pieces_add_up_to_the_text_that_the_model_generates(checkpoint):
     writer, pieces = writer_of(checkpoint), []
-    result = generate_text(writer, "Once", chat=False, max_new_tokens=12, emit=pieces.append)
+    result = generate_text(writer, "Once", Manner(12, emit=pieces.append), chat=False)
     ids = writer.tokenizer("Once", return_tensors="pt").input_ids
     written = writer.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert result["text"] == "Once" + writer.tokenizer.decode(written, skip_special_tokens=True)
@@ -39,11 +40,11 @@ def test_pieces_add_up_to_the_text_that_the_model_generates(checkpoint):
 
 def test_a_models_own_settings_do_not_change_what_an_answer_is(checkpoint):
     writer = writer_of(checkpoint)
-    plain = generate_text(writer, "Once", chat=False, max_new_tokens=5)
+    plain = generate_text(writer, "Once", Manner(5), chat=False)
     writer.model.generation_config.update(
         return_dict_in_generate=True, output_scores=True, num_beams=3, num_return_sequences=2
     )
-    assert generate_text(writer, "Once", chat=False, max_new_tokens=5)["text"] == plain["text"]
+    assert generate_text(writer, "Once", Manner(5), chat=False)["text"] == plain["text"]
 
 
 def test_weights_stay_packed_unless_they_are_asked_for(checkpoint):
@@ -56,14 +57,8 @@ def test_weights_stay_packed_unless_they_are_asked_for(checkpoint):
 
 def test_a_conversation_keeps_its_turns_and_its_system_message(checkpoint):
     messages, pieces = iter(["Hi", " ", "And you?"]), []
-    result = converse(
-        writer_of(checkpoint, chat=True),
-        ask=lambda: next(messages, None),
-        emit=pieces.append,
-        max_new_tokens=3,
-        sampling=Sampling(0.9, 0.8),
-        system="Be brief.",
-    )
+    manner = Manner(3, 0.9, 0.8, "Be brief.", pieces.append)
+    result = converse(writer_of(checkpoint, chat=True), manner, ask=lambda: next(messages, None))
     assert [m["role"] for m in result["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     answers = [m["content"] for m in result["messages"] if m["role"] == "assistant"]
     assert "".join(pieces) == "".join(answer + "\n" for answer in answers)
@@ -73,7 +68,7 @@ def test_a_conversation_keeps_its_turns_and_its_system_message(checkpoint):
 def test_the_seed_decides_what_is_sampled(checkpoint):
     def sampled(seed):
         writer = writer_of(checkpoint, seed=seed)
-        return generate_text(writer, "One", chat=False, max_new_tokens=8, sampling=Sampling(2.0))["text"]
+        return generate_text(writer, "One", Manner(8, 2.0), chat=False)["text"]
 
     assert sampled(1) == sampled(1)
     assert len({sampled(seed) for seed in range(4)}) > 1

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.generate import generate_text, load_writer
+from edkm_cli.generate import Manner, generate_text, load_writer
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
+from edkm_cli.models import resolve
 from edkm_cli.packing import pack
 from edkm_cli.runtime import lut_linear_torch
 from edkm_cli.runtime.packed import Packed
@@ -331,8 +332,8 @@ def test_compiled_graphs_write_what_transformers_writes_and_chats_end_where_edkm
     answer = llm.chat([{"role": "user", "content": "Hello"}], sampling, use_tqdm=False)[0].outputs[0]
     assert list(answer.token_ids) == written[: stop + 1]
     assert answer.finish_reason == "stop"
-    writer = load_writer(str(directory), chat=True, dequantize=False, dtype="float32", device="cpu")
-    assert generate_text(writer, "Hello", chat=True, max_new_tokens=24)["new_tokens"] == stop + 1
+    writer = load_writer(resolve(str(directory)), chat=True, dequantize=False, dtype="float32", device="cpu")
+    assert generate_text(writer, "Hello", Manner(24), chat=True)["new_tokens"] == stop + 1
 
 
 def test_an_adapter_is_served_on_packed_layers(whole, tmp_path):

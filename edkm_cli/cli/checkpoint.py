@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -142,22 +142,23 @@ def generate_command(
 ) -> None:
     """Continue a text, or talk, with a compressed or uncompressed model."""
     check_json_target(json_file, input_paths("MODEL", model))
-    from edkm_cli.generate import Sampling, converse, generate_text, load_writer
+    from edkm_cli.generate import Manner, converse, generate_text, load_writer
+    from edkm_cli.models import resolve
     from edkm_cli.preflight import choose_device
 
     if prompt is not None and not prompt:
         raise UserError("the prompt must not be empty; give a text to continue")
     chosen = settings.sample or settings.temperature is not None or settings.top_p is not None
     talks = prompt is None or settings.chat or settings.system is not None
-    how = {name: getattr(settings, name) for name in ("dequantize", "dtype", "seed", "trust_remote_code")}
-    writer = load_writer(model, chat=talks, device=choose_device(settings.device), **how)
-    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "system": settings.system}
-    options["sampling"] = Sampling(settings.temperature or 0.7, settings.top_p or 1.0) if chosen else None
-    options["emit"] = partial(typer.echo, nl=False)
+    how = {name: getattr(settings, name) for name in ("dequantize", "dtype", "seed")}
+    source = resolve(model, trust_remote_code=settings.trust_remote_code)
+    writer = load_writer(source, chat=talks, device=choose_device(settings.device), **how)
+    sampling = settings.temperature or 0.7 if chosen else None, settings.top_p or 1.0
+    manner = Manner(settings.max_new_tokens, *sampling, settings.system, partial(typer.echo, nl=False))
     if prompt is None:
-        result = converse(writer, ask=_ask, **options)
+        result = converse(writer, manner, ask=_ask)
     else:
-        result = generate_text(writer, prompt, chat=talks, **options)
+        result = generate_text(writer, prompt, manner, chat=talks)
     finish("", stamped(result), json_file)
 
 

@@ -102,10 +102,8 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
         flags, name = about.flags, of.name.replace("_", "-")
         if of.default is False:
             flags = flags or (f"--{name}",)
-            yield _parameter(
-                f"no_{of.name}",
-                Annotated[bool | None, typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)],
-            )
+            off = typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)
+            yield _parameter(f"no_{of.name}", Annotated[bool | None, off])
         shown = option(about.panel, _help_text(of, repeats), *flags, metavar=_METAVARS[single])
         yield _parameter(of.name, Annotated[(list[single] if repeats else single) | None, shown])  # type: ignore[valid-type]
 

@@ -34,22 +34,18 @@ def kmeans_start(
     are ignored; a group that has no others is clustered unweighted. Raises UserError for k outside 2 to 256, shapes that do
     not fit, NaN or Inf, and negative importance.
     """
-    return kmeans_starts(weight, [k], granularity=granularity, importance=importance, name=name)[0]
+    geometry = Granularity.parse(granularity)
+    return kmeans_starts(weight, [k], granularity=geometry, importance=importance, name=name)[0]
 
 
 @torch.no_grad()
 def kmeans_starts(
-    weight: Tensor,
-    ks: Sequence[int],
-    *,
-    granularity: str | Granularity,
-    importance: Tensor | None = None,
-    name: str = "weight",
+    weight: Tensor, ks: Sequence[int], *, granularity: Granularity, importance: Tensor | None = None, name: str
 ) -> list[Tensor]:
     """`kmeans_start` for each number k of some, ascending, at the cost of the largest."""
     for k in ks:
         check_k(k, layer=name)
-    tile = Granularity.parse(granularity).tile(weight.shape[0], weight.shape[1], layer=name)
+    tile = granularity.tile(weight.shape[0], weight.shape[1], layer=name)
     home = weight.device
     if weight.is_cuda and kernels.build.library() is not None:  # finds the optimum, in host memory
         weight = weight.cpu()

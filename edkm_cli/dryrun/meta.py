@@ -264,9 +264,8 @@ def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> T
         if shape not in (first.shape, second.shape):
             return func(first, second, **kwargs)
         like = first if shape == first.shape else second
-    return torch.empty_like(
-        like, dtype=first.dtype if second is None else torch.result_type(first, second), device=META
-    )
+    dtype = first.dtype if second is None else torch.result_type(first, second)
+    return torch.empty_like(like, dtype=dtype, device=META)
 
 
 def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

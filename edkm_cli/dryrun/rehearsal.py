@@ -11,8 +11,8 @@ of C kernels, what data parallelism and sharding (FSDP2) keep. The process itsel
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -258,8 +258,7 @@ class Rehearsal:
         *,
         granularity: Granularity,
         importance: Tensor | None,
-        name: str,
-        world: World,
+        **_: Any,
     ) -> list[Tensor]:
         """One k-means for each shape, in host memory, where a weight on a GPU is copied to, with the scratch memory of
         kernels/kmeans.c. Layers of a shape need the same."""
@@ -384,10 +383,6 @@ class Rehearsal:
                 with self._ledger.under(CLUSTERING), self._gathered(model):
                     pack(layer.snapped()[0], layer.clustering.bits)
 
-    @contextmanager
-    def _gathered(self, *models_: Any) -> Iterator[None]:
+    def _gathered(self, model: Any) -> AbstractContextManager[None]:
         """Where parameters are sharded, the decoder layers that are whole for the moment."""
-        sizes = [layer_bytes(model) for model in models_ if isinstance(model, nn.Module)]
-        gathered = _GATHERED_LAYERS * max(sizes) if self.world.sharded and sizes else 0
-        with self._ledger.more(gathered, SHARDING) if gathered else nullcontext():
-            yield
+        return self._ledger.more(_GATHERED_LAYERS * layer_bytes(model) if self.world.sharded else 0, SHARDING)

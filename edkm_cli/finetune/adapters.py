@@ -70,10 +70,8 @@ def check_adapter(directory: Path) -> dict[str, Any]:
             f"{directory} is not"
         )
     config = read_json(directory / _CONFIG, remedy="save the adapter again")
-    if config.get("peft_type") != "LORA":
-        raise UserError(
-            f"--adapter must hold a LoRA adapter, but {directory} holds {str(config.get('peft_type'))[:40]!r}"
-        )
+    if (kind := str(config.get("peft_type"))[:40]) != "LORA":
+        raise UserError(f"--adapter must hold a LoRA adapter, but {directory} holds {kind!r}")
     return config
 
 

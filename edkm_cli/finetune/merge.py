@@ -132,11 +132,12 @@ class _Run(PackedSession):
             if self.writes_text:
                 self.watch.say("the adapted model writes its own text, once")
                 about: dict[str, Any] = {
-                    "weights_sha256": self.digest(self.adapter / WEIGHTS),
+                    "tokens": self.needed_tokens,
+                    "seed": self.config.seed,
                     "track": self.watch.track,
                 }
-                about |= {"tokens": self.needed_tokens, "seed": self.config.seed}
-                self.take_text(self_text(model, self.tokenizer, **about))
+                sha256 = self.digest(self.adapter / WEIGHTS)
+                self.take_text(self_text(model, self.tokenizer, weights_sha256=sha256, **about))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
         with model.disable_adapter():

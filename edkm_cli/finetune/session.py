@@ -80,12 +80,9 @@ class Reference:
         compressed = stored_skeleton(session.directory, trust_remote_code=trust)
         shapes = {name: tuple(getattr(m, "weight", torch.empty(0)).shape) for name, m in skeleton.named_modules()}
         for name, module in compressed.named_modules():
-            if isinstance(module, PALETTIZED):
-                shape = (module.rows, module.columns)
-                if shapes.get(name) != shape:
-                    self._refuse(
-                        f"has {shapes.get(name, 'nothing')} at {name}, which is {shape} in {session.directory}"
-                    )
+            shape = (module.rows, module.columns) if isinstance(module, PALETTIZED) else None
+            if shape not in (None, there := shapes.get(name)):
+                self._refuse(f"has {there or 'nothing'} at {name}, which is {shape} in {session.directory}")
         if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():
             self._refuse(f"has another tokenizer than {session.directory}")
         self.sha256 = model_digest(self._source, architecture, session.world)

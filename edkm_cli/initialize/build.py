@@ -224,10 +224,8 @@ def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: Tables)
     model, inside = layers.model, tuple(f"{path}." for path in layers.paths)
     outside = {name: value for name, value in tensors_of(model).items() if not name.startswith(inside)}
     if begun is None:
-        recipe = tables.recipe
-        kept.begin(
-            {**tables.named(), **outside}, {swap.name: recipe.spec.bits_of(swap.name) for swap in recipe.clustered}
-        )
+        bits = {swap.name: tables.recipe.spec.bits_of(swap.name) for swap in tables.recipe.clustered}
+        kept.begin({**tables.named(), **outside}, bits)
         return
     done, _, tensors, _ = begun
     tables.take(tensors)

@@ -16,7 +16,7 @@ before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, LutLayer, clustered_layers, lut_layers
 from edkm_cli.nn.hooks import evaluating, hooked
+from edkm_cli.progress import Track, no_progress
 
 _LAZY_COLUMNS = 128
 _DAMPING = 0.01
@@ -213,9 +214,8 @@ class Compensation:
             else:
                 self._hessian = self._corrections.hessian(inputs[0])
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            self._factor = inverse_factor(
-                self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32
-            )
+            ordered = self._hessian[self._order][:, self._order]
+            self._factor = inverse_factor(ordered, damping=self._damping, dtype=torch.float32)
         weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._times_inverse, self._damping)
@@ -286,13 +286,7 @@ class Compensation:
 
 
 @torch.no_grad()
-def compensate(
-    model: Any,
-    batches: list[Tensor],
-    *,
-    world: World = ALONE,
-    track: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, description, total: items,
-) -> None:
+def compensate(model: Any, batches: list[Tensor], *, world: World = ALONE, track: Track = no_progress) -> None:
     """Compensate all `ClusteredLinear` layers of a causal LM, in place, in the order in which they run.
 
     A layer that the text does not reach keeps its weight. Several processes all see the whole text, and round some of the

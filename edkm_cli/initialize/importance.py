@@ -249,9 +249,8 @@ def _run(model: Any, batch: Tensor, kind: str) -> None:
             model(input_ids=batch, use_cache=False)  # the whole model: FSDP2 gathers the root's parameters for it alone
         return
     # No parameter asks for a gradient, so the embedded tokens do, or there would be no graph.
-    asking = hooked(
-        [model.get_input_embeddings()], lambda layer, args, output: output.detach().requires_grad_(True), after=True
-    )
+    embedding = model.get_input_embeddings()
+    asking = hooked([embedding], lambda layer, args, output: output.detach().requires_grad_(True), after=True)
     with asking, torch.enable_grad():
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
         # A sum, not a mean: each token's own gradient is squared.

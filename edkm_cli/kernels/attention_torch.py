@@ -130,9 +130,8 @@ class TorchPasses(Passes):
 
     def weight_gradient(self, mean: Tensor, pull: Tensor) -> Tensor:
         for chunk, values in self._cut(1):
-            self._pile(
-                chunk, (values - mean[chunk[0], None].to(self._compute)) * pull[chunk[0], None].to(self._compute)
-            )
+            mean_here, pull_here = self._at(chunk, mean, pull)
+            self._pile(chunk, (values - mean_here[:, None]) * pull_here[:, None])
         assert self._piled is not None
         gradient, self._piled = self._piled, None
         return from_groups(gradient, self._weight.shape, self._tile).to(self._weight.dtype)

@@ -45,11 +45,8 @@ class _Record:
 
     def serves(self, tensor: torch.Tensor, view: View) -> bool:
         """Whether this record holds what `tensor` reads: same storage, not written to since, and all its bytes."""
-        return (
-            self.storage.cdata == storage_address(tensor)
-            and self.version == tensor._version
-            and self.region.covers(view)
-        )
+        unchanged = self.storage.cdata == storage_address(tensor) and self.version == tensor._version
+        return unchanged and self.region.covers(view)
 
     def read(self, reader: _Saved) -> torch.Tensor:
         """The view of one saved tensor. The copy on the device is dropped when every living reader has had it."""

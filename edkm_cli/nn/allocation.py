@@ -76,13 +76,11 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
     )
     linears = [swap for swap in swaps if swap.clustered]
     overrides = {swap.name: Override.of(config.overrides, swap.name) for swap in linears}
-    unused = [
-        text for text in config.overrides if not any(fnmatch(name, Override.parse(text)[0]) for name in overrides)
-    ]
-    if unused:
-        raise UserError(
-            f"--override must match a linear that is compressed, but {unused[0]!r} matches none; see --dry-run"
-        )
+    for text in config.overrides:
+        if not any(fnmatch(name, Override.parse(text).pattern) for name in overrides):
+            raise UserError(
+                f"--override must match a linear that is compressed, but {text!r} matches none; see --dry-run"
+            )
     tiles = {name: str(one.granularity) for name, one in overrides.items() if one.granularity}
     spec = replace(spec, module_granularity=tiles, format_version=0) if tiles else spec
     fixed = {name: one.bits for name, one in overrides.items() if one.bits}
@@ -90,11 +88,8 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
     average: float = config.bits
     more: float = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits) if chosen else 0
     if config.allocation == SENSITIVITY:
-        more += sum(
-            size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name])
-            for swap in linears
-            if swap.name in fixed
-        )
+        given = [swap for swap in linears if swap.name in fixed]
+        more += sum(size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name]) for swap in given)
     if more and free:
         room = sum(size_bits(swap, spec, average) for swap in free) + more
         average = min(average_in(free, spec, room), average + 1.0)

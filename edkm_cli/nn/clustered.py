@@ -101,10 +101,8 @@ class LutLayer(nn.Module):
             return self.codes(), None
         lut = self.lut()
         ascending, order = lut.sort(dim=1, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(lut.shape[1], device=lut.device).expand_as(order)
-        )
-        renamed = lookup(self.codes(), rank.float(), granularity=self.clustering.granularity).to(torch.uint8)
+        rank = order.argsort(1).float()
+        renamed = lookup(self.codes(), rank, granularity=self.clustering.granularity).to(torch.uint8)
         dtype, scale = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
         assert dtype is not None
         return renamed, (ascending if scale is None else ascending / scale).to(dtype)

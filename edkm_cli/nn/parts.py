@@ -54,9 +54,8 @@ class Parts:
         parameter = next(chain(self._model.parameters(), self._model.buffers()))  # packed weights are buffers
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=parameter.device)
         if not parameter.is_meta:
-            ids += (
-                torch.arange(_PROBE_TOKENS, device=parameter.device) % self._model.config.get_text_config().vocab_size
-            )
+            vocabulary = self._model.config.get_text_config().vocab_size
+            ids += torch.arange(_PROBE_TOKENS, device=parameter.device) % vocabulary
         # The errors are those of a family that calls its decoder in another way.
         with evaluating(self._model), suppress(AttributeError, IndexError):
             seen, wanted = self._pass(input_ids=ids, use_cache=False)

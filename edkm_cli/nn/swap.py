@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -186,10 +185,7 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
 
 
 def palettize_embeddings(
-    model: Any,
-    swaps: Iterable[Swap],
-    spec: QuantizationSpec,
-    rounded: Mapping[str, Rounded] | None = MappingProxyType({}),
+    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, Rounded] | None
 ) -> None:
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's.
 

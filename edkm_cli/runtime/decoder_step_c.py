@@ -67,9 +67,8 @@ class DecoderStep:
                 self._block((layer.down,), sizes.inner),
             )
             first = index * _LAYER
-            self._numbers[first : first + _KEYS] = array(
-                "q", (*blocks, *(0 if n is None else n.data_ptr() for n in norms))
-            )
+            addresses = (0 if norm is None else norm.data_ptr() for norm in norms)
+            self._numbers[first : first + _KEYS] = array("q", (*blocks, *addresses))
         self._function = library().edkm_decoder_step  # callers ask `supports` first
 
     def _shared(self, matrices: tuple[Packed, ...], columns: int) -> list[int]:

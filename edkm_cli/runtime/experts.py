@@ -63,9 +63,8 @@ class Experts(nn.Module):
         """The module of transformers, with the matrices in one parameter again."""
         made: Any = object.__new__(self.kind)
         nn.Module.__init__(made)
-        made.__dict__.update(
-            {name: value for name, value in _attributes(self).items() if name not in ("kind", "count")}
-        )
+        made.__dict__.update(_attributes(self))
+        del made.kind, made.count
         made._modules.update({name: child for name, child in self._modules.items() if name not in _PROJECTIONS})
         made._buffers.update(self._buffers)
         trains = any(parameter.requires_grad for parameter in self.parameters())

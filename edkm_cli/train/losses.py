@@ -138,9 +138,8 @@ def next_token_loss(logits: Tensor, ids: Tensor, labels: Tensor | None = None) -
     With `labels` (batch, sequence), the tokens to be learnt and -1 where there is none: of these, 0 where there are none.
     """
     labels = _next_tokens(ids) if labels is None else labels
-    total = nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
-    )
+    flat = logits.flatten(0, 1).float()
+    total = nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
     return total / (labels >= 0).sum().clamp_min(1)
 
 

@@ -106,11 +106,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
 def state_bytes(parameters: list[nn.Parameter]) -> tuple[float, float]:
     """(bytes of an optimizer's state, bytes of its own that a step needs)."""
-    state = sum(
-        parameter.numel() * (2 * _MOMENT_BYTES[parameter.dtype] + _MASTER_BYTES[parameter.dtype])
-        for parameter in parameters
-    )
-    largest = max((parameter.numel() for parameter in parameters if _MASTER_BYTES[parameter.dtype]), default=0)
+    state = sum(p.numel() * (2 * _MOMENT_BYTES[p.dtype] + _MASTER_BYTES[p.dtype]) for p in parameters)
+    largest = max((p.numel() for p in parameters if _MASTER_BYTES[p.dtype]), default=0)
     return state, 6 * 4 * min(_CHUNK, largest)  # the master, the gradient, moments and two results in float32
 
 

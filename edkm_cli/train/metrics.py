@@ -36,9 +36,7 @@ class Metrics:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         if self._accelerator is not None:
             plain = (bool, int, float, str)
-            settings = {
-                name: value if isinstance(value, plain) else str(value) for name, value in asdict(config).items()
-            }
+            settings = {name: one if isinstance(one, plain) else str(one) for name, one in asdict(config).items()}
             # What trackers write goes with the run; steps that a resumed run repeats replace the former ones.
             wandb = {} if "WANDB_DIR" in os.environ else {"dir": str(path.parent)}
             options = {"tensorboard": {"purge_step": first + 1}, "wandb": wandb}

@@ -128,9 +128,8 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
         return math.inf
     try:
         records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()[:steps]]
-        return min(
-            (float(next(iter(r["perplexity"].values()))) for r in records if r.get("perplexity")), default=math.inf
-        )
+        measured = (float(next(iter(r["perplexity"].values()))) for r in records if r.get("perplexity"))
+        return min(measured, default=math.inf)
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is not "
@@ -140,11 +139,7 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes: parameters with gradients, and warm-start centroids without."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or name.endswith(".centroids")
-    }
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or name.endswith(".centroids")}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
@@ -163,7 +158,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 def _restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    numbers: Mapping[str, int | float],
+    numbers: Mapping[str, float],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""

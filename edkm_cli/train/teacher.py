@@ -102,9 +102,8 @@ def remember(
     kind = torch.device(world.device).type
     dtype = torch.bfloat16 if parts.dtype == torch.bfloat16 else torch.float16
     shape = (config.sequence_length, parts.width)
-    name = hashlib.sha256(
-        " ".join([model_sha256, str(dtype), mixed_precision, str(shape), *rows]).encode()
-    ).hexdigest()[:32]
+    about = " ".join([model_sha256, str(dtype), mixed_precision, str(shape), *rows])
+    name = hashlib.sha256(about.encode()).hexdigest()[:32]
     path = cache_directory() / "teacher" / f"{name}.states"
     partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")
     at_once = max(1, _PASS_TOKENS // config.sequence_length)
