@@ -60,31 +60,29 @@ def unmeasured_best(config: Any) -> list[str]:
 
 
 def _about_bits(config: Any) -> list[str]:
-    found = []
-    if config.target is not None and (config.overrides or config.target_size):
+    found, bits, target = [], config.bits, config.target
+    if target is not None and (config.overrides or config.target_size):
         given = "overrides" if config.overrides else "target_size"
-        found.append(f"target {config.target} says what its tables are; leave {given} out")
+        found.append(f"target {target} says what its tables are; leave {given} out")
     for override in map(Override.parse, config.overrides):
-        about = override.bits or config.bits, override.granularity or Granularity.parse(config.granularity)
+        about = override.bits or bits, override.granularity or Granularity.parse(config.granularity)
         faults = palette_faults(config.palette, *about, config.lut_dtype)
         found += [f"overrides of {override.pattern}: {fault}" for fault in faults]
     if config.target_size and config.allocation == "uniform":
         found.append("target_size is met by an average number of bits; use allocation sensitivity")
-    if config.allocation == "uniform" and not isinstance(config.bits, int):
-        found.append(f"bits {config.bits:g} is an average; give a whole number, or allocation sensitivity")
-    average = config.allocation == "sensitivity" or not isinstance(config.bits, int) or config.target_size
+    if config.allocation == "uniform" and not isinstance(bits, int):
+        found.append(f"bits {bits:g} is an average; give a whole number, or allocation sensitivity")
+    average = config.allocation == "sensitivity" or not isinstance(bits, int) or config.target_size
     if average and config.importance != "gradient":
         found.append(
             "allocation sensitivity compares matrices by squared gradients, but importance is "
             f"{config.importance}; use importance gradient"
         )
-    if average and config.target is not None and TARGETS[config.target].mixes:
-        if not 3 <= config.bits <= 4:  # others reach for 1 or 7 bits
-            found.append(
-                f"target {config.target} mixes 2 to 6 bits, 3 to 4 on average, got {config.bits:g}; use bits 3.5"
-            )
-    elif average and config.target is not None:
-        found.append(f"target {config.target} holds one number of bits for all matrices; use allocation uniform")
+    if average and target is not None and TARGETS[target].mixes:
+        if not 3 <= bits <= 4:  # others reach for 1 or 7 bits
+            found.append(f"target {target} mixes 2 to 6 bits, 3 to 4 on average, got {bits:g}; use bits 3.5")
+    elif average and target is not None:
+        found.append(f"target {target} holds one number of bits for all matrices; use allocation uniform")
     return found
 
 

@@ -69,19 +69,17 @@ class TensorFiles:
 
     def _placed(self) -> dict[str, str] | None:
         """Tensor -> file, as the index says; None where one file holds all."""
-        directory, remedy = self.directory, self._remedy
+        directory, index, remedy = self.directory, self.directory / INDEX, self._remedy
         if (directory / SINGLE).is_file():  # transformers prefers it, too
             return None
-        if not (directory / INDEX).is_file():
+        if not index.is_file():
             raise UserError(f"{directory} has no {SINGLE} and no index of several files; {remedy}")
-        placed = read_json(directory / INDEX, remedy=remedy).get("weight_map")
+        placed = read_json(index, remedy=remedy).get("weight_map")
         if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
-            raise UserError(f"{directory / INDEX} must map tensors to files, but does not; {remedy}")
+            raise UserError(f"{index} must map tensors to files, but does not; {remedy}")
         for file in sorted(set(placed.values())):
             if not is_plain_name(file):
-                raise UserError(
-                    f"{directory / INDEX} must name files of its own directory, got {file[:100]!r}; {remedy}"
-                )
+                raise UserError(f"{index} must name files of its own directory, got {file[:100]!r}; {remedy}")
             if not (directory / file).is_file():
                 raise UserError(f"{directory} lacks {file[:100]}, which {INDEX} names; {remedy}")
         return placed
@@ -156,10 +154,8 @@ def check_model_files(directory: Path) -> TensorFiles | None:
     files = TensorFiles(directory)
     for name, (file, dtype, _) in files.tensors.items():
         if name.endswith("weight") and not dtype.startswith(("F", "BF")):
-            raise UserError(
-                f"{directory / file} must hold weights of real numbers, but {name[:100]} is {dtype}; give the model "
-                "that it was made from"
-            )
+            rule = f"{directory / file} must hold weights of real numbers, but {name[:100]} is {dtype}"
+            raise UserError(f"{rule}; give the model that it was made from")
     return files
 
 
@@ -261,9 +257,8 @@ def settle_ties(config: Any, directory: Path) -> None:
     too, while it loads; here it is known before, and for every way to read the files.
     """
     text = config.get_text_config(decoder=True)
-    if not getattr(text, "tie_word_embeddings", False) or differing_head(directory) is None:
-        return
-    text.tie_word_embeddings = config.tie_word_embeddings = False
+    if getattr(text, "tie_word_embeddings", False) and differing_head(directory) is not None:
+        text.tie_word_embeddings = config.tie_word_embeddings = False
 
 
 def differing_head(directory: Path) -> str | None:
@@ -305,13 +300,10 @@ def quantization_method(config: Any) -> str | None:
 
 def require_unquantized(name: str, config: Any) -> None:
     """Raises UserError for a checkpoint whose weights are quantized: clustering needs the numbers themselves."""
-    method = quantization_method(config)
-    if method is None:
-        return
-    remedy = "--dequantize, to start from what is left of it" if method in DECODABLE else _DECODE_OUTSIDE
-    raise UserError(
-        f"--model must not be quantized yet, but {name} is ({method}); give the model it was made from, or {remedy}"
-    )
+    if (method := quantization_method(config)) is not None:
+        remedy = "--dequantize, to start from what is left of it" if method in DECODABLE else _DECODE_OUTSIDE
+        rule = f"--model must not be quantized yet, but {name} is ({method})"
+        raise UserError(f"{rule}; give the model it was made from, or {remedy}")
 
 
 def as_if_dense(name: str, config: Any) -> None:

@@ -123,22 +123,20 @@ def _require_local(source: ModelSource) -> None:
 
 
 def _loading_error(source: ModelSource, error: Exception) -> UserError:
-    lines = " ".join(str(error).split())
+    name, lines = source.name, " ".join(str(error).split())
     if "trust_remote_code" in lines:
         return UserError(
-            f"--model {source.name} brings Python files of its own, which would be run; read them, and if you trust them "
-            "give --trust-remote-code"
+            f"--model {name} brings Python files of its own, which would be run; read them, and if you trust them give "
+            "--trust-remote-code"
         )
     if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
-        return needs_safetensors(source.name)
+        return needs_safetensors(name)
     text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
-        return UserError(
-            f"--model {source.name} could not be read ({text}); the files may be damaged: fetch them again"
-        )
+        return UserError(f"--model {name} could not be read ({text}); the files may be damaged: fetch them again")
     return UserError(
-        f"--model {source.name} could not be loaded from the Hugging Face hub as {source.location} ({text}); check the "
-        "name, the network and `hf auth login`, or give a local directory"
+        f"--model {name} could not be loaded from the Hugging Face hub as {source.location} ({text}); check the name, "
+        "the network and `hf auth login`, or give a local directory"
     )
 
 
@@ -317,13 +315,12 @@ def safetensors_directory(source: ModelSource) -> Path:
     """
     _require_local(source)
     if source.gguf_file:
-        if source.architecture and not (_decoded_copy(source) / "config.json").is_file():
+        decoded = _decoded_copy(source)
+        if source.architecture and not (decoded / "config.json").is_file():
             _load_gguf(source)
-        if not source.architecture or not (_decoded_copy(source) / "config.json").is_file():
-            raise UserError(
-                f"{source.name} must be a directory with safetensors files to be sharded; use --sharding none"
-            )
-        return _decoded_copy(source)
+        if not source.architecture or not (decoded / "config.json").is_file():
+            raise UserError(f"{source.name} must have safetensors files to be sharded; use --sharding none")
+        return decoded
     if source.is_local:
         return Path(source.location)
     from huggingface_hub import snapshot_download

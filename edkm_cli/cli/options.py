@@ -141,9 +141,7 @@ def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]]
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
     if target.is_dir() or not target.parent.is_dir():
-        raise UserError(
-            f"{option} must name a file in a directory that exists, got {json_file}; make the directory first"
-        )
+        raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
     require_apart(option, target, [*inputs, *cache_paths()])

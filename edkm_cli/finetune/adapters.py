@@ -27,12 +27,10 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     Raises UserError for a target that is none.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for target in targets:
-        if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
+    for end in targets:
+        if end != ALL_LINEAR and not any(name == end or name.endswith(f".{end}") for name in names):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise UserError(
-                f"--target-modules must name linears of the model ({there}) or {ALL_LINEAR}, got {target!r}"
-            )
+            raise UserError(f"--target-modules must name linears of the model ({there}) or {ALL_LINEAR}, got {end!r}")
     named: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets)
     if named == ALL_LINEAR and any(is_expert(name) for name in names):
         head = model.get_output_embeddings()

@@ -62,18 +62,16 @@ class FinetuneConfig(TrainingSettings, TextSettings):
 
     def _contradictions(self) -> list[str]:
         """What no single value shows."""
-        contradictions = []
+        found = []
         if self.train == TABLES:
             lora = {"lora_rank": None, "lora_alpha": None, "target_modules": ("all-linear",)}
             given = [name for name, default in lora.items() if getattr(self, name) != default]
-            contradictions += [f"{name} is of an adapter, but train is {TABLES}; leave one out" for name in given]
+            found += [f"{name} is of an adapter, but train is {TABLES}; leave one out" for name in given]
         elif self.reference:
-            contradictions.append(f"reference teaches tables, but train is {self.train}; use train {TABLES}")
+            found.append(f"reference teaches tables, but train is {self.train}; use train {TABLES}")
         if self.label_weight is not None and not self.reference:
-            contradictions.append(
-                "label_weight stands beside a reference's predictions, but there is none; leave it out"
-            )
-        return contradictions
+            found.append("label_weight stands beside a reference's predictions, but there is none; leave it out")
+        return found
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,7 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
             del h
             return _inverted(lower).flip(0, 1)  # U = R^-1
         diagonal += damping * mean
-    raise UserError(
-        "calibration inputs must be finite, but those of a layer give no Cholesky factor; use --start kmeans"
-    )
+    raise UserError("calibration inputs must be finite, but a layer's give no Cholesky factor; use --start kmeans")
 
 
 def _inverted(lower: Tensor) -> Tensor:
@@ -168,9 +166,7 @@ def rerouted(model: nn.Module, say: Callable[[str], None]) -> dict[str, float]:
     if shares:
         most = max(shares, key=shares.__getitem__)
         mean = sum(shares.values()) / len(shares)
-        say(
-            f"{mean:.1%} of the tokens get another choice of experts than uncompressed, at most {shares[most]:.1%} ({most})"
-        )
+        say(f"{mean:.1%} of the tokens get other experts than uncompressed, at most {shares[most]:.1%} ({most})")
     return shares
 
 
@@ -214,8 +210,9 @@ class Compensation:
             else:
                 self._hessian = self._corrections.hessian(inputs[0])
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            ordered = self._hessian[self._order][:, self._order]
-            self._factor = inverse_factor(ordered, damping=self._damping, dtype=torch.float32)
+            self._factor = inverse_factor(
+                self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32
+            )
         weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._times_inverse, self._damping)
@@ -267,6 +264,7 @@ class Compensation:
                 layer.centroids.data.copy_(fitted)
             errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
             kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
+            del errors
         improved = lookup(indices, layer.lut(), granularity=granularity).to(found.dtype)
         return torch.where(nearest_indices(found, layer.lut(), granularity=granularity) == indices, found, improved)
 

@@ -147,9 +147,7 @@ class KeptStart:
             elif name == _RANDOM:
                 torch.set_rng_state(value)
             elif name not in tensors or tensors[name].shape != value.shape:
-                raise UserError(
-                    f"{self.directory} is of another model: {name} does not fit; start again without --resume"
-                )
+                raise UserError(f"{self.directory} is of another model: {name} does not fit; start without --resume")
             else:
                 assign(tensors.pop(name), value.to(self._world.device))
         missing = sorted(set(tensors) - {_RANDOM})

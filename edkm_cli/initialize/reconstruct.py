@@ -194,9 +194,7 @@ class _Block:
             optimizer.zero_grad()
         self.module.eval()
         if not loss.is_meta and not math.isfinite(loss.item()):
-            raise UserError(
-                "the reconstruction of a decoder layer must stay finite, but its error is not; use --start compensated"
-            )
+            raise UserError("a decoder layer's reconstruction must stay finite, but is not; use --start compensated")
         for parameter, flag, dtype in kept:
             parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(flag)

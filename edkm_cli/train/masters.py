@@ -92,8 +92,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         master.mul_(1 - rate * group["weight_decay"])
         mean.lerp_(grad, 1 - first)
         square.mul_(second).addcmul_(grad, grad, value=1 - second)
-        scale = square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps)
-        master.addcdiv_(mean, scale, value=-rate / (1 - first**step))
+        rate /= 1 - first**step
+        master.addcdiv_(mean, square.sqrt().div_(math.sqrt(1 - second**step)).add_(self._eps), value=-rate)
         for name, moment in zip(_MOMENTS, (mean, square), strict=True):
             parts[name].copy_(moment)
         if "remainder" in parts:
