@@ -132,7 +132,11 @@ class Run(Session):
         """The dense model; what it writes itself, if `--data self` asks for it, is among the texts then."""
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
-            dense = self._open_dense() or Layers(self._load_dense())
+            dense = None
+            if plan.by_layer and not config.dequantize:  # decoder layers stay in the files, where these can be read so
+                self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
+                dense = open_layers(plan.source, dtype=getattr(torch, config.dtype), device=self.world.device)
+            dense = dense or Layers(self._load_dense())
             self.write_text(dense)
             models.require_finite(plan.source, dense)
             dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
@@ -142,14 +146,6 @@ class Run(Session):
             if config.packing and config.steps:
                 require_attention_within_documents(dense.model)
         return dense
-
-    def _open_dense(self) -> Layers | None:
-        """The dense model whose decoder layers stay in its files; None where all of it is needed, or the files cannot."""
-        plan, config = self.plan, self.config
-        if not plan.by_layer or config.dequantize:
-            return None
-        self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
-        return open_layers(plan.source, dtype=getattr(torch, config.dtype), device=self.world.device)
 
     def _load_dense(self) -> Any:
         config, plan, world = self.config, self.plan, self.world

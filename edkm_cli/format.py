@@ -162,8 +162,9 @@ class QuantizationSpec:
 
     def linear_bits(self, out_features: int, in_features: int, bits: int, *, layer: str = "") -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
-        about: dict[str, Any] = {"lut_bits": 8 * self.torch_lut_dtype.itemsize, "palette": self.palette}
-        per_weight = self.granularity_of(layer).bits_per_weight(out_features, in_features, bits=bits, **about)
+        tile_rows, tile_columns = self.granularity_of(layer).tile(out_features, in_features)
+        lut_bits = table_numbers(self.palette, bits) * 8 * self.torch_lut_dtype.itemsize
+        per_weight = bits + lut_bits / (tile_rows * tile_columns)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
         return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
 

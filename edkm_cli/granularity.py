@@ -177,14 +177,3 @@ class Granularity:
         """
         tile_rows, tile_columns = self.tile(out_features, in_features, layer=layer)
         return (out_features // tile_rows) * (in_features // tile_columns)
-
-    def bits_per_weight(
-        self, out_features: int, in_features: int, *, bits: int, lut_bits: int, palette: str = FREE
-    ) -> float:
-        """Bits per weight, LUT included: `bits + table_numbers * lut_bits / weights_per_lut`.
-
-        >>> Granularity.parse("block:8x64").bits_per_weight(576, 1536, bits=3, lut_bits=8)
-        3.125
-        """
-        tile_rows, tile_columns = self.tile(out_features, in_features)
-        return bits + table_numbers(palette, bits) * lut_bits / (tile_rows * tile_columns)

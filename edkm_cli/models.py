@@ -15,20 +15,10 @@ from typing import Any
 
 import yaml
 
+from edkm_cli import model_files
 from edkm_cli.distributed import local
 from edkm_cli.errors import UserError
 from edkm_cli.format import read_json
-from edkm_cli.model_files import (
-    FETCH_AGAIN,
-    as_if_dense,
-    check_model_files,
-    check_numbers,
-    needs_safetensors,
-    no_larger_than,
-    require_unquantized,
-    require_whole,
-    settle_ties,
-)
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.settings import cache_directory, configs_directory
 
@@ -130,7 +120,7 @@ def _loading_error(source: ModelSource, error: Exception) -> UserError:
             "--trust-remote-code"
         )
     if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
-        return needs_safetensors(name)
+        return model_files.needs_safetensors(name)
     text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
         return UserError(f"--model {name} could not be read ({text}); the files may be damaged: fetch them again")
@@ -154,19 +144,19 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
     own_files = source.is_local and not source.gguf_file
     if own_files:
         path = Path(source.location) / "config.json"
-        check_numbers(path, read_json(path, remedy=FETCH_AGAIN))
+        model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
     try:
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
     except Exception as error:
         raise _loading_error(source, error) from error
     if dequantize:
-        as_if_dense(source.name, config)
+        model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
-        require_unquantized(source.name, config)
+        model_files.require_unquantized(source.name, config)
         if own_files:
-            check_model_files(Path(source.location))
+            model_files.check_model_files(Path(source.location))
     if own_files:
-        settle_ties(config, Path(source.location))
+        model_files.settle_ties(config, Path(source.location))
     return config
 
 
@@ -203,8 +193,12 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
         raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
     directory = Path(source.location)
-    stored = check_model_files(directory) if source.is_local and not source.gguf_file else None
-    limit = no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers) if stored else nullcontext()
+    stored = model_files.check_model_files(directory) if source.is_local and not source.gguf_file else None
+    limit = (
+        model_files.no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers)
+        if stored
+        else nullcontext()
+    )
     try:
         with torch.device("meta"), limit:
             own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
@@ -275,7 +269,7 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
             )
     except Exception as error:
         raise _loading_error(source, error) from error
-    require_whole(source.name, model, report)
+    model_files.require_whole(source.name, model, report)
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False) and head is not None:
         tied = getattr(head, "weight", None) is getattr(rows, "weight", ())

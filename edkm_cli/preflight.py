@@ -138,11 +138,6 @@ class RunPlan:
         return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
 
     @property
-    def step_sequences(self) -> int:
-        """Sequences that one optimizer step sees, over all processes."""
-        return self.config.step_sequences(self.world.size)
-
-    @property
     def training_tokens(self) -> int:
         return self.config.trained_tokens(self.world.size)
 

@@ -7,6 +7,7 @@ import pytest
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.data import parse_source
 from edkm_cli.errors import UserError
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.settings import configs_directory, read_yaml, setting_of
 
@@ -85,8 +86,9 @@ def test_groups_bits_and_the_nearest_geometry():
     assert Granularity.parse("row:2").groups(8, 5) == 4
     assert Granularity.parse("block:4x5").groups(8, 15) == 6
     assert Granularity.parse("tensor").groups(8, 5) == 1
-    assert Granularity.parse("row:1").bits_per_weight(1, 576, bits=3, lut_bits=16) == pytest.approx(3 + 128 / 576)
-    assert Granularity.parse("block:8x64").bits_per_weight(64, 64, bits=3, lut_bits=8) == 3.125
+    rows, blocks = QuantizationSpec(3, "row:1", "float16"), QuantizationSpec(3, "block:8x64", "float8_e4m3fn")
+    assert rows.linear_bits(1, 576, 3) == pytest.approx(3 * 576 + 128)
+    assert blocks.linear_bits(64, 64, 3) == 3.125 * 64**2
     with pytest.raises(UserError, match=r"q_proj.*\(8, 5\).*nearest that fits is row:2"):
         Granularity.parse("row:3").groups(8, 5, layer="q_proj")
 

@@ -70,7 +70,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "original_weights_bytes": 2 * plan.parameters,
         "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec),
         "steps": config.steps,
-        "sequences_per_step": plan.step_sequences,
+        "sequences_per_step": plan.config.step_sequences(plan.world.size),
         "training_tokens": plan.training_tokens,
         "device": plan.world.device,
         "processes": plan.world.size,

@@ -251,14 +251,7 @@ class Rehearsal:
         self._enter_weights(model, in_turn=self._streams and bool(clustered_layers(model)))
 
     def _kmeans(
-        self,
-        weight: Tensor,
-        grid: Grid,
-        widths: Sequence[int],
-        *,
-        granularity: Granularity,
-        importance: Tensor | None,
-        **_: Any,
+        self, weight: Tensor, grid: Grid, widths: Sequence[int], *, granularity: Granularity, **options: Any
     ) -> list[Tensor]:
         """One k-means for each shape, in host memory, where a weight on a GPU is copied to, with the scratch memory of
         kernels/kmeans.c. Layers of a shape need the same."""
@@ -275,7 +268,7 @@ class Rehearsal:
             copied = size_bytes([weight]) if self.world.gpu else 0
             held = self._ledger.more(copied + scratch, CLUSTERING, place=self._host)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
-                grid.start(weight, granularity=granularity, importance=importance)
+                grid.start(weight, granularity=granularity, importance=options["importance"])
         numbers = [table_numbers(grid.palette, bits) for bits in widths]
         return [torch.empty(granularity.groups(*shape), count, device=META) for count in numbers]
 

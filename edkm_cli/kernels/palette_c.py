@@ -10,14 +10,12 @@ from edkm_cli.kernels.tiles import Tile
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.nearest`."""
     tiled, indices = Tiled(weight, tile), torch.empty(weight.shape, dtype=torch.uint8)
     tiled.run("nearest", centroids.shape[1], matrix(tiled.weight), centroids.float().contiguous(), indices)
     return indices
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """`palette_torch.snap`."""
     tiled, out = Tiled(weight, tile), torch.empty(weight.shape, dtype=writable(dtype))
     flawed = torch.zeros(tiled.tile_rows * tiled.parts, dtype=torch.uint8)
     entries = centroids.float().contiguous()
@@ -26,7 +24,6 @@ def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> t
 
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.sum_by_entry`."""
     tiled, upstream, k = Tiled(weight, tile), readable(grad), centroids.shape[1]
     entries, sums = centroids.float().contiguous(), tiled.partial(k)
     tiled.run("sum_by_entry", k, matrix(tiled.weight), entries, matrix(upstream), sums)

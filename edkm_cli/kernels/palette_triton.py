@@ -86,7 +86,6 @@ def _launch(weight: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, int
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.nearest`."""
     grid, layout, run = _launch(weight, tile)
     out, luts = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), centroids.float().contiguous()
     _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=True, RUN=run)
@@ -103,7 +102,6 @@ def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> t
 
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.sum_by_entry`."""
     grid, layout, run = _launch(weight, tile)
     luts, sums = centroids.float().contiguous(), torch.zeros(centroids.shape, dtype=torch.float64, device=weight.device)
     _sum_kernel[grid](weight.contiguous(), luts, grad.contiguous(), sums, *layout, luts.shape[1], RUN=run)

@@ -1,7 +1,8 @@
 """Passes over weights on the meta device: results with shapes and dtypes and no values.
 
 For planning a run: what a pass returns is as large as what the C and Triton kernels return, and so is what they keep
-while they work, as far as it is of the weight's size. Used like any other kernels, through the dispatch point.
+while they work, as far as it is of the weight's size. Used like any other kernels, through the dispatch point;
+`palette_torch` says what each returns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from edkm_cli.kernels.tiles import Tile
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.nearest`."""
     return weight.new_empty(weight.shape, dtype=torch.uint8)
 
 
@@ -26,12 +26,10 @@ def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> t
 
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-    """`palette_torch.sum_by_entry`."""
     return centroids.new_empty(centroids.shape, dtype=torch.float64)
 
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """`palette_torch.lookup`."""
     return indices.new_empty(indices.shape, dtype=dtype)
 
 
