@@ -59,11 +59,8 @@ def pack(model: Any, bits: int) -> None:
         if not swap.clustered:
             continue
         dense = model.get_submodule(swap.name)
-        out_features, in_features = dense.weight.shape
         with torch.device(dense.weight.device):
-            packed = PalettizedLinear(
-                in_features, out_features, spec, bias=None, name=swap.name, dtype=dense.weight.dtype
-            )
+            packed = PalettizedLinear(dense, spec, name=swap.name)
         packed.indices.random_(0, 256)
         packed.lut.copy_(torch.randn(packed.lut.shape, device=packed.lut.device).mul_(0.02).sort(1).values)
         model.set_submodule(swap.name, packed)

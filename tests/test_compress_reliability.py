@@ -115,7 +115,9 @@ def test_collapsed_and_unused_tables_are_reported_with_their_layer():
     from edkm_cli.packing import pack
     from edkm_cli.runtime.palettized import PalettizedLinear
 
-    layer = PalettizedLinear(16, 4, QuantizationSpec(3, "row:2", "float16", 8), bias=None, name="layer")
+    layer = PalettizedLinear(
+        torch.nn.Linear(16, 4, bias=False), QuantizationSpec(3, "row:2", "float16", 8), name="layer"
+    )
     indices = (torch.arange(64).view(4, 16) % 8).to(torch.uint8)
     indices[2:] = indices[2:] % 2  # the second table's last six entries
     layer.indices = pack(indices, 3)

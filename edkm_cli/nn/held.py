@@ -25,49 +25,35 @@ from edkm_cli.runtime.palettized import PalettizedLinear
 
 class HeldLinear(LutLayer):
     """`linear(x, centroids[indices], bias)` with packed indices (out, bytes) uint8 and trained centroids (groups,
-    numbers) float32."""
+    numbers) float32, in the place of a clustered or packed `layer`."""
 
     indices: Tensor
 
-    def __init__(
-        self,
-        indices: Tensor,
-        centroids: Tensor,
-        bias: Tensor | None,
-        clustering: Clustering,
-        *,
-        in_features: int,
-        name: str,
-        dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, layer: Any, indices: Tensor, centroids: Tensor, clustering: Clustering, *, name: str):
         super().__init__()
-        self.dtype = dtype  # of the weight it stands for
-        self.out_features, self.in_features = indices.shape[0], in_features
+        self.out_features, self.in_features, self.dtype = layer.out_features, layer.in_features, layer.weight.dtype
         self.clustering, self.name = clustering, name
         self.register_buffer("indices", indices)
-        self.register_buffer("tokens", None)
+        self.register_buffer("tokens", getattr(layer, "tokens", None))
         self.centroids = nn.Parameter(centroids.detach().float())
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+        self.register_parameter("bias", None if layer.bias is None else nn.Parameter(layer.bias.detach()))
 
     @classmethod
     def from_clustered(cls, layer: ClusteredLinear) -> HeldLinear:
         """Each weight with the entry that it is nearest to now."""
-        bits, columns = layer.clustering.bits, layer.in_features
+        bits = layer.clustering.bits
         if layer.weight.is_meta:
-            packed = torch.empty(layer.out_features, packed_width(columns, bits), dtype=torch.uint8, device="meta")
+            width = packed_width(layer.in_features, bits)
+            packed = torch.empty(layer.out_features, width, dtype=torch.uint8, device="meta")
         else:
             packed = pack(layer.codes(), bits)
-        about: dict[str, Any] = {"in_features": columns, "name": layer.name, "dtype": layer.weight.dtype}
-        held = cls(packed, layer.centroids, layer.bias, layer.clustering, **about)
-        held.tokens = layer.tokens
-        return held.train(layer.training)
+        return cls(layer, packed, layer.centroids, layer.clustering, name=layer.name).train(layer.training)
 
     @classmethod
     def from_palettized(cls, layer: PalettizedLinear, clustering: Clustering, *, name: str) -> HeldLinear:
         """A layer of a finished checkpoint, whose tables train."""
         clustering = replace(clustering, bits=layer.bits, granularity=layer.granularity)
-        about: dict[str, Any] = {"in_features": layer.in_features, "name": name, "dtype": layer.dtype}
-        return cls(layer.indices, parameters_of(layer), layer.bias, clustering, **about)
+        return cls(layer, layer.indices, parameters_of(layer), clustering, name=name)
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):

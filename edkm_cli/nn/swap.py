@@ -212,16 +212,15 @@ def freeze_dense_embeddings(model: Any) -> None:
 
 def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:
     """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
-    rows, columns = swap.shape[:2]
     if swap.role == LINEAR:
-        return PalettizedLinear(columns, rows, spec, bias=dense.bias, name=swap.name, dtype=dense.weight.dtype)
+        return PalettizedLinear(dense, spec, name=swap.name)
     if swap.role == EMBEDDING:
         return PalettizedEmbedding(dense, spec)
     if not tied:
-        return PalettizedHead(rows, columns, spec, bias=dense.bias, dtype=dense.weight.dtype)
+        return PalettizedHead(dense, spec)
     # transformers ties parameters by name; here there is nothing left for it to tie.
     model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
-    return PalettizedHead(rows, columns, spec, bias=dense.bias, tied_to=model.get_input_embeddings())
+    return PalettizedHead(dense, spec, tied_to=model.get_input_embeddings())
 
 
 def palettize_skeleton(

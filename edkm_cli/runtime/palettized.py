@@ -128,6 +128,10 @@ class _DecodedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+def _room_of(bias: Tensor | None) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
+
+
 class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
     """`linear(x, lut[indices], bias)`; see docs/format.md for `indices` (out, bytes) uint8 and `lut` (groups, 2**bits).
 
@@ -138,24 +142,14 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
     bias: Any
     tile: Tile
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        spec: QuantizationSpec,
-        *,
-        bias: Tensor | None,
-        name: str,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, dense: nn.Linear, spec: QuantizationSpec, *, name: str):
         _Packed.__init__(self)
-        self.in_features, self.out_features, self.bits = in_features, out_features, spec.bits_of(name)
-        self.rows, self.columns = out_features, in_features
-        self.granularity, self.grid = spec.granularity_of(name), Grid(spec.palette, self.bits, spec.lut_dtype)
-        self.tile = self.granularity.tile(out_features, in_features, layer=name)
-        self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
-        self.dtype = dtype or (torch.float32 if bias is None else bias.dtype)
-        self._register(spec.linear_tensors(out_features, in_features, layer=name))
+        self.out_features, self.in_features = self.rows, self.columns = dense.weight.shape
+        self.bits, self.granularity, self.dtype = spec.bits_of(name), spec.granularity_of(name), dense.weight.dtype
+        self.grid = Grid(spec.palette, self.bits, spec.lut_dtype)
+        self.tile = self.granularity.tile(self.rows, self.columns, layer=name)
+        self.bias = _room_of(dense.bias)
+        self._register(spec.linear_tensors(self.rows, self.columns, layer=name))
         self._table: Tensor | None = None
         self._table_key: tuple[int, ...] = ()
 
@@ -207,12 +201,13 @@ class _RowScaled(_Packed):
 
     scale: Tensor
 
-    def __init__(self, rows: int, columns: int, spec: QuantizationSpec, *, dtype: torch.dtype, own: bool = True):
+    def __init__(self, dense: nn.Module, spec: QuantizationSpec, *, own: bool = True):
         _Packed.__init__(self)
-        self.rows, self.columns, self.bits, self.dtype = rows, columns, spec.embedding_bits, dtype
+        weight: Any = dense.weight
+        (self.rows, self.columns), self.bits, self.dtype = weight.shape, spec.embedding_bits, weight.dtype
         self.scale_dtype = spec.embedding_scale_dtype
         if own:
-            self._register(spec.embedding_tensors(rows, columns))
+            self._register(spec.embedding_tensors(self.rows, self.columns))
 
     def packed(self) -> Packed:
         return self._same(self.indices, self.scale, None)
@@ -296,9 +291,8 @@ class PalettizedEmbedding(_RowScaled):
     """`embedding(ids)` that decodes only the rows it is asked for, of a dense embedding that is plain or scaled."""
 
     def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
-        rows, columns = dense.weight.shape
-        super().__init__(rows, columns, spec, dtype=dense.weight.dtype)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, columns, dense.padding_idx
+        super().__init__(dense, spec)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = self.rows, self.columns, dense.padding_idx
         self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
         like = copy.copy(dense)
         like._parameters = {}
@@ -326,20 +320,10 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
 
     bias: Any
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        spec: QuantizationSpec,
-        *,
-        bias: Tensor | None,
-        tied_to: PalettizedEmbedding | None = None,
-        dtype: torch.dtype = torch.float32,
-    ):
-        super().__init__(rows, columns, spec, dtype=dtype, own=tied_to is None)
-        self.in_features, self.out_features = columns, rows
+    def __init__(self, dense: nn.Linear, spec: QuantizationSpec, *, tied_to: PalettizedEmbedding | None = None):
+        super().__init__(dense, spec, own=tied_to is None)
+        self.in_features, self.out_features, self.bias = self.columns, self.rows, _room_of(dense.bias)
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
-        self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False)
 
     @property
     def tied_to(self) -> PalettizedEmbedding | None:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 @torch.no_grad()
 def _restore(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    numbers: Mapping[str, float],
-    tensors: Iterable[tuple[str, Tensor]],
+    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: dict[str, float], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""
     trained = _trained(model)
