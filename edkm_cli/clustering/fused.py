@@ -20,12 +20,16 @@ from edkm_cli.kernels.closed_form import Passes
 
 
 class Settings(NamedTuple):
-    """Of a clustering: the tile, the relative temperature, the number of centroid updates, the layer in error messages."""
+    """Of a clustering: the tile, the relative temperature, the number of centroid updates, the layer in error messages; of a
+    linear also its mode, and what its tables are rounded to."""
 
     tile: Tile
     temperature: float
     iterations: int
     name: str
+    mode: str = "soft"
+    lut_dtype: torch.dtype | None = None
+    lut_scale: float | None = None
 
 
 def open_passes(weight: Tensor, k: int, settings: Settings, importance: Tensor | None = None) -> tuple[Passes, Spread]:

@@ -7,7 +7,7 @@ part of the matrix product, so backward computes w~ again from the weight, which
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +28,15 @@ def trains_luts(mode: str, iterations: int) -> bool:
     return mode == "straight-through" or iterations == 0
 
 
-class _Options(NamedTuple):
-    settings: Settings
-    mode: str
-    lut_dtype: torch.dtype | None
-    lut_scale: float | None
-
-
-def _forward_weight(weight: Tensor, final: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
+def _forward_weight(weight: Tensor, final: Tensor, options: Settings, dtype: torch.dtype) -> Tensor:
     """The weight that forward multiplies with, in `dtype`: computed in float32 and rounded once."""
     if options.mode == "soft":
-        passes, spread = open_passes(weight, final.shape[1], options.settings)
+        passes, spread = open_passes(weight, final.shape[1], options)
         return passes.soft(final, spread.tau, dtype)
     lut = round_lut(final, options.lut_dtype, options.lut_scale).to(final.dtype)
-    snapped, finite = kernels.snap(weight.detach(), lut, options.settings.tile, dtype)
+    snapped, finite = kernels.snap(weight.detach(), lut, options.tile, dtype)
     if finite is False:  # None where a GPU has not been asked
-        raise non_finite(options.settings.name)
+        raise non_finite(options.name)
     return snapped
 
 
@@ -57,13 +50,13 @@ class _ClusteredLinear(torch.autograd.Function):
         bias: Tensor | None,
         importance: Tensor | None,
         final: Tensor | None,
-        options: _Options,
+        options: Settings,
     ) -> Tensor:
         if final is None and options.mode != "straight-through":
-            final = iterated(weight, centroids, importance, options.settings)[0]
+            final = iterated(weight, centroids, importance, options)[0]
         elif final is None:
             final = centroids.detach().to(kernels.centroid_dtype(weight))
-        require_finite(final, layer=options.settings.name)
+        require_finite(final, layer=options.name)
         forward_weight = _forward_weight(weight, final, options, x.dtype)
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
         saved = None if options.mode == "straight-through" else final
@@ -96,11 +89,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_weight or needs_centroids:
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
         if options.mode != "straight-through":
-            grad_weight, grad_centroids = gradients(weight, centroids, importance, options.settings, grad_weight)
+            grad_weight, grad_centroids = gradients(weight, centroids, importance, options, grad_weight)
         elif needs_centroids:
             start = centroids.detach().to(kernels.centroid_dtype(weight))
             lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
-            entries = kernels.sum_by_entry(weight.detach(), lut, grad_weight, options.settings.tile)
+            entries = kernels.sum_by_entry(weight.detach(), lut, grad_weight, options.tile)
             grad_centroids = entries.to(centroids.dtype)
     if needs_bias:
         grad_bias = flat.sum(0).to(ctx.bias_dtype)
@@ -155,7 +148,7 @@ def clustered_linear(
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
     tile = checked_tile(weight, centroids, granularity, layer=name)
     dtype = parse_lut_dtype(lut_dtype)
-    options = _Options(Settings(tile, temperature, iterations, name), mode, dtype, lut_scale)
+    options = Settings(tile, temperature, iterations, name, mode, dtype, lut_scale)
     final = None
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))

@@ -57,16 +57,11 @@ class Gradients:
     def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, world: World):
         self._trained, self._ledger, self._world = trained, ledger, world
         self._buckets = world.size > 1 and not world.sharded
-        self._layers = self._by_layer(model) if world.sharded else {}
+        self._layers: dict[int, list[nn.Parameter]] = {}  # parameter id -> the trained parameters of its decoder layer
         self._exits = ExitStack()
-
-    def _by_layer(self, model: Any) -> dict[int, list[nn.Parameter]]:
-        """Parameter id -> the trained parameters of its decoder layer."""
-        found: dict[int, list[nn.Parameter]] = {}
-        for block in decoder_layers(model).values():
+        for block in decoder_layers(model).values() if world.sharded else ():
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]
-            found.update((id(parameter), own) for parameter in own)
-        return found
+            self._layers.update((id(parameter), own) for parameter in own)
 
     def __enter__(self) -> Gradients:
         if self._buckets:  # they are there from the beginning to the end, and gradients are views of them

@@ -40,10 +40,7 @@ def build_sharded(
         block.to(world.device)
         prepare(path, block)
         shard(block, world)
-    _read(model, "", reader, dtype, world.device, leave=tied)
-    _refuse_unexpected(model, reader)
-    model.tie_weights()
-    _move_buffers(model, world.device)
+    _read_rest(model, reader, dtype, world.device, leave=tied)
     finish(model)
     shard(model, world)
     return model.eval()
@@ -63,10 +60,7 @@ def open_layers(source: models.ModelSource, *, dtype: torch.dtype, device: str) 
     if widened or not all(name in reader for name in names - tied):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
-    _read(model, "", reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
-    _refuse_unexpected(model, reader)
-    model.tie_weights()
-    _move_buffers(model, device)
+    _read_rest(model, reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
     model.config.dtype = dtype
 
     def read(path: str, layer: nn.Module) -> None:
@@ -120,8 +114,10 @@ def _read(
                 owner._buffers[leaf] = reader.get(name).to(buffer.device, buffer.dtype)  # a router's correction, say
 
 
-def _refuse_unexpected(model: Any, reader: StoredModel) -> None:
-    """Raises UserError for a tensor that the model has no place for, but those that its family is known to carry."""
+def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype, device: str, *, leave: set[str]) -> None:
+    """Fill what is left of a model but `leave`, on the device with its buffers. Raises UserError for a tensor that the model
+    has no place for, but those that its family is known to carry."""
+    _read(model, "", reader, dtype, device, leave)
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
     strangers = [name for name in reader.strangers() if not ignored.search(name)]
     if strangers:
@@ -129,9 +125,7 @@ def _refuse_unexpected(model: Any, reader: StoredModel) -> None:
             f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too; check that "
             "config.json belongs to them"
         )
-
-
-def _move_buffers(model: nn.Module, device: str) -> None:
+    model.tie_weights()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -65,8 +65,10 @@ def places(model: Any, *, split: bool = True) -> dict[str, Place]:
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 place = held.pop(f"{path}.{leaf}{suffix}", Place(()))
                 for expert in range(len(linears)) if place.names else ():
-                    one = _of_expert(place, expert, len(linears), transposed=block.transposed and not suffix)
-                    held[f"{path}.{leaf}.{expert}.{kind}"] = one
+                    # Of several names: the gates of all experts, then what they gate.
+                    one = Place(place.names, expert, block.transposed and not suffix)
+                    several = Place(place.names[expert :: len(linears)])
+                    held[f"{path}.{leaf}.{expert}.{kind}"] = one if len(place.names) == 1 else several
     return held
 
 
@@ -83,10 +85,3 @@ def _held(model: Any) -> dict[str, tuple[str, ...]]:
     if not conversions:
         return {name: (name,) for name in empty}
     return {name: tuple(revert_weight_conversion(model, {name: value})) for name, value in empty.items()}
-
-
-def _of_expert(place: Place, expert: int, count: int, *, transposed: bool) -> Place:
-    """Where the matrix of one of `count` experts is, of a place of all."""
-    if len(place.names) == 1:
-        return Place(place.names, expert, transposed)
-    return Place(place.names[expert::count])  # the gates of all experts, then what they gate

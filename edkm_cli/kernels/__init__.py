@@ -107,17 +107,14 @@ def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list
         return shapes_meta.kmeans(values, importance, ks)
     if values.shape[1] <= PATTERNS:
         return _kmeans(values, importance, ks)
-    masses = [None] * len(values) if importance is None else importance
-    groups = [_kmeans_of_group(*group, ks) for group in zip(values, masses, strict=True)]
+    groups = []
+    for at, group in enumerate(values):  # large: by its distinct values where there are few
+        narrow, masses = kmeans_torch.narrowed(group), None if importance is None else importance[at]
+        if narrow is None:
+            groups.append(_kmeans(group[None], None if masses is None else masses[None], ks))
+        else:
+            groups.append(_kmeans(*kmeans_torch.distinct(narrow, masses, _table_kernels(narrow)), ks))
     return [torch.cat(centroids) for centroids in zip(*groups, strict=True)]
-
-
-def _kmeans_of_group(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
-    """(1, k) each of a large group (n,): by its distinct values where there are few."""
-    narrow = kmeans_torch.narrowed(values)
-    if narrow is None:
-        return _kmeans(values[None], None if importance is None else importance[None], ks)
-    return _kmeans(*kmeans_torch.distinct(narrow, importance, _table_kernels(narrow)), ks)
 
 
 def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:

@@ -39,8 +39,7 @@ def supports(weight: Tensor) -> bool:
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    del process  # part of the key only: a forked child must not wait for its parent's threads
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:  # a forked child must not wait for its parent's threads
     return ThreadPoolExecutor(threads, thread_name_prefix="edkm")
 
 

@@ -133,7 +133,12 @@ def train(
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
     if best is not None:
         best.restore(model, optimizer)
-    finish_centroids(model, world)
+    with torch.no_grad():  # the iterated centroids of the trained weights, where they are not trained; layer by layer
+        for layer in clustered_layers(model).values():
+            if not layer.clustering.trains_luts:
+                with gathered(layer):
+                    final = layer.iterated_centroids()
+                assign(layer.centroids, final)
     model.eval()
     return training.offloaded
 
@@ -228,18 +233,12 @@ class _Training:
                     part = part if share == 1.0 else part * share
                 (part / count).backward()
             loss += part.detach().double().cpu() / (count * self.world.size)
-        if not self.world.sharded:  # else FSDP2 has averaged them
-            average_gradients(self.model, self.world)
+        for parameter in () if self.world.sharded else self.model.parameters():  # else FSDP2 has averaged them
+            if parameter.requires_grad:  # one that no token used, an expert's, takes part with zeros
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if self.world.size > 1:
+                    self.world.sum(parameter.grad).div_(self.world.size)
         return float(self.world.sum(loss)), batches[-1]
-
-
-def average_gradients(model: Any, world: World) -> None:
-    """Over the processes of a model that each has whole: of held assignments, those of tables and norms only."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # one that no token used, an expert's, takes part with zeros
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if world.size > 1:
-                world.sum(parameter.grad).div_(world.size)
 
 
 def require_finite(what: str, value: float, step: int) -> None:
@@ -280,13 +279,3 @@ def hard_loss(
     value = objective.loss(parts, batch).double().cpu() / world.size
     model.train()
     return float(world.sum(value))
-
-
-@torch.no_grad()
-def finish_centroids(model: Any, world: World) -> None:
-    """The iterated centroids of the trained weights, where they are not trained themselves; layer by layer."""
-    for layer in clustered_layers(model).values():
-        if not layer.clustering.trains_luts:
-            with gathered(layer):
-                final = layer.iterated_centroids()
-            assign(layer.centroids, final)
