@@ -169,11 +169,6 @@ class MarshalSavedTensors:
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
-    def reset_statistics(self) -> None:
-        """Start counting anew. Bytes stored now remain counted as stored."""
-        fresh = Statistics(stored_bytes=self.statistics.stored_bytes, peak_stored_bytes=self.statistics.stored_bytes)
-        vars(self.statistics).update(vars(fresh))
-
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         began = time.perf_counter()
         with self._lock:

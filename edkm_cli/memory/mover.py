@@ -20,7 +20,7 @@ import torch
 
 @dataclass
 class Statistics:
-    """Counts since the start or the last `reset_statistics()`. Bytes are bytes, times are seconds of wall clock.
+    """Counts since the start. Bytes are bytes, times are seconds of wall clock.
 
     A tensor that autograd saves is *offered*. It is then *kept* where it is (a parameter, an input the caller holds,
     a tensor already on the target device, a tensor of a few bytes), found to be a *duplicate* of one already moved,
