@@ -14,6 +14,7 @@ from edkm_cli.hf import load
 from edkm_cli.report.charts import bars
 from edkm_cli.report.document import build_report
 from edkm_cli.report.layers import measure_weights, place
+from edkm_cli.report.read import RunFiles
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 
 HOSTILE = "<script>alert('x')</script>\x00\"&"
@@ -31,6 +32,12 @@ def finished(model_directory, text_file, tmp_path_factory):
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "out")
+
+
+def _run(directory, model, original_weights_bytes):
+    """A finished run of a checkpoint, as far as its weights are looked at."""
+    report = {"model": model, "original_weights_bytes": original_weights_bytes}
+    return RunFiles(directory, model, report, settings={}, texts=[])
 
 
 def parsed(path):
@@ -66,7 +73,7 @@ def edit_report(directory, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_finished_run(copied, tmp_path):
+def test_a__run(copied, tmp_path):
     status, text, err = run("report", copied, "--json", tmp_path / "r.json")
     assert status == 0, err
     page = copied / "report.html"
@@ -138,7 +145,7 @@ def test_errors_and_histograms_are_those_of_the_weights(tmp_path):
     dense.save_pretrained(tmp_path / "dense")
     model, spec = cluster(tiny_llama(), bits=2, granularity="tensor")
     directory = export(model, spec, tmp_path / "out")
-    measured = measure_weights(directory, str(tmp_path / "dense"), original_bytes=123_456)
+    measured = measure_weights(_run(directory, str(tmp_path / "dense"), 123_456))
     assert measured.missing == ""
     reloaded = load(directory)
     assert len(measured.errors) == 14
@@ -163,7 +170,7 @@ def test_errors_and_histograms_are_those_of_the_weights(tmp_path):
 def test_bytes_by_part_add_up(tmp_path):
     model, spec = cluster(tiny_llama(), bits=3, granularity="row:1")
     directory = export(model, spec, tmp_path / "out")
-    measured = measure_weights(directory, "./nowhere", original_bytes=100_000)
+    measured = measure_weights(_run(directory, "./nowhere", 100_000))
     tensors = load_file(directory / "model.safetensors")
     size = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     embeddings = {name for name in size if "embed_tokens" in name}

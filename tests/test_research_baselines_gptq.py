@@ -55,7 +55,7 @@ def descending_inside_groups(hessian, width):
 def test_lazy_blocks_of_the_cholesky_factor_are_brute_force(columns, width, rule):
     weight, hessian = layer(7, columns)
     expected = brute_force(weight, hessian, bits=3, width=width, rule=rule)
-    result = quantize_weight(weight, hessian, bits=3, width=width, rule=rule)
+    result = quantize_weight(weight, hessian, Uniform(3, width, rule))
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -66,7 +66,7 @@ def test_columns_in_the_order_of_activations(width, static):
     order = sorted(range(40), key=lambda j: -float(hessian[j, j]))
     expected = brute_force(weight, hessian, bits=3, width=width, order=order, static=static)
     options = {"order": "activation", "static_groups": static}
-    result = quantize_weight(weight, hessian, bits=3, width=width, **options)
+    result = quantize_weight(weight, hessian, Uniform(3, width), **options)
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -75,7 +75,7 @@ def test_columns_in_the_order_of_activations_within_their_groups():
     order = descending_inside_groups(hessian, 8)
     assert order != list(range(40))
     expected = brute_force(weight, hessian, bits=3, width=8, order=order)
-    result = quantize_weight(weight, hessian, bits=3, width=8, order="within-groups")
+    result = quantize_weight(weight, hessian, Uniform(3, 8), order="within-groups")
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
     for start in range(0, 40, 8):  # its groups are made of neighbours
         assert max(len(row.unique()) for row in result[:, start : start + 8]) <= 8
@@ -90,21 +90,21 @@ def test_the_output_error_is_well_below_that_of_rounding(bits, order):
         difference = weight - quantized
         return float((difference @ hessian * difference).sum())
 
-    result = quantize_weight(weight, hessian, bits=bits, width=16, order=order)
+    result = quantize_weight(weight, hessian, Uniform(bits, 16), order=order)
     assert error(result) < 0.7 * error(Uniform(bits, 16, "minmax").round(weight))
 
 
 def test_inputs_that_do_not_correlate_leave_rounding_to_nearest():
     weight, _ = layer(5, 24)
     diagonal = torch.diag(torch.rand(24, dtype=torch.float64) + 0.5)
-    result = quantize_weight(weight, diagonal, bits=3, width=24)
+    result = quantize_weight(weight, diagonal, Uniform(3, 24))
     assert torch.equal(result, Uniform(3, 24, "minmax").round(weight))
 
 
 def test_an_input_that_is_always_zero_and_too_few_tokens_are_no_obstacle():
     weight, hessian = layer(5, 24, tokens=6)
     hessian[3] = hessian[:, 3] = 0.0
-    result = quantize_weight(weight.float(), hessian.float(), bits=3, width=8)
+    result = quantize_weight(weight.float(), hessian.float(), Uniform(3, 8))
     assert bool(result.isfinite().all())
 
 
@@ -112,7 +112,7 @@ def test_a_hessian_that_is_not_finite_is_refused():
     weight, hessian = layer(5, 24)
     hessian[2, 2] = float("nan")
     with pytest.raises(UserError, match="must be finite"):
-        quantize_weight(weight, hessian, bits=3, width=8)
+        quantize_weight(weight, hessian, Uniform(3, 8))
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_each_layer_is_calibrated_on_the_quantized_layers_before_it():
             x = torch.cat([args[0][0] for args in seen])
             for name in stage:
                 linear = block.get_submodule(name)
-                linear.weight.copy_(quantize_weight(linear.weight, x.t() @ x, bits=3, width=8))
+                linear.weight.copy_(quantize_weight(linear.weight, x.t() @ x, Uniform(3, 8)))
     same = total = 0
     for name, linear in decoder_linears(model).items():
         expected = reference.get_submodule(name).weight

@@ -60,13 +60,7 @@ def build_report(
     target = _target(run, output)
     measured = None
     if weights and run.finished:
-        measured = measure_weights(
-            run.directory,
-            run.report["model"],
-            original_bytes=run.report["original_weights_bytes"],
-            trust_remote_code=trust_remote_code,
-            track=track,
-        )
+        measured = measure_weights(run, trust_remote_code=trust_remote_code, track=track)
     replace_file(target, page(run, measured))
     result = {"directory": str(run.directory), "page": str(target), "finished": run.finished}
     result |= {"steps_done": len(run.metrics), "perplexity": run.perplexity}

@@ -18,6 +18,7 @@ from edkm_cli.export.source import Compressed
 from edkm_cli.model_files import TensorFiles
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.inspection import describe
+from edkm_cli.report.read import RunFiles
 
 _BINS = 72
 _SPREAD = 4.0  # histograms reach so many standard deviations to either side
@@ -48,25 +49,17 @@ class Weights:
     missing: str = ""
 
 
-def measure_weights(
-    directory: Path, original: str, *, original_bytes: int, trust_remote_code: bool = False, track: Track = no_progress
-) -> Weights:
-    """Measure a finished checkpoint against the model it was made from.
-
-    Args:
-        directory: the checkpoint; verified first.
-        original: what `--model` was.
-        original_bytes: the whole original model in 16 bits.
-        trust_remote_code: run the Python files of a checkpoint that has some.
+def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Track = no_progress) -> Weights:
+    """Measure the checkpoint of a finished run against the model that it was made from.
 
     Raises UserError if the checkpoint is damaged; where only the original is missing, `missing` says so.
     """
-    compressed = Compressed(directory, trust_remote_code=trust_remote_code)
-    stored, dense = _parts(describe(compressed), original_bytes)
+    compressed = Compressed(run.directory, trust_remote_code=trust_remote_code)
+    stored, dense = _parts(describe(compressed), run.report["original_weights_bytes"])
     linears = [tensor.module for tensor in compressed.linears]
     errors, histograms = {}, []
     try:
-        reference = TensorFiles(_original_directory(original))
+        reference = TensorFiles(_original_directory(run.report["model"]))
         sample = set(_representative(linears))
         for name in track(linears, "comparing layers", len(linears)):
             weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")

@@ -28,7 +28,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.hooks import Reached, hooked
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
-from edkm_cli.research.baselines.grid import Grid, Uniform, fit_grid
+from edkm_cli.research.baselines.grid import Grid, Uniform
 from edkm_cli.research.baselines.outcome import Outcome, Task, check_positive
 
 ORDERS = ("natural", "activation", "within-groups")
@@ -63,10 +63,10 @@ def quantize(
             members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
             if not members:
                 continue
-            options: dict[str, Any] = {"order": order, "static_groups": static_groups, "damping": damping}
             stacked = torch.cat([layer.weight.float() for layer in members])  # they share an input, and so a Hessian
-            hessian, width = _hessian(stream, index, members[0]), task.group_size or members[0].in_features
-            quantized = quantize_weight(stacked, hessian, bits=task.bits, width=width, rule=form.rule, **options)
+            hessian = _hessian(stream, index, members[0])
+            how: dict[str, Any] = {"order": order, "static_groups": static_groups, "damping": damping}
+            quantized = quantize_weight(stacked, hessian, form, **how)
             for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
                 layer.weight.copy_(part)
         stream.hidden = stream.run(index)
@@ -91,28 +91,26 @@ def _leave(layer: nn.Module, args: tuple[Any, ...]) -> None:
 def quantize_weight(
     weight: Tensor,
     hessian: Tensor,
+    form: Uniform,
     *,
-    bits: int,
-    width: int,
-    rule: str = "minmax",
     order: str = "natural",
     static_groups: bool = False,
     damping: float = 0.01,
 ) -> Tensor:
-    """The GPTQ rounding of a weight (out, in), whose groups have `width` columns, for a Hessian (in, in).
+    """The GPTQ rounding of a weight (out, in) to a stored form, for a Hessian (in, in).
 
     Computed in the weight's dtype (float32 or float64), the factor in float64.
     """
-    columns = weight.shape[1]
-    diagonal = hessian.diagonal()
+    columns, diagonal = weight.shape[1], hessian.diagonal()
+    width = form.group_size or columns
     permutation = _order(diagonal, width, order)
     grids: list[Grid] = []
     if static_groups:
-        grids = [fit_grid(part, bits=bits, rule=rule) for part in weight.split(width, 1)]
+        grids = [form.fit(part) for part in weight.split(width, 1)]
     factor = inverse_factor(hessian[permutation][:, permutation], damping=damping).to(weight.dtype)
     # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
     lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
-    whole_rows = fit_grid(weight, bits=bits, rule=rule)
+    whole_rows = form.fit(weight)
 
     def round_block(block: Tensor, at: slice) -> Tensor:
         errors, grid = torch.empty_like(block), whole_rows
@@ -120,7 +118,7 @@ def quantize_weight(
             if static_groups:
                 grid = grids[int(permutation[j]) // width]
             elif width < columns and j % width == 0:
-                grid = fit_grid(block[i : i + width].t(), bits=bits, rule=rule)
+                grid = form.fit(block[i : i + width].t())
             rounded = grid.round(block[i][:, None])[:, 0]
             error = torch.div(block[i] - rounded, factor[j, j], out=errors[i])
             block[i:].addr_(factor[j, j : at.stop], error, alpha=-1)
