@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from edkm_cli.config import TextSettings
 from edkm_cli.data.encode import Counts, Encoder, split_long
 from edkm_cli.data.reading import Part
 from helpers import byte_tokenizer
@@ -24,7 +25,7 @@ def merging_tokenizer(**special):
 
 
 def encode(records, tokenizer=None, **encoding):
-    return Encoder(tokenizer or byte_tokenizer(), **encoding).encode(Part("here", 0, records))
+    return Encoder(tokenizer or byte_tokenizer(), TextSettings(**encoding)).encode(Part("here", 0, records))
 
 
 def learnt(encoded, tokenizer):

@@ -8,6 +8,7 @@ import datasets
 import torch
 from trl import SFTConfig, SFTTrainer
 
+from edkm_cli.config import TextSettings
 from edkm_cli.data.encode import Encoder
 from edkm_cli.data.reading import Part
 from helpers import byte_tokenizer, tiny_llama
@@ -70,7 +71,9 @@ def test_tokens_and_masks_are_those_of_trl(tmp_path, case):
     wanted = [row["input_ids"] for row in rows]
     everything = "all learnt" in case or case == "text"
     masks = [[label != -100 for label in row["labels"]] for row in rows]
-    found = Encoder(tokenizer, train_on="all" if everything else "completions").encode(Part("", 0, records))
+    found = Encoder(tokenizer, TextSettings(train_on="all" if everything else "completions")).encode(
+        Part("", 0, records)
+    )
     ids = torch.from_numpy(found.ids.astype("int64")).split(found.lengths.tolist())
     assert [row.tolist() for row in ids] == wanted
     if everything:

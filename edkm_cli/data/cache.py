@@ -25,6 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from edkm_cli.allocator import return_free_blocks
+from edkm_cli.config import TextSettings
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
@@ -36,23 +37,14 @@ Say = Callable[[str], None]
 
 
 def cached_store(
-    settings: dict[str, Any],
-    parts: Callable[[], Iterator[Part]],
-    encoder: Encoder,
-    *,
-    workers: int,
-    token_limit: int | None = None,
-    rebuild: bool = False,
-    say: Say = lambda text: None,
+    settings: dict[str, Any], parts: Callable[[], Iterator[Part]], encoder: Encoder, options: TextSettings, say: Say
 ) -> TokenStore:
     """The store of these settings from the cache, or made now.
 
     Args:
-        settings: all that decides the tokens; JSON.
+        settings: all that decides the tokens; JSON. With a `token_limit`, it ends once there are so many.
         parts: reads the source from its beginning.
-        workers: processes that tokenize.
-        token_limit: stop once there are so many tokens.
-        rebuild: make it again even where there is one.
+        options: by how many processes it is made, and whether again even where there is one.
 
     Raises UserError where the source cannot be read or the cache cannot be written; the cache then is as it was.
     """
@@ -64,23 +56,23 @@ def cached_store(
     except OSError as error:
         raise disk_error(error, root) from error
     with locked(root / f"{key}.lock", say):
-        store = None if rebuild else open_store(directory, settings)
+        store = None if options.rebuild_cache else open_store(directory, settings)
         if store is not None:
             return store
         if directory.exists():
-            say(f"the tokens in {directory} {'are made again' if rebuild else 'are damaged, and are made again'}")
+            say(f"the tokens in {directory} {'' if options.rebuild_cache else 'are damaged, and '}are made again")
             shutil.rmtree(directory, ignore_errors=True)
-        encoded = encoded_parts(parts(), encoder, workers=workers)
-        _build(directory, settings, encoded, encoder.dtype, token_limit)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        encoded = encoded_parts(parts(), encoder, workers=options.data_workers or cores)
+        _build(directory, settings, encoded, encoder.dtype)
         store = open_store(directory, settings)
     if store is None:
         raise UserError(f"tokens written to {directory} do not read back as written; check the disk")
     return store
 
 
-def _build(
-    directory: Path, settings: dict[str, Any], encoded: Iterator[Encoded], dtype: Any, token_limit: int | None
-) -> None:
+def _build(directory: Path, settings: dict[str, Any], encoded: Iterator[Encoded], dtype: Any) -> None:
+    token_limit = settings["token_limit"]
     for left in directory.parent.glob(f"{directory.name}.*.tmp"):  # of runs that died: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     staging = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")

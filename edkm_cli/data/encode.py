@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from edkm_cli.config import TextSettings
 from edkm_cli.data.marks import marks
 from edkm_cli.data.reading import PART_BYTES, Part
 from edkm_cli.data.records import Document, render
-from edkm_cli.data.sources import COMPLETIONS, EVERYTHING
+from edkm_cli.data.sources import EVERYTHING
 
 # Words, blanks, accents, parts of a character: on it the tokenizer's own library must do as transformers does.
 _PROBE = "A word,\n  1 234 \u00fc\u0301 \U0001f642\tend. "
@@ -47,15 +48,12 @@ class Encoded:
 class Encoder:
     """Renders and tokenizes parts. Copied into worker processes; it holds no open files.
 
-    Args:
-        column, train_on: `data_column` and `train_on` of `TextSettings`.
-        sampled: keep a share of the marks, for a source that is large.
+    Of a source that is large a share of the marks is kept: `sampled`.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, column: str | None = None, train_on: str = COMPLETIONS, sampled: bool = False
-    ):
-        self.tokenizer, self.column, self.whole, self.sampled = tokenizer, column, train_on == EVERYTHING, sampled
+    def __init__(self, tokenizer: Any, options: TextSettings = TextSettings(), *, sampled: bool = False):  # noqa: B008
+        self.tokenizer, self.sampled = tokenizer, sampled
+        self.column, self.whole = options.data_column, options.train_on == EVERYTHING
         empty = list(tokenizer("")["input_ids"])
         self._begin = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

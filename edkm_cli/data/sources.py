@@ -10,7 +10,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.settings import ready_file
 
 BUILTIN, PROSE, WIKITEXT2, ALPACA, SELF = "builtin", "builtin-prose", "wikitext2", "alpaca", "self"
-COMPLETIONS, EVERYTHING = "completions", "all"  # what of records is learnt
+EVERYTHING = "all"  # of records is learnt, not the answers alone
 SPLIT, DROP = "split", "drop"  # what becomes of documents longer than a sequence
 # Short names: (repository, configuration) on the hub.
 NAMED = {

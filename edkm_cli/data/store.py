@@ -142,16 +142,15 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
             path = directory / Path(name).name
             if path.stat().st_size != facts["bytes"] or file_digest(path) != facts["sha256"]:
                 return None
-        files = set(manifest["files"])
+        digests = {name: facts["sha256"] for name, facts in manifest["files"].items()}
         tokens = _mapped(directory / TOKENS, np.dtype(manifest["dtype"]).newbyteorder("<"))
-        trained = _mapped(directory / TRAINED, np.dtype(np.uint8)) if TRAINED in files else None
+        trained = _mapped(directory / TRAINED, np.dtype(np.uint8)) if TRAINED in digests else None
         ends, marks = _mapped(directory / ENDS, np.dtype("<i8")), _mapped(directory / MARKS, np.dtype("<u8"))
         counts = Counts(**manifest["counts"])
         if len(tokens) != counts.tokens or len(ends) != counts.documents:
             return None
         store = TokenStore(tokens, trained, ends, marks, counts, sampled=settings.get("sampled", False))
-        names = [TOKENS, ENDS] + ([TRAINED] if TRAINED in files else [])
-        store._sha256 = combined(manifest["files"][name]["sha256"] for name in names)
+        store._sha256 = combined(digests[name] for name in (TOKENS, ENDS, TRAINED) if name in digests)
         return store
     except (OSError, ValueError, KeyError, TypeError):
         return None

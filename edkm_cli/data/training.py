@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,7 +165,7 @@ def open_training_data(
 def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: int | None, say: Say) -> TokenStore:
     whole = is_whole(source)
     sampled = not whole and (source.kind != "files" or size_of(source) > WHOLE_BYTES)
-    encoder = Encoder(tokenizer, column=options.data_column, train_on=options.train_on, sampled=sampled)
+    encoder = Encoder(tokenizer, options, sampled=sampled)
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
     limit = token_limit if source.kind == "hub" and options.streaming is not False else None
@@ -191,9 +190,7 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
                 say(f"tokenizing {source.name}: {read / 1e6:,.0f} MB so far")
         _require_same(source, settings["source"])
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    how: dict[str, Any] = {"workers": options.data_workers or cores, "rebuild": options.rebuild_cache, "say": say}
-    return cached_store(settings, parts, encoder, token_limit=limit, **how)
+    return cached_store(settings, parts, encoder, options, say)
 
 
 @contextmanager

@@ -95,8 +95,8 @@ def line_chart(
     x_label: str,
     y_label: str,
     log: bool | None = None,
-    width: int = 680,
-    height: int = 280,
+    width: int = _WIDTH,
+    height: int = 260,
 ) -> Markup:
     """Lines over a common x axis; y starts at zero, or is logarithmic (None: where the data asks for it)."""
     drawn = [Series(s.label, thin(s.points), s.colour, s.shape) for s in series if s.points]
@@ -116,13 +116,10 @@ def line_chart(
     )  # fmt: skip
 
 
-def lines(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, height: int = 260, named: bool = False
-) -> dict[str, Any]:
-    """A chart of the page's width, `chart`, and its `legend`, where there are several lines or they must be `named`."""
+def lines(series: Sequence[Series], *, named: bool = False, **about: Any) -> dict[str, Any]:
+    """A `line_chart`, `chart`, and its `legend`, where there are several lines or they must be `named`."""
     entries = [(one.label, one.colour) for one in series if one.shape != "faint"]
-    drawn = line_chart(series, title=title, x_label=x_label, y_label=y_label, width=_WIDTH, height=height)
-    return {"chart": drawn, "legend": entries if named or len(series) > 1 else []}
+    return {"chart": line_chart(series, **about), "legend": entries if named or len(series) > 1 else []}
 
 
 def line_colour(index: int) -> str:

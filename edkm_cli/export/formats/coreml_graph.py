@@ -44,21 +44,13 @@ def program(
             mb.StateTensorSpec(state, dtype=types.fp16),
         ]
 
-    def body(input_ids: Any, position: Any = None, keys: Any = None, values: Any = None) -> Any:
-        return _Decoder(mb, config, cache, weight, rotary).run(input_ids, position, (keys, values))
+    def cached(input_ids, position=None, key_cache=None, value_cache=None):  # type: ignore[no-untyped-def]
+        return _Decoder(mb, config, cache, weight, rotary).run(input_ids, position, (key_cache, value_cache))
 
-    if cache:
+    def alone(input_ids):  # type: ignore[no-untyped-def]
+        return cached(input_ids)
 
-        @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
-        def made(input_ids, position, key_cache, value_cache):  # type: ignore[no-untyped-def]
-            return body(input_ids, position, key_cache, value_cache)
-    else:
-
-        @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
-        def made(input_ids):  # type: ignore[no-untyped-def]
-            return body(input_ids)
-
-    return made
+    return mb.program(input_specs=specs, opset_version=ct.target.iOS18)(cached if cache else alone)
 
 
 class _Decoder:

@@ -12,10 +12,7 @@ from types import ModuleType
 
 from edkm_cli.errors import UserError
 
-METHODS = {
-    name: f"edkm_cli.research.baselines.{name}"
-    for name in ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat", "autoround")
-}
+METHODS = ("rtn", "gptq", "awq", "smoothquant", "kmeans", "dkm", "llm_qat", "autoround")
 
 SHARED = {"bits": int, "group_size": int, "seed": int}  # the settings of a task
 
@@ -24,4 +21,4 @@ def load(name: str) -> ModuleType:
     """The module of a method, imported now. Raises UserError for a name that is not in `METHODS`."""
     if name not in METHODS:
         raise UserError(f"a method must be one of {', '.join(METHODS)}, got {name!r}")
-    return import_module(METHODS[name])
+    return import_module(f"{__name__}.{name}")

@@ -33,7 +33,7 @@ from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load
-from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.research.compare.config import GGUF, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.research.compare.table import draw
 from edkm_cli.settings import coerce, command_line, from_mapping, part_of
 from edkm_cli.train.loop import preemption
@@ -79,12 +79,11 @@ def compare(
         require_replaceable("--output", directory / f"{name}.tmp")
     rows = []
     with tempfile.TemporaryDirectory(prefix="edkm-compare-") as folder:
-        tokens, predictions = Path(folder) / "tokens.safetensors", Path(folder) / "predictions"
-        fingerprint = _tokenize(config, tokens)
+        fingerprint = _tokenize(config, Path(folder) / TOKENS)
         for index, (entry, setting) in enumerate(zip(config.entries(), settings, strict=True)):
             say(f"[{index + 1}/{len(settings)}] {entry.label}")
             path = directory / f"{entry.slug}.json"
-            result = _result(path, setting | fingerprint, tokens, predictions, overwrite=overwrite, say=say)
+            result = _result(path, setting | fingerprint, Path(folder), overwrite=overwrite, say=say)
             named = {"method": entry.method, "label": entry.label, "options": dict(entry.options)}
             rows.append({**named, **_NOTHING, **result.get("row", {}), "error": result.get("error")})
     if all(row["error"] for row in rows):
@@ -240,16 +239,11 @@ def _model_files(name: str) -> dict[str, list[int]] | None:
 
 
 def _result(
-    path: Path,
-    settings: dict[str, Any],
-    tokens: Path,
-    predictions: Path,
-    *,
-    overwrite: bool,
-    say: Callable[[str], None],
+    path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now."""
-    stored = read_object(path)
+    """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now. The `folder`
+    is the workers' own."""
+    predictions, stored = folder / PREDICTIONS, read_object(path)
     same = stored.get("settings") == settings and not overwrite
     if same and "row" in stored:
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")
@@ -259,10 +253,10 @@ def _result(
     if not predictions.exists():  # once, and only if there is something to measure
         predictions.mkdir()
         say("  the uncompressed model's predictions, for the KL of all rows")
-        if _worker(path, tokens, predictions, "--remember"):
+        if _worker(path, folder, "--remember"):
             shutil.rmtree(predictions)  # what there is of them is of no use
             predictions.mkdir()
-    status = _worker(path, tokens, predictions, *flags)
+    status = _worker(path, folder, *flags)
     result = read_object(path)
     if not {"row", "error"} & set(result):
         cause = f"signal {-status} (9 is often lack of memory)" if status < 0 else f"exit status {status}"

@@ -41,6 +41,7 @@ from edkm_cli.settings import (
 
 UNCOMPRESSED, OURS, GGUF = "fp16", "edkm", "gguf"
 METHODS = (UNCOMPRESSED, *BASELINES, GGUF, OURS)
+TOKENS, PREDICTIONS = "tokens.safetensors", "predictions"  # in the folder that all workers read
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """One method of `edkm compare`, in a process of its own, which keeps its peak memory, failures and random state apart.
 
-    python -m edkm_cli.research.compare.worker DIR/rtn.json TOKENS PREDICTIONS [--resume] [--overwrite] [--remember]
+    python -m edkm_cli.research.compare.worker DIR/rtn.json FOLDER [--resume] [--overwrite] [--remember]
 
-The first file holds `settings` (all that the row depends on); the process adds `row`, or `error` with the reason. The
-second holds the tokens of the `training` text and of each that is measured (`evaluation.0`, ...). In the directory are the
-uncompressed model's predictions on these, which a process with `--remember` puts there, and does nothing else.
+The file holds `settings` (all that the row depends on); the process adds `row`, or `error` with the reason. In the folder
+are the tokens of the `training` text and of each that is measured (`evaluation.0`, ...), and the uncompressed model's
+predictions on these, which a process with `--remember` puts there, and does nothing else.
 """
 
 import json
@@ -33,7 +33,7 @@ from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Progress, Track
 from edkm_cli.research.baselines import SHARED, load
 from edkm_cli.research.baselines.outcome import Task, decoder_linears
-from edkm_cli.research.compare.config import GGUF, OURS, UNCOMPRESSED
+from edkm_cli.research.compare.config import GGUF, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED
 from edkm_cli.settings import from_mapping
 
 # What a method trains.
@@ -170,16 +170,17 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
 def main(arguments: list[str]) -> int:
     """0: the file has a row or an error; 143: stopped by SIGTERM with its state saved; 130: interrupted. With `--remember`
     0: the predictions are there; 2: they are not, of which standard error has the reason."""
-    path, predictions = Path(arguments[0]), Path(arguments[2])
+    path, predictions = Path(arguments[0]), Path(arguments[1]) / PREDICTIONS
     settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
     observer = Progress()
     result: dict[str, Any]
     try:
+        tokens = load_file(predictions.with_name(TOKENS))
         if "--remember" in arguments:
-            remember(settings, load_file(arguments[1]), predictions, observer.track)
+            remember(settings, tokens, predictions, observer.track)
             return 0
         how = {"resume": "--resume" in arguments, "overwrite": "--overwrite" in arguments, "observer": observer}
-        result = {"row": measure(settings, load_file(arguments[1]), path.with_name(path.stem), predictions, **how)}
+        result = {"row": measure(settings, tokens, path.with_name(path.stem), predictions, **how)}
     except Preempted:
         return 143
     except KeyboardInterrupt:
