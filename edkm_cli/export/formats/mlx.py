@@ -108,10 +108,10 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
         if leaf == "weight" and f"{path}.scales" in files:
             layout = quantization.get(path, quantization)
             words, scales = tensor.view(torch.int32), files.get(f"{path}.scales")
-            if layout["mode"] == "affine":
+            if (mode := layout.get("mode", "affine")) == "affine":
                 codes = codes_of_words(words, layout["bits"], words.shape[1] * 32 // layout["bits"])
                 yield name, scaled(codes, scales.float(), files.get(f"{path}.biases").float())
             else:
-                yield name, fp4_weight(words, scales.view(_SCALES[layout["mode"]]).float())
+                yield name, fp4_weight(words, scales.view(_SCALES[mode]).float())
         elif leaf not in ("scales", "biases"):
             yield name, tensor.float()
