@@ -54,9 +54,8 @@ class Stage:
         self._exits.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         functional: Any = torch.nn.functional
-        generic = functional.scaled_dot_product_attention
-        self._exits.callback(setattr, functional, "scaled_dot_product_attention", generic)
-        functional.scaled_dot_product_attention = self._attention(generic)
+        attention = self._attention(functional.scaled_dot_product_attention)
+        self._exits.enter_context(changed(functional, scaled_dot_product_attention=attention))
         self._exits.enter_context(self.ledger)
         return self
 

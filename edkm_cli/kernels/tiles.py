@@ -16,8 +16,6 @@ def to_groups(weight: Tensor, tile: Tile) -> Tensor:
     """(out, in) -> (groups, R * C). A view where a tile spans whole rows, a copy for blocks."""
     out_features, in_features = weight.shape
     rows, columns = tile
-    if columns == in_features:
-        return weight.reshape(out_features // rows, rows * columns)
     tiled = weight.reshape(out_features // rows, rows, in_features // columns, columns)
     return tiled.transpose(1, 2).reshape(-1, rows * columns)
 
@@ -26,7 +24,5 @@ def from_groups(grouped: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
     """(groups, R * C) -> (out, in): the inverse of `to_groups`."""
     out_features, in_features = shape
     rows, columns = tile
-    if columns == in_features:
-        return grouped.reshape(out_features, in_features)
     tiled = grouped.reshape(out_features // rows, in_features // columns, rows, columns)
     return tiled.transpose(1, 2).reshape(out_features, in_features)

@@ -42,18 +42,16 @@ class Experts(nn.Module):
         self.__dict__.update(_attributes(fused))
         self._modules.update(fused._modules)
         self._buffers.update(fused._buffers)
+        self.transposed = bool(
+            getattr(fused, "is_transposed", True)
+        )  # transformers has the matrices as (experts, in, out)
         for name in _PROJECTIONS:
             if name in fused._parameters:
                 weight, bias = fused._parameters.pop(name), fused._parameters.pop(f"{name}_bias", None)
-                self.add_module(name, nn.ModuleList(_linears(weight, bias, transposed=_is_transposed(fused))))
+                self.add_module(name, nn.ModuleList(_linears(weight, bias, transposed=self.transposed)))
         lists: Any = self._modules
         self.count = len(lists["down_proj"])
         self.train(fused.training)
-
-    @property
-    def transposed(self) -> bool:
-        """Whether transformers' module has the matrices as (experts, in, out)."""
-        return _is_transposed(self)
 
     def matrices(self) -> dict[str, Any]:
         """The lists of linears, one for each expert, by name."""
@@ -64,7 +62,7 @@ class Experts(nn.Module):
         made: Any = object.__new__(self.kind)
         nn.Module.__init__(made)
         made.__dict__.update(_attributes(self))
-        del made.kind, made.count
+        del made.kind, made.count, made.transposed
         made._modules.update({name: child for name, child in self._modules.items() if name not in _PROJECTIONS})
         made._buffers.update(self._buffers)
         trains = any(parameter.requires_grad for parameter in self.parameters())
@@ -188,11 +186,6 @@ def _is_fused(module: nn.Module) -> bool:
     names, parameters = {*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS)}, module._parameters
     shaped = all(value is not None and value.dim() == 3 - name.endswith("_bias") for name, value in parameters.items())
     return known and "down_proj" in parameters and parameters.keys() <= names and shaped
-
-
-def _is_transposed(module: Any) -> bool:
-    """Whether the parameter is (experts, in, out)."""
-    return bool(getattr(module, "is_transposed", True))
 
 
 def _linears(weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Iterator[nn.Linear]:
