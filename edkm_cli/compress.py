@@ -39,21 +39,19 @@ from edkm_cli.train.packed import require_attention_within_documents
 from edkm_cli.train.state import CHECKPOINTS, require_none
 from edkm_cli.train.teacher import RememberedTeacher
 
+Planned = Callable[[RunPlan], None]
+
 
 def compress(
-    config: CompressConfig,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    observer: Observer | None = None,
-    planned: Callable[[RunPlan], None] = lambda plan: None,
+    config: CompressConfig, *, observer: Observer | None = None, planned: Planned = lambda plan: None, **options: bool
 ) -> dict[str, Any]:
     """Run `edkm compress` and return its report (its keys: docs/results.md).
 
     Where a launcher started several processes, all call this; the first one writes and reports.
 
-    With `resume`, an unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same weights
-    as if it had not been interrupted; where there is none, the run starts, and a finished one is returned as it is.
+    With the option `resume`, an unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same
+    weights as if it had not been interrupted; where there is none, the run starts, and a finished one is returned as it is.
+    With `overwrite` a result that is there already is replaced.
     `planned` is called with the plan, before anything is loaded.
 
     Raises UserError for anything the user can mend, before the first expensive step wherever that is possible, PeerLost
@@ -62,13 +60,13 @@ def compress(
     world = open_world(choose_device(config.device), sharding=config.sharding, timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        return Run(config, world, watch, planned).run("--model", config.model, overwrite=overwrite, resume=resume)
+        return Run(config, world, watch, planned).run("--model", config.model, **options)
 
 
 class Run(Session):
     """One run: its plan, what it has measured so far, and its steps in order, each a method."""
 
-    def __init__(self, config: CompressConfig, world: World, watch: Observer, planned: Callable[[RunPlan], None]):
+    def __init__(self, config: CompressConfig, world: World, watch: Observer, planned: Planned):
         require_launch(config)
         self.plan = plan = plan_run(config, world)
         planned(plan)

@@ -194,11 +194,9 @@ def skeleton(source: ModelSource, config: Any) -> Any:
         raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
     directory = Path(source.location)
     stored = model_files.check_model_files(directory) if source.is_local and not source.gguf_file else None
-    limit = (
-        model_files.no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers)
-        if stored
-        else nullcontext()
-    )
+    limit: Any = nullcontext()
+    if stored:
+        limit = model_files.no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers)
     try:
         with torch.device("meta"), limit:
             own = copy.deepcopy(config)  # building a model leaves its mark on the configuration

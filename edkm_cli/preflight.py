@@ -98,12 +98,8 @@ class RunPlan:
         """Whether the start works on one decoder layer after the other, each dense no longer than that takes: where every
         layer is reconstructed, then packed, since no weight trains afterwards."""
         config, inside = self.config, tuple(f"{path}." for path in decoder_layers(self.skeleton))
-        return (
-            config.start == "reconstructed"
-            and (config.assignments == "held" or not config.steps)
-            and not self.world.sharded
-            and all(swap.name.startswith(inside) for swap in self.clustered)
-        )
+        packs = config.start == "reconstructed" and (config.assignments == "held" or not config.steps)
+        return packs and not self.world.sharded and all(swap.name.startswith(inside) for swap in self.clustered)
 
     @property
     def clustering(self) -> Clustering:

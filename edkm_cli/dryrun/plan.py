@@ -130,11 +130,9 @@ def _by_part(peak: Peak) -> dict[str, int]:
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     """The swapped modules, counted by role, shape and override."""
     config, counts = plan.config, Counter[tuple[str, tuple[int, ...], str]]()
-    other_bits = (
-        f"{plan.average:.2f} bits on average, by sensitivity"
-        if config.allocation == SENSITIVITY
-        else f"{config.bits}-bit indices"
-    )
+    other_bits = f"{config.bits}-bit indices"
+    if config.allocation == SENSITIVITY:
+        other_bits = f"{plan.average:.2f} bits on average, by sensitivity"
     tables = "LUT" if config.palette == FREE else f"scales of {config.palette} tables"
     for swap in plan.swaps:
         if swap.clustered:

@@ -185,15 +185,9 @@ class Rehearsal:
         steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), META:
-            model = initialize(
-                dense,
-                replace(Recipe.of(plan), average_bits=None),
-                calibration=batches,
-                fitting=start_batches(text, plan),
-                build=self._rebuild if self.world.sharded else None,
-                world=World(device="meta"),
-                steps=steps,
-            )
+            recipe, build = replace(Recipe.of(plan), average_bits=None), self._rebuild if self.world.sharded else None
+            texts: dict[str, Any] = {"calibration": batches, "fitting": start_batches(text, plan)}
+            model = initialize(dense, recipe, build=build, world=World(device="meta"), steps=steps, **texts)
         self._tables.clear()
         self._settle(model)
         return model
@@ -272,7 +266,7 @@ class Rehearsal:
         numbers = [table_numbers(grid.palette, bits) for bits in widths]
         return [torch.empty(granularity.groups(*shape), count, device=META) for count in numbers]
 
-    def _compensation(self, layer: Any, inputs: tuple[Tensor, ...], *, corrections: Corrections | None = None) -> None:
+    def _compensation(self, corrections: Corrections | None, layer: Any, inputs: tuple[Tensor, ...]) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""
         average = self.plan.average_bits
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
@@ -289,7 +283,7 @@ class Rehearsal:
         """The pass that `compensate` makes."""
         self._settle(model)
         model.eval()
-        holding = hooked(clustered_layers(model).values(), self._compensation)
+        holding = hooked(clustered_layers(model).values(), partial(self._compensation, None))
         with self._ledger.under(ACTIVATIONS), self._gathered(model), holding:
             model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
 
@@ -301,15 +295,9 @@ class Rehearsal:
             begin(path, layer)
         self._settle(model)
         with self._ledger.under(ACTIVATIONS), self._stage.autocast(model, self._rounds):
-            reconstruct(
-                model,
-                batches,
-                passes=passes,
-                world=World(device="meta"),
-                compensating=lambda world, corrections: partial(self._compensation, corrections=corrections),
-                at_most_layers=2,
-                at_most_steps=2,
-            )
+            about: dict[str, Any] = {"world": World(device="meta"), "at_most_layers": 2, "at_most_steps": 2}
+            about["compensating"] = lambda world, corrections: partial(self._compensation, corrections)
+            reconstruct(model, batches, passes=passes, **about)
 
     def _train(self, model: Any, objective: Objective) -> None:
         """The step that needs the most of a training: the second one, or the only one."""

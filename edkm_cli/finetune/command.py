@@ -41,18 +41,13 @@ _PROBE_TOKENS = 64
 
 
 def finetune(
-    directory: str | Path,
-    config: FinetuneConfig,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    observer: Observer | None = None,
+    directory: str | Path, config: FinetuneConfig, *, observer: Observer | None = None, **options: bool
 ) -> dict[str, Any]:
     """Run `edkm finetune` and return its report (its keys: docs/results.md).
 
-    Where a launcher started several processes, all call this; each has a part of the data. With `resume`, an unfinished
-    run in `DIR.partial` goes on from its newest checkpoint and ends with the same adapter as if it had not been
-    interrupted.
+    Where a launcher started several processes, all call this; each has a part of the data. With the option `resume`, an
+    unfinished run in `DIR.partial` goes on from its newest checkpoint and ends with the same adapter as if it had not been
+    interrupted; with `overwrite` a result that is there already is replaced.
 
     Raises UserError for anything the user can mend; the output directory then is as it was.
     """
@@ -60,7 +55,7 @@ def finetune(
     world = open_world(choose_device(config.device), sharding="none", timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        return _Run(Path(directory), config, world, watch).run("DIR", directory, overwrite=overwrite, resume=resume)
+        return _Run(Path(directory), config, world, watch).run("DIR", directory, **options)
 
 
 def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, Any]:

@@ -132,12 +132,11 @@ class _Run(PackedSession):
             if self.writes_text:
                 self.watch.say("the adapted model writes its own text, once")
                 about: dict[str, Any] = {
-                    "tokens": self.needed_tokens,
+                    "weights_sha256": self.digest(self.adapter / WEIGHTS),
                     "seed": self.config.seed,
-                    "track": self.watch.track,
                 }
-                sha256 = self.digest(self.adapter / WEIGHTS)
-                self.take_text(self_text(model, self.tokenizer, weights_sha256=sha256, **about))
+                about |= {"tokens": self.needed_tokens, "track": self.watch.track}
+                self.take_text(self_text(model, self.tokenizer, **about))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
         with model.disable_adapter():

@@ -33,6 +33,7 @@ from edkm_cli.granularity import Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.runtime.experts import is_expert
+from edkm_cli.settings import part_of
 
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
 _MOST_BITS = 4  # above, errors are small everywhere
@@ -64,11 +65,10 @@ def choose_embedding_bits(config: CompressConfig, allocation: str) -> int:
 def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
     any that take the same room. What embeddings save goes to the linears where their bits were `chosen`, not asked for."""
-    spec = QuantizationSpec(
+    spec = part_of(
+        QuantizationSpec,
+        config,
         bits=math.floor(config.bits),
-        granularity=Granularity.parse(config.granularity),
-        lut_dtype=config.lut_dtype,
-        palette=config.palette,
         embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],

@@ -24,12 +24,8 @@ def hooked(
 
     `hook` gets (module, args), with `with_kwargs` (module, args, kwargs), and after the pass its output as well.
     """
-    handles = [
-        module.register_forward_hook(hook, with_kwargs=with_kwargs)
-        if after
-        else module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-        for module in modules
-    ]
+    register = "register_forward_hook" if after else "register_forward_pre_hook"
+    handles = [getattr(module, register)(hook, with_kwargs=with_kwargs) for module in modules]
     try:
         yield
     finally:

@@ -125,16 +125,9 @@ def _is_router(model: nn.Module, name: str) -> bool:
 
 def _other_matrices(path: str, module: nn.Module) -> list[Swap]:
     """The weights of two and more dimensions that a module holds itself, all of which stay dense."""
-    return [
-        Swap(
-            f"{path}.{name}" if path else name,
-            OTHER,
-            tuple(parameter.shape),
-            f"a weight of {type(module).__name__}, which is no Linear",
-        )
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() >= 2
-    ]
+    why = f"a weight of {type(module).__name__}, which is no Linear"
+    own = {f"{path}.{name}" if path else name: value for name, value in module.named_parameters(recurse=False)}
+    return [Swap(name, OTHER, tuple(value.shape), why) for name, value in own.items() if value.dim() >= 2]
 
 
 def _keep_ties(swaps: list[Swap]) -> list[Swap]:

@@ -53,15 +53,10 @@ def level() -> int:
 def supports(packed: Packed) -> bool:
     """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, with one scale a row at most,
     and a compiler was there."""
-    return (
-        packed.indices.device.type == "cpu"
-        and not packed.grouped
-        and packed.table.dtype in _TABLE_DTYPES
-        and packed.indices.is_contiguous()
-        and packed.table.is_contiguous()
-        and (packed.bias is None or (packed.bias.dtype in DTYPES and packed.bias.is_contiguous()))
-        and library() is not None
-    )
+    indices, table, bias = packed[:3]
+    plain = indices.device.type == "cpu" and indices.is_contiguous() and table.is_contiguous() and not packed.grouped
+    known = table.dtype in _TABLE_DTYPES and (bias is None or (bias.dtype in DTYPES and bias.is_contiguous()))
+    return plain and known and library() is not None
 
 
 def _part(packed: Packed, columns: int) -> bytes:

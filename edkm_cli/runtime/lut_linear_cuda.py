@@ -32,17 +32,11 @@ def takes(x: Tensor, packed: Packed) -> bool:
     """Whether the kernel was written for these dtypes and shapes, wherever they are."""
     indices, table, bias, bits, tile = packed
     columns = x.shape[-1]
-    return (
-        bits in (3, 4)
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and 0 < x.numel() <= TOKENS * columns
-        and columns % 32 == 0
-        and tile is not None
-        and tile[1] == columns
-        and table.dtype in DTYPES
-        and (bias is None or bias.dtype in DTYPES)
-        and indices.shape[0] * columns < 1 << 40
+    known = (
+        x.dtype in (torch.bfloat16, torch.float16) and table.dtype in DTYPES and (bias is None or bias.dtype in DTYPES)
     )
+    fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and indices.shape[0] * columns < 1 << 40
+    return known and fits and bits in (3, 4) and tile is not None and tile[1] == columns
 
 
 def settings(x: Tensor, packed: Packed) -> dict[str, int]:
@@ -111,14 +105,8 @@ def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Callable[..., No
 
 def supports(x: Tensor, packed: Packed) -> bool:
     """Whether this product goes by the kernel."""
-    return (
-        not _broken
-        and x.is_cuda
-        and packed.indices.device == x.device
-        and takes(x, packed)
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
-    )
+    here = not _broken and x.is_cuda and packed.indices.device == x.device and torch.version.hip is None
+    return here and takes(x, packed) and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
 
 
 def linear(x: Tensor, packed: Packed) -> Tensor | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
 from edkm_cli.data import Blocks
-from edkm_cli.distributed import World
 from edkm_cli.settings import part_of
 from edkm_cli.train.loop import train
 from edkm_cli.train.losses import Objective, Teacher
@@ -29,27 +28,19 @@ def dense_directory(staging: Path, config: CompressConfig) -> Path:
     return staging / CHECKPOINTS / f"dense-{config.dense_learning_rate:g}"
 
 
-def train_dense(
-    model: Any,
-    teacher: Teacher | None,
-    blocks: Blocks,
-    config: CompressConfig,
-    *,
-    world: World,
-    staging: Path,
-    **options: Any,
-) -> None:
-    """Train a dense causal LM in place by the settings of a compressed one; the other arguments are those of `train`.
+def train_dense(model: Any, teacher: Teacher | None, blocks: Blocks, config: CompressConfig, **options: Any) -> None:
+    """Train a dense causal LM in place by the settings of a compressed one; `options` are the other arguments of `train`.
 
     A killed run goes on from its newest checkpoint, and a finished one only loads its last. The lines of its metrics end
     in `staging`.
     """
+    world, staging = options["world"], options["staging"]
     directory = dense_directory(staging, config)
     if world.main:
         directory.mkdir(parents=True, exist_ok=True)
     world.any(False)  # all wait until it is there
     settings = part_of(TrainingSettings, config, learning_rate=config.dense_learning_rate, log_with=())
     objective = Objective(teacher, label_weight=config.label_weight or 0.0)
-    train(model, objective, blocks, settings, world=world, staging=directory, **options)
+    train(model, objective, blocks, settings, **{**options, "staging": directory})
     if world.main:
         (staging / METRICS).write_bytes((directory / "metrics.jsonl").read_bytes())
