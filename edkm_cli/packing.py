@@ -90,6 +90,6 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
         first, shift = divmod(i * bits, 8)
         value = packed[:, :, first] >> shift
         if shift + bits > 8:
-            value = value | (packed[:, :, first + 1] << (8 - shift))
+            value |= packed[:, :, first + 1] << (8 - shift)
         indices[:, :, i] = value & mask
     return indices.view(rows, units * per_unit)[:, :columns].contiguous()

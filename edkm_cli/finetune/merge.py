@@ -131,11 +131,8 @@ class _Run(PackedSession):
             self.open_texts(token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.writes_text:
                 self.watch.say("the adapted model writes its own text, once")
-                about: dict[str, Any] = {
-                    "weights_sha256": self.digest(self.adapter / WEIGHTS),
-                    "seed": self.config.seed,
-                }
-                about |= {"tokens": self.needed_tokens, "track": self.watch.track}
+                about: dict[str, Any] = {"tokens": self.needed_tokens, "seed": self.config.seed}
+                about |= {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
                 self.take_text(self_text(model, self.tokenizer, **about))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)

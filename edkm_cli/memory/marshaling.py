@@ -190,13 +190,9 @@ class MarshalSavedTensors:
         self.statistics.offered_bytes += size_bytes
         small = plain and size_bytes < max(self._min_bytes, 1)
         movable = plain and not small and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
-        if (
-            movable
-            and (self._force or tensor.device.type != self._device.type)
-            and not isinstance(tensor, torch.nn.Parameter)
-            and not isinstance(tensor._base, torch.nn.Parameter)
-            and storage_address(tensor) not in self._keep
-        ):
+        movable = movable and not any(isinstance(one, torch.nn.Parameter) for one in (tensor, tensor._base))
+        away = self._force or tensor.device.type != self._device.type
+        if movable and away and storage_address(tensor) not in self._keep:
             return False
         self.statistics.kept_tensors += 1
         self.statistics.kept_bytes += size_bytes

@@ -88,11 +88,8 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
             reason = "an embedding that is not the token embedding"
         if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
-        if (
-            not reason
-            and name.endswith(".dt_proj")
-            and hasattr(model.get_submodule(name[: -len(".dt_proj")]), "x_proj")
-        ):
+        parent, _, leaf = name.rpartition(".")
+        if not reason and leaf == "dt_proj" and hasattr(model.get_submodule(parent), "x_proj"):
             reason = "a Mamba time step, which multiplies by the weight and is not called"
         if not reason and not is_expert(name) and _is_router(model, name):
             reason = "a router, which chooses experts"

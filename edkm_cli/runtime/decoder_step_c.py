@@ -117,9 +117,7 @@ def _takes(layer: LayerWeights, sizes: Sizes, dtype: torch.dtype) -> bool:
     shared = ((layer.qkv, (query, key, key), sizes.width), (layer.gate_up, (sizes.inner,) * 2, sizes.width))
     single = (((layer.o,), (sizes.width,), query), ((layer.down,), (sizes.width,), sizes.inner))
     for matrices, rows, columns in (*shared, *single):
-        if tuple(m.indices.shape[0] for m in matrices) != rows:
-            return False
-        if not all(lut_linear_c.supports(m) for m in matrices):
+        if tuple(m.indices.shape[0] for m in matrices) != rows or not all(map(lut_linear_c.supports, matrices)):
             return False
         for packed in matrices:
             check(columns, packed)
