@@ -236,7 +236,7 @@ def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: Tables)
         tables.swap(path, layer)
         hold(layer)
         layers.stay(path)
-        kept.fill_layer(path, layer)
+        kept.fill(layer, path)
 
 
 def _leave(path: str, part: nn.Module, importance: dict[str, Tensor]) -> None:

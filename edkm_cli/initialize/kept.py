@@ -90,10 +90,6 @@ class KeptStart:
         torch.set_rng_state((last or tensors)[_RANDOM])
         return done, state["module_bits"], tensors, last
 
-    def fill_layer(self, path: str, layer: nn.Module) -> None:
-        """Give a layer of the same modules what was kept of it."""
-        self._fill(layer, [f"{path}.safetensors"], f"{path}.")
-
     def state(self, file: str = STATE) -> dict[str, Any] | None:
         """state.json of a whole start, every file checked; None where there is none."""
 
@@ -129,18 +125,17 @@ class KeptStart:
             for file in [_PROGRESS, *(files.keys() - whole.keys())]:
                 (self.directory / file).unlink(missing_ok=True)
 
-    def fill(self, model: Any) -> None:
-        """Give a model of the same modules the tensors that were kept. Raises UserError where one is missing."""
-        state: Any = self.state()
-        self._fill(model, state["files"])
-
     @torch.no_grad()
-    def _fill(self, model: nn.Module, files: Iterable[str], prefix: str = "") -> None:
+    def fill(self, model: nn.Module, path: str = "") -> None:
+        """Give a model of the same modules, or its layer at `path`, the tensors that were kept. Raises UserError where one is
+        missing."""
+        state: Any = {"files": [f"{path}.safetensors"]} if path else self.state()
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None
         materialize(model, self._world.device)
         tensors = tensors_of(model)
-        for name, value in ((name.removeprefix(prefix), value) for name, value in self._read(files)):
+        for stored, value in self._read(state["files"]):
+            name = stored.removeprefix(f"{path}.")
             if name.endswith(".importance"):
                 kept = nn.Parameter(value.to(self._world.device), requires_grad=False)
                 model.get_submodule(name.rpartition(".")[0]).register_parameter("importance", kept)

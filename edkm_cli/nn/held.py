@@ -49,12 +49,6 @@ class HeldLinear(LutLayer):
             packed = pack(layer.codes(), bits)
         return cls(layer, packed, layer.centroids, layer.clustering, name=layer.name).train(layer.training)
 
-    @classmethod
-    def from_palettized(cls, layer: PalettizedLinear, clustering: Clustering, *, name: str) -> HeldLinear:
-        """A layer of a finished checkpoint, whose tables train."""
-        clustering = replace(clustering, bits=layer.bits, granularity=layer.granularity)
-        return cls(layer, layer.indices, parameters_of(layer), clustering, name=name)
-
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -92,7 +86,8 @@ def hold_packed(model: nn.Module, clustering: Clustering) -> None:
     clustering = replace(clustering, lut_scale=scales.pop() if len(scales) == 1 else None)
     model.requires_grad_(False)
     for name, layer in layers.items():
-        model.set_submodule(name, HeldLinear.from_palettized(layer, clustering, name=name))
+        own = replace(clustering, bits=layer.bits, granularity=layer.granularity)
+        model.set_submodule(name, HeldLinear(layer, layer.indices, parameters_of(layer), own, name=name))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.dim() == 1 or name.endswith(".centroids"))
 
