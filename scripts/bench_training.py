@@ -46,8 +46,8 @@ from edkm_cli.clustering.grids import Grid
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.distributed import World, open_world
-from edkm_cli.dryrun.need import parse_bytes
-from edkm_cli.dryrun.plan import choose_memory, dry_run
+from edkm_cli.dryrun.need import choose_memory, parse_bytes
+from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity

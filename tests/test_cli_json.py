@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from edkm_cli.cli.options import check_json_target, finish
+from edkm_cli.cli.options import check_target, finish
 from edkm_cli.errors import UserError
 from edkm_cli.format import json_text
 
@@ -14,7 +14,7 @@ def test_a_pipe_is_written_to_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    check_json_target(pipe)
+    check_target(pipe)
     finish("text", {"a": 1}, pipe)
     assert json.loads(os.read(reader, 1000)) == {"a": 1}
     os.close(reader)
@@ -24,7 +24,7 @@ def test_a_pipe_is_written_to_not_replaced(tmp_path):
 def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
     (tmp_path / "real.json").write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
-    check_json_target(tmp_path / "link.json")
+    check_target(tmp_path / "link.json")
     finish("text", {"a": 1}, tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}

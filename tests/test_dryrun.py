@@ -17,8 +17,8 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger, Peak
-from edkm_cli.dryrun.need import Machine, Need, memory_of, parse_bytes, with_heap
-from edkm_cli.dryrun.plan import choose_memory, dry_run
+from edkm_cli.dryrun.need import Machine, Need, choose_memory, memory_of, parse_bytes, with_heap
+from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.errors import UserError
 from edkm_cli.preflight import plan_run

@@ -9,17 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edkm_cli.cli.options import (
-    JsonFile,
-    RemoteCode,
-    check_json_target,
-    configured,
-    finish,
-    option,
-    progress,
-    stamped,
-    tell,
-)
+from edkm_cli.cli.options import JsonFile, RemoteCode, check_target, configured, finish, option, progress, stamped, tell
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.ownership import input_paths, replace_file
@@ -40,10 +30,10 @@ def eval_command(
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
     inputs = [*input_paths("MODEL", model), *input_paths("--data", *settings.data)]
     inputs += [*input_paths("--task-path", settings.task_path), *input_paths("--reference", settings.reference)]
-    check_json_target(json_file, inputs)
+    check_target(json_file, inputs)
     if page is not None and settings.reference is None:
         raise UserError("--page shows a comparison with --reference, which is not given")
-    check_json_target(page, inputs, "--page")
+    check_target(page, inputs, "--page")
     from edkm_cli.evaluate.command import evaluate_model
     from edkm_cli.evaluate.limits import require_passed
     from edkm_cli.report.verdict import verdict_page
@@ -66,7 +56,7 @@ def inspect_command(
     json_file: JsonFile = None,
 ) -> None:
     """What a compressed checkpoint holds: layers, bits, lookup tables, size."""
-    check_json_target(json_file, input_paths("DIRECTORY", directory))
+    check_target(json_file, input_paths("DIRECTORY", directory))
     from edkm_cli.export.source import Compressed
     from edkm_cli.report import inspection
     from edkm_cli.summaries import summary
@@ -94,7 +84,7 @@ def report_command(
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
-    check_json_target(json_file, input_paths("DIRECTORY", directory))
+    check_target(json_file, input_paths("DIRECTORY", directory))
     from edkm_cli.report.document import build_report
 
     result = build_report(
@@ -141,7 +131,7 @@ def generate_command(
     json_file: JsonFile = None,
 ) -> None:
     """Continue a text, or talk, with a compressed or uncompressed model."""
-    check_json_target(json_file, input_paths("MODEL", model))
+    check_target(json_file, input_paths("MODEL", model))
     from edkm_cli.generate import Manner, converse, generate_text, load_writer
     from edkm_cli.models import resolve
     from edkm_cli.preflight import choose_device

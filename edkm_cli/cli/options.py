@@ -135,7 +135,7 @@ def rank() -> str:
     return os.environ.get("RANK", "")
 
 
-def check_json_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json") -> None:
+def check_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json") -> None:
     """Fail before the work, not after it. `inputs` are (option, path) of what the command reads."""
     if json_file is None or _is_stream(json_file):
         return

@@ -12,17 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from edkm_cli.allocator import keep_freed_blocks, return_large_blocks
-from edkm_cli.cli.options import (
-    JsonFile,
-    Overwrite,
-    Resume,
-    check_json_target,
-    configured,
-    finish,
-    option,
-    progress,
-    tell,
-)
+from edkm_cli.cli.options import JsonFile, Overwrite, Resume, check_target, configured, finish, option, progress, tell
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats import FORMATS
@@ -61,7 +51,7 @@ def compress_command(
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
     require_model(settings.model)
-    check_json_target(json_file, run_paths(settings, "--model", settings.model))
+    check_target(json_file, run_paths(settings, "--model", settings.model))
     if dry_run:
         from edkm_cli.dryrun import plan
 
@@ -69,7 +59,7 @@ def compress_command(
     if gpu_memory is not None or gpus is not None:
         raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
     from edkm_cli.compress import compress
-    from edkm_cli.dryrun.plan import choose_memory
+    from edkm_cli.dryrun.need import choose_memory
     from edkm_cli.preflight import RunPlan
 
     def use_memory(plan: RunPlan) -> None:
@@ -88,7 +78,7 @@ def _finetune(
     json_file: JsonFile = None,
 ) -> None:
     """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""
-    check_json_target(json_file, run_paths(settings, "DIR", directory))
+    check_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.command import finetune, plan_finetune
 
     if dry_run:
@@ -106,7 +96,7 @@ def merge_command(
     settings: MergeConfig, directory: Directory, overwrite: Overwrite = False, json_file: JsonFile = None
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
-    check_json_target(json_file, run_paths(settings, "DIR", directory))
+    check_target(json_file, run_paths(settings, "DIR", directory))
     from edkm_cli.finetune.merge import merge
 
     tell("merge", merge(directory, settings, overwrite=overwrite, observer=progress()), json_file)
@@ -122,7 +112,7 @@ def export_command(
     json_file: JsonFile = None,
 ) -> None:
     """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
-    check_json_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)])
+    check_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)])
     from edkm_cli.export.command import export_model
 
     result = export_model(directory, to, output, options=options, overwrite=overwrite, track=progress().track)
@@ -137,7 +127,7 @@ def compare_command(
 ) -> None:
     """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
     require_model(settings.model)
-    check_json_target(json_file, run_paths(settings, "--model", settings.model))
+    check_target(json_file, run_paths(settings, "--model", settings.model))
     from edkm_cli.research.compare.command import compare
     from edkm_cli.research.compare.table import format_table
 
@@ -150,7 +140,7 @@ def compare_command(
 
 def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path | None = None) -> None:
     """Run a module of `edkm_cli.research.bench`; print what it makes of the result, and draw it for `--plot`."""
-    check_json_target(json_file)
+    check_target(json_file)
     if plot_file is not None:
         require_replaceable("--plot", plot_file)
         if plot_file.suffix != ".svg":

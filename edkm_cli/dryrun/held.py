@@ -147,7 +147,7 @@ class OneExpert:
         self._handle.remove()
 
 
-def compensation_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
+def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
     """The most that `Compensation` holds at once, in bytes.
 
     Args:

@@ -13,9 +13,11 @@ from edkm_cli import models
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, first_line, launched, wants_sharding
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
+from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
+from edkm_cli.nn.swap import LINEAR
 from edkm_cli.preflight import RunPlan, choose_device
 from edkm_cli.settings import parse_bytes
 
@@ -168,3 +170,38 @@ def _static(plan: RunPlan) -> Peak:
 def _with(peak: Peak, part: str, size: int) -> Peak:
     """The phases stay those of tensors."""
     return replace(peak, parts={**peak.parts, part: size})
+
+
+def choose_memory(plan: RunPlan) -> str:
+    """What `--memory` means for a run on this machine: `speed`, or `small` where only that fits.
+
+    Rehearses the run unless arithmetic alone shows that there is room.
+    """
+    config, machine = plan.config, this_machine(plan.world)
+    if config.memory != "auto" or plan.world.gpu:
+        return "speed" if config.memory == "auto" else config.memory
+    if _more_than_enough_bytes(plan) * plan.world.size <= machine.memory_bytes:
+        return "speed"
+    return memory_of(config, estimate(plan, process_bytes(plan)), machine)
+
+
+def _more_than_enough_bytes(plan: RunPlan) -> float:
+    """More than any run of this size takes, from shapes alone; infinite where attention maps are kept.
+
+    Ten float32 numbers a weight (model, teacher, gradient, two moments, sensitivities, copies), three for each input and
+    output of a linear and token in flight, eight for each logit, and 2 GB for the process.
+    """
+    config = plan.config
+    if config.method == "dkm":
+        return float("inf")
+    tokens = max(config.batch_size * config.sequence_length, config.context, 1024)
+    ends = [sum(swap.shape) for swap in plan.swaps if swap.role == LINEAR]
+    vocabulary = max((swap.shape[0] for swap in plan.swaps if swap.role != LINEAR), default=0)
+    activations = 12 * tokens * sum(ends) + 40 * (config.start_tokens or 0) * max(ends) + 32 * tokens * vocabulary
+    return 40 * plan.parameters + activations + 2e9
+
+
+def by_part(peak: Peak) -> dict[str, int]:
+    """Every part, in one order, and `total`."""
+    parts = {part: peak.parts.get(part, 0) for part in (*PARTS, HEAP, RUNTIME)}
+    return {**parts, "total": sum(parts.values())}

@@ -18,24 +18,11 @@ import torch
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
-from edkm_cli.dryrun.ledger import Peak
-from edkm_cli.dryrun.meta import PARTS
-from edkm_cli.dryrun.need import (
-    HEAP,
-    RUNTIME,
-    Machine,
-    choose_machine,
-    estimate,
-    least,
-    memory_of,
-    process_bytes,
-    this_machine,
-    with_heap,
-)
+from edkm_cli.dryrun.need import Machine, by_part, choose_machine, estimate, least, memory_of, process_bytes, with_heap
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, Override
 from edkm_cli.nn.allocation import SENSITIVITY, other_bytes
-from edkm_cli.nn.swap import EMBEDDING, LINEAR, decoder_bits_per_weight
+from edkm_cli.nn.swap import EMBEDDING, decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, choose_dtype, plan_run
 
 
@@ -60,9 +47,9 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "model": config.model,
         "modules": _grouped(plan),
         "skipped": [swap.to_mapping() for swap in plan.swaps if swap.reason],
-        "peak_memory_bytes": _by_part(need.device),
+        "peak_memory_bytes": by_part(need.device),
         "phases": need.device.phases,
-        **({"host_memory_bytes": _by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
+        **({"host_memory_bytes": by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
         **({"not_counted": need.not_counted} if need.not_counted else {}),
         **({"warnings": plan.warnings} if plan.warnings else {}),
         "memory": memory,
@@ -84,47 +71,12 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
     }
 
 
-def choose_memory(plan: RunPlan) -> str:
-    """What `--memory` means for a run on this machine: `speed`, or `small` where only that fits.
-
-    Rehearses the run unless arithmetic alone shows that there is room.
-    """
-    config, machine = plan.config, this_machine(plan.world)
-    if config.memory != "auto" or plan.world.gpu:
-        return "speed" if config.memory == "auto" else config.memory
-    if _more_than_enough_bytes(plan) * plan.world.size <= machine.memory_bytes:
-        return "speed"
-    return memory_of(config, estimate(plan, process_bytes(plan)), machine)
-
-
-def _more_than_enough_bytes(plan: RunPlan) -> float:
-    """More than any run of this size takes, from shapes alone; infinite where attention maps are kept.
-
-    Ten float32 numbers a weight (model, teacher, gradient, two moments, sensitivities, copies), three for each input and
-    output of a linear and token in flight, eight for each logit, and 2 GB for the process.
-    """
-    config = plan.config
-    if config.method == "dkm":
-        return float("inf")
-    tokens = max(config.batch_size * config.sequence_length, config.context, 1024)
-    ends = [sum(swap.shape) for swap in plan.swaps if swap.role == LINEAR]
-    vocabulary = max((swap.shape[0] for swap in plan.swaps if swap.role != LINEAR), default=0)
-    activations = 12 * tokens * sum(ends) + 40 * (config.start_tokens or 0) * max(ends) + 32 * tokens * vocabulary
-    return 40 * plan.parameters + activations + 2e9
-
-
 def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
     dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
     tensors = [pair for s in plan.clustered for pair in plan.spec.linear_tensors(*s.shape[:2], layer=s.name).values()]
     linears = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors)
     return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, dtype.itemsize)
-
-
-def _by_part(peak: Peak) -> dict[str, int]:
-    """Every part, in one order, and `total`."""
-    parts = {part: peak.parts.get(part, 0) for part in (*PARTS, HEAP, RUNTIME)}
-    return {**parts, "total": sum(parts.values())}
 
 
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:

@@ -22,28 +22,9 @@ from torch import Tensor, nn
 
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
-from edkm_cli.dryrun.held import (
-    Gradients,
-    OneExpert,
-    Taught,
-    compensation_bytes,
-    layer_bytes,
-    rounded_bytes,
-    size_bytes,
-)
+from edkm_cli.dryrun.held import Gradients, OneExpert, Taught, compensated_bytes, layer_bytes, rounded_bytes, size_bytes
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak, stands_for
-from edkm_cli.dryrun.meta import (
-    ACTIVATIONS,
-    CLUSTERING,
-    FILES,
-    LOGITS,
-    META,
-    OPTIMIZER,
-    SHARDING,
-    TEACHER,
-    WEIGHTS,
-    Stage,
-)
+from edkm_cli.dryrun.meta import ACTIVATIONS, CLUSTERING, FILES, LOGITS, OPTIMIZER, SHARDING, TEACHER, WEIGHTS, Stage
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
 from edkm_cli.initialize.build import Recipe, Steps, initialize
@@ -160,17 +141,17 @@ class Rehearsal:
     def _evaluate(self, model: Any) -> None:
         """One of a run's four perplexities. The others need no more."""
         self._ledger.begin("evaluate")
-        tokens = torch.empty(self.config.context, dtype=torch.int64, device=META)
+        tokens = torch.empty(self.config.context, dtype=torch.int64, device="meta")
         with self._gathered(model):
             perplexity(model, tokens, context=self.config.context, max_windows=1)
 
     def _teacher(self, dense: Any) -> Taught:
         """A pass of one sequence, and the copy of the head that is kept."""
         self._ledger.begin("teacher")
-        with self._ledger.under(TEACHER), META:
+        with self._ledger.under(TEACHER), torch.device("meta"):
             parts = Parts(dense, frozen=True)
         with torch.no_grad(), self._gathered(dense):
-            ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device=META)
+            ids = torch.empty(1, self.config.sequence_length, dtype=torch.int64, device="meta")
             parts.states(input_ids=ids, use_cache=False)
         parts.release()
         return Taught(parts)
@@ -178,13 +159,13 @@ class Rehearsal:
     def _start(self, dense: Any) -> Any:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
-        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device=META)
-        text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device=META)
+        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device="meta")
+        text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device="meta")
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
         batches = calibration_text(calibration, plan)[: 1 if self.world.gpu else 2]
         steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
-        with self._ledger.under(LOGITS), META:
+        with self._ledger.under(LOGITS), torch.device("meta"):
             recipe, build = replace(Recipe.of(plan), average_bits=None), self._rebuild if self.world.sharded else None
             texts: dict[str, Any] = {"calibration": batches, "fitting": start_batches(text, plan)}
             model = initialize(dense, recipe, build=build, world=World(device="meta"), steps=steps, **texts)
@@ -204,7 +185,7 @@ class Rehearsal:
             self._ledger.move(self._experts.for_all(importance), CLUSTERING, place=self._host, share=self.world.share)
             for name in importance.keys() & shapes.keys():  # tables with the other numbers of bits that it may get
                 others = entries - table_numbers(spec.palette, spec.bits_of(name))
-                tables = torch.empty(spec.granularity_of(name).groups(*shapes[name]), others, device=META)
+                tables = torch.empty(spec.granularity_of(name).groups(*shapes[name]), others, device="meta")
                 self._ledger.move(self._experts.for_all({name: tables}), CLUSTERING, place=self._host)
                 self._tables.append(tables)
             if by_layer:
@@ -264,7 +245,7 @@ class Rehearsal:
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:
                 grid.start(weight, granularity=granularity, importance=options["importance"])
         numbers = [table_numbers(grid.palette, bits) for bits in widths]
-        return [torch.empty(granularity.groups(*shape), count, device=META) for count in numbers]
+        return [torch.empty(granularity.groups(*shape), count, device="meta") for count in numbers]
 
     def _compensation(self, corrections: Corrections | None, layer: Any, inputs: tuple[Tensor, ...]) -> None:
         """A hook in place of `Compensation`, which counts what that holds."""
@@ -272,7 +253,7 @@ class Rehearsal:
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
         hidden = getattr(self._skeleton.config, "hidden_size", 0)
         corrected = corrections is not None and inputs[0].dim() == 3  # experts get a choice of the tokens
-        size = compensation_bytes(layer, inputs[0], bits, hidden, corrected=corrected)
+        size = compensated_bytes(layer, inputs[0], bits, hidden, corrected=corrected)
         with self._ledger.more(size, CLUSTERING):
             pass
         if corrections is not None:
@@ -313,7 +294,7 @@ class Rehearsal:
                 self._step(optimizer)
             if config.gradient_accumulation > 1:
                 gradients.make()
-            ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device=META)
+            ids = torch.empty(config.batch_size, config.sequence_length, dtype=torch.int64, device="meta")
             held.enter_context(self._gathered(model))
             held.enter_context(self._stage.autocast(model, self.config.mixed_precision == "bf16"))
             parts = Parts(model, whole=self.world.sharded)

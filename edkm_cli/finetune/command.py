@@ -15,13 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.finetune.adapters import (
-    adapted_layers,
-    add_adapter,
-    load_adapter,
-    save_adapter,
-    trained_parameters,
-)
+from edkm_cli.finetune.adapters import adapted_layers, add_adapter, load_adapter, save_adapter, trained_parameters
 from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
 from edkm_cli.finetune.session import PackedSession, Reference
 from edkm_cli.format import write_json

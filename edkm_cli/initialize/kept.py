@@ -127,8 +127,7 @@ class KeptStart:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, path: str = "") -> None:
-        """Give a model of the same modules, or its layer at `path`, the tensors that were kept. Raises UserError where one is
-        missing."""
+        """Give a model of the same modules, or its layer at `path`, what was kept. UserError where one is missing."""
         state: Any = {"files": [f"{path}.safetensors"]} if path else self.state()
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None

@@ -15,17 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.clustering import (
-    Grid,
-    clustered_linear,
-    dense_dkm,
-    iterate_centroids,
-    lookup,
-    nearest_indices,
-    parse_lut_dtype,
-    snap,
-)
-from edkm_cli.clustering.grids import unit_of
+from edkm_cli.clustering import clustered_linear, dense_dkm, iterate_centroids, lookup, nearest_indices, snap
+from edkm_cli.clustering.grids import Grid, unit_of
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import FREE, Granularity
@@ -103,8 +94,7 @@ class LutLayer(nn.Module):
         ascending, order = lut.sort(dim=1, stable=True)
         rank = order.argsort(1).float()
         renamed = lookup(self.codes(), rank, granularity=self.clustering.granularity).to(torch.uint8)
-        dtype, scale = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
-        assert dtype is not None
+        dtype, scale = getattr(torch, self.clustering.lut_dtype), self.stored_scale()
         return renamed, (ascending if scale is None else ascending / scale).to(dtype)
 
     @torch.no_grad()
@@ -119,7 +109,7 @@ class LutLayer(nn.Module):
     @torch.no_grad()
     def stored_numbers(self) -> dict[str, Tensor]:
         """`scales` and `offsets` of a palette, (out, tiles) in the LUT's dtype, divided by `stored_scale`."""
-        dtype, factor = parse_lut_dtype(self.clustering.lut_dtype), self.stored_scale()
+        dtype, factor = getattr(torch, self.clustering.lut_dtype), self.stored_scale()
         stored = (numbers for numbers in self.clustering.grid.stored(self.centroids) if numbers is not None)
         tiled = [numbers.view(self.out_features, -1) for numbers in stored]
         divided = (
