@@ -78,9 +78,7 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
     overrides = {swap.name: Override.of(config.overrides, swap.name) for swap in linears}
     for text in config.overrides:
         if not any(fnmatch(name, Override.parse(text).pattern) for name in overrides):
-            raise UserError(
-                f"--override must match a linear that is compressed, but {text!r} matches none; see --dry-run"
-            )
+            raise UserError(f"--override must match a compressed linear, but {text!r} matches none; see --dry-run")
     tiles = {name: str(one.granularity) for name, one in overrides.items() if one.granularity}
     spec = replace(spec, module_granularity=tiles, format_version=0) if tiles else spec
     fixed = {name: one.bits for name, one in overrides.items() if one.bits}

@@ -42,9 +42,7 @@ class Experts(nn.Module):
         self.__dict__.update(_attributes(fused))
         self._modules.update(fused._modules)
         self._buffers.update(fused._buffers)
-        self.transposed = bool(
-            getattr(fused, "is_transposed", True)
-        )  # transformers has the matrices as (experts, in, out)
+        self.transposed = bool(getattr(fused, "is_transposed", True))  # there: matrices are (experts, in, out)
         for name in _PROJECTIONS:
             if name in fused._parameters:
                 weight, bias = fused._parameters.pop(name), fused._parameters.pop(f"{name}_bias", None)

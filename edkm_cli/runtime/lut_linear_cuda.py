@@ -32,9 +32,8 @@ def takes(x: Tensor, packed: Packed) -> bool:
     """Whether the kernel was written for these dtypes and shapes, wherever they are."""
     indices, table, bias, bits, tile = packed
     columns = x.shape[-1]
-    known = (
-        x.dtype in (torch.bfloat16, torch.float16) and table.dtype in DTYPES and (bias is None or bias.dtype in DTYPES)
-    )
+    kinds = {table.dtype} if bias is None else {table.dtype, bias.dtype}
+    known = x.dtype in (torch.bfloat16, torch.float16) and kinds <= DTYPES.keys()
     fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and indices.shape[0] * columns < 1 << 40
     return known and fits and bits in (3, 4) and tile is not None and tile[1] == columns
 

@@ -52,7 +52,7 @@ class EdkmVllmConfig(QuantizationConfig):
             spec = QuantizationSpec.from_mapping(config)
             if spec.palette != FREE:
                 raise UserError(
-                    f"vllm serves free tables, got palette {spec.palette}, of another engine; see edkm export"
+                    f"vllm serves free tables, got palette {spec.palette}, which is for another engine; see edkm export"
                 )
             return cls(spec)
         except UserError as error:
