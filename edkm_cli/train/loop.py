@@ -26,7 +26,7 @@ from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import Objective
-from edkm_cli.train.metrics import Metrics, require_trackers
+from edkm_cli.train.metrics import Metrics
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import BestStep, Checkpoints
 from edkm_cli.train.teacher import micro_batch
@@ -61,7 +61,13 @@ def make_accelerator(config: TrainingSettings, world: World, mixed_precision: st
 def require_launch(config: TrainingSettings) -> None:
     """Raises UserError for a tracker of `--log-with` that is not installed, and where `accelerate launch` was told another
     accumulation than this run."""
-    require_trackers(config.log_with)
+    if config.log_with:
+        from accelerate.tracking import get_available_trackers
+
+        available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+        for name in (name for name in config.log_with if name not in available):
+            why = f"--log-with {name} needs a package that is not installed; pip install {name}"
+            raise UserError(why, everywhere=True)
     asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if asked not in ("1", str(config.gradient_accumulation)):
         raise UserError(

@@ -10,19 +10,6 @@ from typing import Any
 
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError
-
-
-def require_trackers(names: tuple[str, ...]) -> None:
-    """Raises UserError for a tracker whose package is missing."""
-    if names:
-        from accelerate.tracking import get_available_trackers
-
-        available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
-        missing = next((name for name in names if name not in available), None)
-        if missing is not None:
-            why = f"--log-with {missing} needs a package that is not installed; pip install {missing}"
-            raise UserError(why, everywhere=True)
 
 
 class Metrics:
