@@ -24,15 +24,11 @@ def option(panel: str | None, help: str, *flags: str, metavar: str = "") -> Any:
     return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
 
 
-JsonFile = Annotated[
-    Path | None, option(OUTPUT, "Write the machine-readable result to this file.", "--json", metavar="FILE")
-]
+JsonFile = Annotated[Path | None, option(OUTPUT, "Write the result as JSON to this file.", "--json", metavar="FILE")]
 RemoteCode = Annotated[bool, option(None, REMOTE_CODE, "--trust-remote-code")]
 Overwrite = Annotated[bool, option(OUTPUT, "Replace what --output holds, once the result is whole.", "--overwrite")]
 Resume = Annotated[bool, option(OUTPUT, "Continue the unfinished run of --output, if there is one.", "--resume")]
-_CONFIG_FILE = Annotated[
-    Path | None, option(MODEL, "YAML file with these settings; flags override it.", metavar="FILE")
-]
+_CONFIG = Annotated[Path | None, option(MODEL, "YAML file with these settings; flags override it.", metavar="FILE")]
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
@@ -59,7 +55,7 @@ def configured(
             return command(settings, **values)
 
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        file = [] if build is None else [_parameter("config", _CONFIG_FILE)]
+        file = [] if build is None else [_parameter("config", _CONFIG)]
         parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in (*_options(kind), *file, *arguments)]
         parameters.sort(key=_panel)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -144,7 +144,5 @@ def _rows_as_words(flat: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _reproduces(rows: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> bool:
     """Whether `table[index]` is `rows`, bit by bit. Looks at a small piece first: most misfits show at once."""
-    starts = [(0, 4096), *((start, start + _CHUNK_ROWS) for start in range(4096, rows.shape[0], _CHUNK_ROWS))]
-    return all(
-        torch.equal(table.index_select(0, _unsigned(index[start:stop])), rows[start:stop]) for start, stop in starts
-    )
+    pieces = [slice(4096), *(slice(start, start + _CHUNK_ROWS) for start in range(4096, rows.shape[0], _CHUNK_ROWS))]
+    return all(torch.equal(table.index_select(0, _unsigned(index[piece])), rows[piece]) for piece in pieces)

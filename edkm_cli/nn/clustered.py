@@ -112,9 +112,7 @@ class LutLayer(nn.Module):
         dtype, factor = getattr(torch, self.clustering.lut_dtype), self.stored_scale()
         stored = (numbers for numbers in self.clustering.grid.stored(self.centroids) if numbers is not None)
         tiled = [numbers.view(self.out_features, -1) for numbers in stored]
-        divided = (
-            (numbers / unit_of(factor, which, numbers.shape[1])).to(dtype) for which, numbers in enumerate(tiled)
-        )
+        divided = ((numbers / unit_of(factor, at, numbers.shape[1])).to(dtype) for at, numbers in enumerate(tiled))
         return dict(zip(("scales", "offsets"), divided, strict=False))
 
     def extra_repr(self) -> str:
