@@ -6,6 +6,7 @@ and the starting centroids, and computes the intermediate centroids again. See `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,11 @@ def iterated(
 
 
 def gradients(
-    weight: Tensor,
-    centroids: Tensor,
-    importance: Tensor | None,
-    settings: Settings,
-    grad: Tensor | None,
-    grad_centroids: Tensor | None = None,
+    saved: Sequence[Any], settings: Settings, grad: Tensor | None, grad_centroids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dL/dweight in any dtype, dL/dcentroids) from the gradients of the clustered weight and of the last centroids."""
+    """(dL/dweight in any dtype, dL/dcentroids) from the gradients of the clustered weight and of the last centroids; `saved`
+    are weight, centroids and importance."""
+    weight, centroids, importance = saved
     passes, spread = open_passes(weight, centroids.shape[1], settings, importance)
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     grad_weight, grad_start = passes.backward(start, spread, settings.iterations, grad, grad_centroids)
@@ -81,8 +79,7 @@ class _FusedDkm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_centroids: Tensor | None) -> tuple[Tensor | None, ...]:
-        weight, centroids, importance = ctx.saved_tensors
-        return *gradients(weight, centroids, importance, ctx.settings, grad, grad_centroids), None, None
+        return *gradients(ctx.saved_tensors, ctx.settings, grad, grad_centroids), None, None
 
 
 def fused_dkm(

@@ -89,7 +89,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_weight or needs_centroids:
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
         if options.mode != "straight-through":
-            grad_weight, grad_centroids = gradients(weight, centroids, importance, options, grad_weight)
+            grad_weight, grad_centroids = gradients((weight, centroids, importance), options, grad_weight)
         elif needs_centroids:
             start = centroids.detach().to(kernels.centroid_dtype(weight))
             lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)

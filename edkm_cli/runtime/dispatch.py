@@ -18,7 +18,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.kernels import has_triton
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.runtime import lut_linear_c, lut_linear_torch
+from edkm_cli.runtime import lut_linear_c, lut_linear_cuda, lut_linear_torch
 from edkm_cli.runtime.packed import Packed, check
 
 _PATHS = ("auto", "kernel", "dense", "reference")
@@ -50,8 +50,6 @@ def _path(x: Tensor, packed: Packed) -> str:
         return forced
     if x.is_cuda:
         few = x.numel() <= _GPU_TOKENS * x.shape[-1] if forced == "auto" else forced == "kernel"
-        from edkm_cli.runtime import lut_linear_cuda
-
         if few and lut_linear_cuda.supports(x, packed):
             return "cuda"
         triton = few and has_triton() and packed.indices.is_cuda and x.dtype in DTYPES and not packed.grouped
@@ -76,8 +74,6 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
         return lut_linear_torch.linear(x, packed)
     path = _path(x, packed)
     if path == "cuda":
-        from edkm_cli.runtime import lut_linear_cuda
-
         if (found := lut_linear_cuda.linear(x, packed)) is not None:
             return found
         path = _path(x, packed)  # it failed, and is not asked again
