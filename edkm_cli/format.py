@@ -2,7 +2,8 @@
 
 A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
 (groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and a
-float32 `scale` for each row, or for each group of its columns. docs/format.md specifies both to the byte.
+float32 `scale` for each row, or for each group of its columns, and may store a factor for each column. docs/format.md
+specifies both to the byte.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SCALED_VERSION = 2  # of float8 tables: version 1 had no scale for them
 MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's columns have scales of their own
 PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
 EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own, or matrices differ in tiles
+FACTORS_VERSION = 6  # where columns of an embedding have factors
+FACTORS = (1, 2, 4)  # products with them are exact in any number format
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 
@@ -54,7 +57,8 @@ class QuantizationSpec:
 
     `embedding_bits` 16 stands for dense embeddings, for which the file has null. `embedding_group` columns of an embedding
     share a scale; None: a whole row. `module_bits` holds the bits of the linears that have others than `bits`.
-    `module_granularity` likewise. `split_experts`: each expert's matrices are linears. `granularity` may be a text.
+    `module_granularity` likewise. `split_experts`: each expert's matrices are linears. `embedding_factors`: columns of an
+    embedding have factors. `granularity` may be a text.
     `format_version` 0: the lowest that can hold the rest.
     """
 
@@ -69,12 +73,14 @@ class QuantizationSpec:
     palette: str = FREE
     split_experts: bool = False
     module_granularity: dict[str, str] = field(default_factory=dict)
+    embedding_factors: bool = False
 
     def __post_init__(self) -> None:
         versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
+        versions = (FACTORS_VERSION,) if self.embedding_factors else versions
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -95,7 +101,8 @@ class QuantizationSpec:
         if group is not None and (not _is_within(group, 1) or not self.packs_embeddings):
             faults.append(f"embedding_group must be a positive number, with embedding_bits, got {group!r}")
         faults += _module_bits_faults(self.module_bits)
-        faults += [] if self.split_experts in (True, False) else ["split_experts must be true or false"]
+        for name in ("split_experts", "embedding_factors"):
+            faults += [] if getattr(self, name) in (True, False) else [f"{name} must be true or false"]
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
             if not isinstance(self.module_granularity, dict):
@@ -199,11 +206,16 @@ class QuantizationSpec:
                 f"fits: {fits}"
             )
         indices = (torch.uint8, (rows, packed_width(columns, self.embedding_bits)))
-        return {"indices": indices, "scale": (torch.float32, (rows, columns // group))}
+        stored: Stored = {"indices": indices, "scale": (torch.float32, (rows, columns // group))}
+        return stored | ({"factors": (torch.uint8, (columns,))} if self.embedding_factors else {})
 
 
 _SINCE = {"embedding_group": MIXED_VERSION, "module_bits": MIXED_VERSION, "palette": PALETTE_VERSION}
-_SINCE |= {"split_experts": EXPERTS_VERSION, "module_granularity": EXPERTS_VERSION}
+_SINCE |= {
+    "split_experts": EXPERTS_VERSION,
+    "module_granularity": EXPERTS_VERSION,
+    "embedding_factors": FACTORS_VERSION,
+}
 _OPTIONAL = {"skipped", *_SINCE}
 
 

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
 from edkm_cli.errors import UserError
-from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
+from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.model_files import FP8, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
@@ -73,6 +73,8 @@ class EdkmQuantizer(HfQuantizer):
                     raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
                 if leaf != "indices" and not bool(buffer.float().isfinite().all()):
                     raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
+                if leaf == "factors" and not set(buffer.tolist()) <= set(FACTORS):
+                    raise UserError(f"{name}.{leaf} must be 1, 2 or 4 for each column; {AGAIN}")
         shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []

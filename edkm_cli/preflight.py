@@ -141,8 +141,9 @@ class RunPlan:
 def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) -> CompressConfig:
     """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
 
-    Only `device`, `memory` and `streaming` stay as they are: they are decided where they take effect. Raises
-    UserError for what was asked for and cannot be had where it runs.
+    Only `device`, `memory` and `streaming` stay as they are, which are decided where they take effect, and
+    `embedding_bits`, for which `plan_run` looks at the model. Raises UserError for what was asked for and cannot be had
+    where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
     sharding = "full" if world.sharded or config.sharding == "full" else "none"
@@ -165,7 +166,6 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
         start=start,
         start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(world.size)),
         allocation=allocation,
-        embedding_bits=choose_embedding_bits(config, allocation),
         label_weight=labels,
         assignments="held" if held else "free",
         dtype=dtype,
@@ -228,7 +228,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     if like is not None:
         swaps = like.swaps
     else:
-        planned = plan_swaps(skeleton, embedding_bits=int(config.embedding_bits), skip=config.skip)
+        bits = 0 if config.embedding_bits == "auto" else int(config.embedding_bits)
+        planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if world.sharded:
         _require_divisible(config, texts, swaps)
@@ -240,7 +241,15 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
         size = parse_bytes(config.target_size)
-        config = replace(config, bits=bits_for_size(config, swaps, skeleton, itemsize, target_bytes=size))
+
+        def average_beside(embedding_bits: int) -> float:
+            sized = replace(config, embedding_bits=embedding_bits)
+            return bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
+
+        config = replace(config, embedding_bits=choose_embedding_bits(config, swaps, average_beside))
+        config = replace(config, bits=average_beside(int(config.embedding_bits)))
+    else:
+        config = replace(config, embedding_bits=choose_embedding_bits(config, swaps))
     chosen = asked.embedding_bits == "auto" and not config.target_size
     spec, average = planned_spec(config, swaps, chosen=chosen)
     model = (source, architecture, skeleton, swaps, spec)

@@ -15,6 +15,7 @@ from edkm_cli.hf import load
 from edkm_cli.nn.allocation import (
     average_in,
     choose,
+    choose_embedding_bits,
     embedding_bits_saved,
     expected_rise,
     rises_of,
@@ -79,6 +80,34 @@ def test_what_embeddings_save_counts_stored_ones_only():
     assert embedding_bits_saved([embedding, replace(head, tied=True)], 8, 6) == 10 * 8 * (12 - 9)
     assert embedding_bits_saved([embedding, head], 8, 6) == 2 * 10 * 8 * (12 - 9)
     assert embedding_bits_saved([replace(embedding, reason="stays")], 8, 6) == 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "share", "few"), [(2, 0.27, 4), (3, 0.27, 5), (4, 0.27, 6), (3, 0.04, 6), (3, 0.15, 5)]
+)
+def test_embeddings_get_fewer_bits_the_more_of_them_there_are(bits, share, few):
+    swaps = [Swap("e", "embedding", (round(share * 10_000), 100)), Swap("l", "linear", (1000, 1000))]
+    swaps += [Swap("h", "head", swaps[0].shape, tied=True), Swap("other", "linear", (9999, 9999), reason="stays")]
+    config = CompressConfig(bits=bits, allocation="sensitivity")
+    assert choose_embedding_bits(config, swaps) == few
+    assert choose_embedding_bits(replace(config, allocation="uniform"), swaps) == 8
+    assert choose_embedding_bits(replace(config, embedding_bits=7), swaps) == 7
+
+
+def test_embeddings_get_what_leaves_room_for_the_linears():
+    swaps = [Swap("e", "embedding", (100, 100)), Swap("l", "linear", (1000, 1000))]
+    config = CompressConfig(target_size="1MB", allocation="sensitivity")
+
+    def average(few):
+        if few > least:
+            raise UserError("no room")
+        return 3.0
+
+    for least in (4, 5):
+        assert choose_embedding_bits(config, swaps, average) == least
+    least = 3
+    with pytest.raises(UserError, match="no room"):
+        choose_embedding_bits(config, swaps, average)
 
 
 def test_the_bits_that_are_tried_stay_in_range():

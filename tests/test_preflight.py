@@ -114,7 +114,7 @@ def test_processes_count_as_accumulation_does():
 @pytest.mark.parametrize(
     ("changes", "allocation", "bits"),
     [
-        ({}, "sensitivity", 6),
+        ({}, "sensitivity", 5),
         ({"embedding_bits": 16}, "sensitivity", 16),
         ({"embedding_bits": 4}, "sensitivity", 4),
         ({"bits": 5}, "uniform", 8),
@@ -124,8 +124,8 @@ def test_processes_count_as_accumulation_does():
     ],
     ids=str,
 )
-def test_embeddings_get_the_bits_that_the_allocation_leaves_them(changes, allocation, bits):
-    config = resolved(**changes)
+def test_embeddings_get_the_bits_that_the_allocation_leaves_them(changes, allocation, bits, model_directory):
+    config = plan_run(CompressConfig(model=str(model_directory), **changes), HERE).config
     assert (config.allocation, config.embedding_bits) == (allocation, bits)
 
 

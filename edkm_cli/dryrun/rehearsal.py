@@ -40,7 +40,7 @@ from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import RunPlan, calibration_text, needed_tokens, start_batches
-from edkm_cli.runtime.palettized import Rounded, to_nearest
+from edkm_cli.runtime.palettized import Rounding, to_nearest
 from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import Objective
@@ -198,7 +198,7 @@ class Rehearsal:
             take("", layers.model, found)
         return found
 
-    def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounded]:
+    def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounding]:
         """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
         held in another order, and the result twice."""
 
@@ -206,11 +206,11 @@ class Rehearsal:
             with self._ledger.more(3 * size_bytes([weight]), CLUSTERING):
                 return to_nearest(weight, scale, top)
 
-        found: dict[str, Rounded] = {}
+        found: dict[str, Rounding] = {}
         for moment in moments.values():
             with self._ledger.more(36 * moment.numel(), CLUSTERING):
                 factor = moment.clone()
-            found |= {swap.name: partial(rounded, factor) for swap in swaps if swap.role in (EMBEDDING, HEAD)}
+            found |= {swap.name: Rounding(partial(rounded, factor)) for swap in swaps if swap.role in (EMBEDDING, HEAD)}
         return found
 
     def _rebuild(self, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:

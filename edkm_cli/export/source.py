@@ -106,7 +106,8 @@ class Compressed:
 
     def levels(self, path: str) -> Tensor:
         """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""
-        return self.indices(path).to(torch.int16) - 2 ** (self.bits_of(path) - 1)
+        levels = self.indices(path).to(torch.int16) - 2 ** (self.bits_of(path) - 1)
+        return levels * self.stored(f"{path}.factors") if self.spec.embedding_factors else levels
 
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""

@@ -35,7 +35,7 @@ from edkm_cli.nn.held import hold
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.runtime.palettized import Rounded
+from edkm_cli.runtime.palettized import Rounding
 from edkm_cli.settings import part_of
 
 
@@ -139,7 +139,7 @@ class Steps:
     tables: Callable[..., list[Tensor]] = shared_kmeans_starts
     compensate: Callable[..., None] = compensate
     reconstruct: Callable[..., None] = reconstruct
-    rounding: Callable[..., dict[str, Rounded]] = compensating_rounding
+    rounding: Callable[..., dict[str, Rounding]] = compensating_rounding
 
 
 def initialize(

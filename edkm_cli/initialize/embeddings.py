@@ -9,15 +9,19 @@ that rounding SmolLM2's embedding costs (docs/log.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from edkm_cli.format import FACTORS
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
-from edkm_cli.runtime.palettized import Rounded
+from edkm_cli.runtime.palettized import Rounding
 
 _LAZY_COLUMNS = 64
+_ROWS = 4096  # that factors of columns are chosen on
+_SHARE_TRIED = 8  # one of so many columns may have a factor
 _DAMPING = 0.01
 _DAMPING_TIED = 0.1  # the input embedding's use of the same rows is served by small errors, whatever their direction
 
@@ -27,10 +31,10 @@ def output_embedding(swaps: Sequence[Swap]) -> list[str]:
     return [swap.name for swap in swaps if swap.role == HEAD and not swap.reason]
 
 
-def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, Rounded]:
+def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, Rounding]:
     """How to round the embedding whose rows make the logits, by its path; empty without `moments`, path of the output
     embedding -> products of its inputs (in, in)."""
-    found: dict[str, Rounded] = {}
+    found: dict[str, Rounding] = {}
     for swap in swaps:
         if swap.role == HEAD and not swap.reason and swap.name in moments:
             names = [other.name for other in swaps if other.role == EMBEDDING and not other.reason]
@@ -39,24 +43,55 @@ def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) 
     return found
 
 
-def _rounding(moment: Tensor, damping: float) -> Rounded:
+def _rounding(moment: Tensor, damping: float) -> Rounding:
     by_size = moment.diagonal().argsort(descending=True, stable=True)
-    inverse = inverse_factor(moment[by_size][:, by_size], damping=damping)
-    inverse = (inverse / inverse.diagonal()[:, None]).float()
+    factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
+    inverse = (factor / factor.diagonal()[:, None]).float()
 
     def rounded(weight: Tensor, scale: Tensor, top: int) -> Tensor:
         """Levels -top..top of a weight, whose numbers each have a scale; all (rows, columns) float32."""
-        factor, order = inverse.to(weight.device), by_size.to(weight.device)
+        passing, order = inverse.to(weight.device), by_size.to(weight.device)
         scales = scale.t()[order].contiguous()
 
         def round_block(block: Tensor, at: slice) -> Tensor:
-            errors, passed = torch.empty_like(block), factor[at, at]
+            errors, passed = torch.empty_like(block), passing[at, at]
             for j, steps in enumerate(scales[at]):
                 torch.sub(block[j], (block[j] / steps).round_().clamp_(-top, top).mul_(steps), out=errors[j])
                 block[j + 1 :].addr_(passed[j, j + 1 :], errors[j], alpha=-1)
             return errors
 
-        before = rounded_in_order(weight, factor, order, round_block, lazy_columns=_LAZY_COLUMNS)
+        before = rounded_in_order(weight, passing, order, round_block, lazy_columns=_LAZY_COLUMNS)
         return (before / scale).round_().clamp_(-top, top)
 
-    return rounded
+    effect = torch.empty_like(by_size, dtype=torch.float32)
+    effect[by_size] = factor.diagonal().pow(-2).float()
+    return Rounding(rounded, partial(column_factors, effect=effect))
+
+
+def column_factors(weight: Tensor, effect: Tensor) -> Tensor:
+    """Columns whose steps are worth being longer, (columns,) uint8: 1, 2 or 4.
+
+    The step of a row follows from its largest number, and a few columns of a language model's embedding are several times
+    as large as the others. With half the size those are rounded twice as coarsely, and all others more finely. What the
+    steps of all rows do to the logits is `sum_r max_j(|w_rj| / f_j)^2 * sum_j f_j^2 effect_j`, of some rows: factors are
+    doubled as long as that falls, one by one, those of the largest columns first.
+
+    Args:
+        weight: (rows, columns).
+        effect: (columns,), what rounding a column costs beside the rounding of those that make up for it.
+    """
+    sizes = weight[:: max(1, len(weight) // _ROWS)].detach().float().abs()
+    factors, effect = torch.ones_like(sizes[0]), effect.to(sizes.device)
+
+    def error(factors: Tensor) -> float:
+        return float((sizes / factors).amax(1).square().mean() * (factors.square() * effect).sum())
+
+    largest = sizes.square().mean(0).argsort(descending=True, stable=True)[: max(1, len(factors) // _SHARE_TRIED)]
+    least = error(factors)
+    for _ in FACTORS[1:]:
+        for column in largest.tolist():
+            longer = factors.clone()
+            longer[column] *= 2
+            if (changed := error(longer)) < least:
+                factors, least = longer, changed
+    return factors.to(torch.uint8)

@@ -8,16 +8,17 @@ The choice is greedy: all linears start at the fewest bits, and the next bit goe
 the room that it takes, tables counted. An error falls by about four with each bit, so that gains shrink, and for shrinking
 gains this is the best choice there is, up to the room that is left over at the end.
 
-By default two of the eight bits of an embedding's weight go to the linears. On SmolLM2-135M at 3 bits that leaves the size
-as it is and nearly halves the distance from the uncompressed model (docs/log.md): the rows of the output embedding
-compensate their errors, and the linears are rounded far more coarsely.
+By default two to four of the eight bits of an embedding's weight go to the linears: so many that the distance from the
+uncompressed model is expected to be the least at the same size. With each bit of the linears it falls by four, and with
+each bit of the embeddings; the two constants were measured on SmolLM2-135M (docs/log.md). There, where embeddings are a
+fifth of the weights, three bits go to the linears at `--bits 3`; in a 7B model, where they are a 25th, two.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
@@ -29,15 +30,19 @@ from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import Granularity, Override
-from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
+from edkm_cli.granularity import FREE, Granularity, Override
+from edkm_cli.nn.swap import EMBEDDING, HEAD, LINEAR, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
 
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
 _MOST_BITS = 4  # above, errors are small everywhere
-_EMBEDDING_BITS, _FEWER_EMBEDDING_BITS = 8, 6
+_EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS = 8, 4
+# KL from the uncompressed model at 0 bits, if it fell by four with each: of compensated linears, of embeddings with factors.
+_LINEARS_KL, _EMBEDDINGS_KL = 18.6, 24.0
+_MOST_FACTORED_BITS = 6  # with more, levels times factors would not fit a byte, and gain little
+_MOST_MORE = 2.0  # bits that a linear's weight gets of those of small models' large embeddings
 _REACH = 1  # numbers of bits tried beyond those next to the average
 _BANDS = 128  # rows of tables that a sensitivity is measured on, at the least, where a matrix has so many
 
@@ -54,12 +59,40 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
     return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
 
 
-def choose_embedding_bits(config: CompressConfig, allocation: str) -> int:
-    """What `--embedding-bits` means: where bits go where they are worth most, two of an embedding's eight are worth more in
-    the linears (docs/log.md)."""
+def choose_embedding_bits(
+    config: CompressConfig, swaps: Sequence[Swap], average: Callable[[int], float] | None = None
+) -> int:
+    """What `--embedding-bits` means. Where bits go where they are worth most: as many as leave the least expected distance.
+
+    `average` says how many bits a linear's weight has beside so many of an embedding's, and raises UserError where there is
+    no room for both; None: as many as `--bits`, and those that embeddings have less than 8.
+    """
     if config.embedding_bits != "auto":
         return int(config.embedding_bits)
-    return _FEWER_EMBEDDING_BITS if allocation == SENSITIVITY else _EMBEDDING_BITS
+    embeddings, linears = (
+        sum(math.prod(swap.shape) for swap in swaps if not swap.reason and not swap.tied and swap.role in roles)
+        for roles in ((EMBEDDING, HEAD), (LINEAR,))
+    )
+    if config.allocation != SENSITIVITY or not embeddings:
+        return _EMBEDDING_BITS
+
+    def distance(few: int) -> float:
+        try:
+            more = min((_EMBEDDING_BITS - few) * embeddings / linears, _MOST_MORE)
+            of_linears = config.bits + more if average is None else average(few)
+        except UserError:
+            if few == _FEWEST_EMBEDDING_BITS:
+                raise
+            return math.inf
+        return _LINEARS_KL * 4.0**-of_linears + _EMBEDDINGS_KL * 4.0**-few
+
+    return min(range(_MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1), key=distance)
+
+
+def has_factors(config: CompressConfig) -> bool:
+    """Whether columns of embeddings get factors: where rows make up for their errors, and no engine's grid rules it out."""
+    few = int(config.embedding_bits) <= _MOST_FACTORED_BITS
+    return few and config.palette == FREE and not config.embedding_group and config.importance != "none"
 
 
 def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool) -> tuple[QuantizationSpec, float]:
@@ -71,6 +104,7 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
         bits=math.floor(config.bits),
         embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
+        embedding_factors=has_factors(config),
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         split_experts=any(is_expert(swap.name) for swap in swaps),
     )
@@ -90,7 +124,7 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
         more += sum(size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name]) for swap in given)
     if more and free:
         room = sum(size_bits(swap, spec, average) for swap in free) + more
-        average = min(average_in(free, spec, room), average + 1.0)
+        average = min(average_in(free, spec, room), average + _MOST_MORE)
     return spec.with_bits({**spread_evenly(free, spec, average), **fixed}), average
 
 

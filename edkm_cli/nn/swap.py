@@ -20,15 +20,15 @@ from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from edkm_cli.runtime.palettized import (
+    NEAREST,
     PALETTIZED,
     PalettizedEmbedding,
     PalettizedHead,
     PalettizedLinear,
-    Rounded,
+    Rounding,
     embedding_scale,
     is_plain_linear,
     to_dense,
-    to_nearest,
 )
 from edkm_cli.targets import falls_back
 
@@ -173,7 +173,7 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
 
 
 def palettize_embeddings(
-    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, Rounded] | None
+    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, Rounding] | None
 ) -> None:
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's.
 
@@ -186,7 +186,7 @@ def palettize_embeddings(
         dense: Any = model.get_submodule(swap.name)
         palettized = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
         if rounded is not None and not (tied and swap.role == HEAD):
-            palettized.fill(dense.weight, rounded.get(swap.name, to_nearest))
+            palettized.fill(dense.weight, rounded.get(swap.name, NEAREST))
         if rounded is not None and swap.role == HEAD and dense.bias is not None:
             palettized.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, palettized)

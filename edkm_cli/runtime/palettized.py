@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,17 +187,33 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
 
 
-# (weight (rows, columns) float32, the scale of each of its numbers, the last level) -> levels -last..last, float32.
-Rounded = Callable[[Tensor, Tensor, int], Tensor]
-
-
 def to_nearest(weight: Tensor, scale: Tensor, top: int) -> Tensor:
     """Each number rounded by itself."""
     return (weight / scale).round_().clamp_(-top, top)
 
 
+class Rounding(NamedTuple):
+    """How an embedding's weight (rows, columns) is rounded.
+
+    Attributes:
+        levels: (some rows in float32, the scale of each of their numbers, the last level) -> levels -last..last, float32.
+        factors: the weight -> the factor of each column's scales, (columns,) uint8; None: 1 for all.
+    """
+
+    levels: Callable[[Tensor, Tensor, int], Tensor] = to_nearest
+    factors: Callable[[Tensor], Tensor] | None = None
+
+
+NEAREST = Rounding()
+
+
 class _RowScaled(_Packed):
-    """value = scale[row, group of the column] * (index - 2**(bits - 1)): the palette of embeddings, symmetric about zero."""
+    """value = scale[row, group of the column] * factor[column] * (index - 2**(bits - 1)): the palette of embeddings,
+    symmetric about zero.
+
+    Factors are powers of two, so the product is the same to the bit whether weights are multiplied with them or what
+    enters. Without `factors` all are 1.
+    """
 
     scale: Tensor
 
@@ -212,20 +228,32 @@ class _RowScaled(_Packed):
     def packed(self) -> Packed:
         return self._same(self.indices, self.scale, None)
 
-    def fill(self, weight: Tensor, rounded: Rounded = to_nearest) -> None:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As of all packed weights."""
+        return self._times_factors(super().dequantize(dtype))
+
+    def _times_factors(self, values: Tensor) -> Tensor:
+        factors = self._buffers.get("factors")
+        return values if factors is None else values * factors.to(values)
+
+    def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
         gets the last level.
 
         Some rows at a time, since a vocabulary's weight may be larger than a decoder layer.
         """
         top = 2 ** (self.bits - 1) - 1
+        factors = torch.ones(self.columns, device=weight.device)
+        if (stored := self._buffers.get("factors")) is not None:
+            factors = factors if rounding.factors is None else rounding.factors(weight).float()
+            stored.copy_(factors)
         for first in range(0, self.rows, _FILL_ROWS):
             rows = slice(first, first + _FILL_ROWS)
             part = weight[rows].detach().float()
-            scale = part.unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
+            scale = (part / factors).unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
             scale.clamp_min_(torch.finfo(self.scale_dtype).tiny)
             scale = scale.to(self.scale_dtype).float()
-            levels = rounded(part, scale.repeat_interleave(self.columns // scale.shape[1], 1), top)
+            levels = rounding.levels(part, scale.repeat_interleave(self.columns // scale.shape[1], 1) * factors, top)
             self.scale[rows] = scale
             self.indices[rows] = pack(levels.add_(2 ** (self.bits - 1)).to(torch.uint8), self.bits)
 
@@ -302,6 +330,7 @@ class PalettizedEmbedding(_RowScaled):
         values = row_scaled_embedding(
             ids, self.indices, self.scale, columns=self.columns, bits=self.bits, dtype=self.dtype
         )
+        values = self._times_factors(values)
         if isinstance(self.embed_scale, Tensor):
             return values * self.embed_scale.to(values.device, self.dtype)
         return values if self.embed_scale in (1.0, None) else values * self.embed_scale
@@ -332,12 +361,16 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         return super().weight_like() if self.tied_to is None else self.tied_to.weight_like()
 
+    def _times_factors(self, values: Tensor) -> Tensor:
+        return super()._times_factors(values) if self.tied_to is None else self.tied_to._times_factors(values)
+
     def packed(self) -> Packed:
         source = self if self.tied_to is None else self.tied_to
         return self._same(source.indices, source.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         indices, scale, bias, bits, _ = packed = self.packed()
+        x = self._times_factors(x)
         if indices.device != x.device:  # a device map may part it from the embedding
             indices, scale = indices.to(x.device), scale.to(x.device)
             packed = Packed(indices, scale, bias, bits, None)

@@ -251,17 +251,18 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
             layer.edkm_missing.add(f"{self.name}.{leaf}")
 
     def _load(self, layer: Any, leaf: str, parameter: Tensor, stored: Tensor) -> None:
-        own, wanted = layer.shard_indices, (layer.org_vocab_size, parameter.shape[1])
+        own, of_rows = layer.shard_indices, parameter.dim() == 2
+        wanted = (layer.org_vocab_size, parameter.shape[1]) if of_rows else tuple(parameter.shape)
         if tuple(stored.shape) != wanted:
             raise refused(f"{self.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
-        part = stored[own.org_vocab_start_index : own.org_vocab_end_index]
+        part = stored[own.org_vocab_start_index : own.org_vocab_end_index] if of_rows else stored
         parameter.data[: len(part)] = part
         parameter.data[len(part) :] = 0
         layer.edkm_missing.discard(f"{self.name}.{leaf}")
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """The output embedding decodes the tensors of the input embedding."""
-        for leaf in ("indices", "scale"):
+        for leaf in self.spec.embedding_tensors(1, embed_tokens.embedding_dim):
             setattr(layer, leaf, getattr(embed_tokens, leaf))
         layer.edkm_missing = embed_tokens.edkm_missing
         return layer
@@ -274,13 +275,17 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """Rows `ids` (...), decoded."""
-        return row_scaled_embedding(
+        values = row_scaled_embedding(
             ids, layer.indices, layer.scale, columns=layer.embedding_dim, bits=self._bits, dtype=layer.params_dtype
         )
+        return self._times_factors(layer, values)
+
+    def _times_factors(self, layer: Any, values: Tensor) -> Tensor:
+        return values * layer.factors.to(values.dtype) if self.spec.embedding_factors else values
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits x @ W.T + bias for x (..., in)."""
-        return row_scaled_linear(x, layer.indices, layer.scale, bias, bits=self._bits)
+        return row_scaled_linear(self._times_factors(layer, x), layer.indices, layer.scale, bias, bits=self._bits)
 
     @property
     def _bits(self) -> int:
