@@ -146,7 +146,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         COMPRESSION, choices=tuple(TARGETS))
     embedding_bits: int | str = setting("auto",
         "Bits per weight of embeddings and output head; 16 leaves them uncompressed; auto: 8, and with bits by "
-        "sensitivity 6, so that the linears get the room that this saves.", COMPRESSION,
+        "sensitivity 4 to 6, so that the linears get the room that this saves.", COMPRESSION,
         choices=("auto", *range(2, 9), 16))
     embedding_group: int = setting(0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
         COMPRESSION, minimum=0)
