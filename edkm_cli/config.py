@@ -136,7 +136,9 @@ class CompressConfig(TrainingSettings, TextSettings):
     granularity: str = setting("row:1",
         "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C "
         "columns).", COMPRESSION, check=Granularity.parse)
-    lut_dtype: str = setting("float16", "Number format of the lookup tables' entries.", COMPRESSION, choices=LUT_DTYPES)
+    lut_dtype: str = setting("auto",
+        "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e4m3fn where rows "
+        "are so short that the room is worth more.", COMPRESSION, choices=("auto", *LUT_DTYPES))
     lut_scale: float | None = setting(None, "Scale of all float8 tables, a power of two; default: one for each matrix.",
         COMPRESSION, positive=True)
     palette: str = setting(FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION,

@@ -21,7 +21,14 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
-from edkm_cli.nn.allocation import SENSITIVITY, bits_for_size, choose_allocation, choose_embedding_bits, planned_spec
+from edkm_cli.nn.allocation import (
+    SENSITIVITY,
+    bits_for_size,
+    choose_allocation,
+    choose_embedding_bits,
+    choose_lut_dtype,
+    planned_spec,
+)
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.hooks import decoder_layers, layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
@@ -142,8 +149,8 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
 
     Only `device`, `memory` and `streaming` stay as they are, which are decided where they take effect, and
-    `embedding_bits`, for which `plan_run` looks at the model. Raises UserError for what was asked for and cannot be had
-    where it runs.
+    `embedding_bits` and `lut_dtype`, for which `plan_run` looks at the model. Raises UserError for what was asked for and
+    cannot be had where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
     sharding = "full" if world.sharded or config.sharding == "full" else "none"
@@ -238,6 +245,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(asked.dtype, world.device)
+    few = choose_embedding_bits(replace(config, target_size=None), swaps)
+    config = replace(config, lut_dtype=choose_lut_dtype(replace(config, embedding_bits=few), swaps))
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
         size = parse_bytes(config.target_size)
@@ -249,9 +258,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         config = replace(config, embedding_bits=choose_embedding_bits(config, swaps, average_beside))
         config = replace(config, bits=average_beside(int(config.embedding_bits)))
     else:
-        config = replace(config, embedding_bits=choose_embedding_bits(config, swaps))
-    chosen = asked.embedding_bits == "auto" and not config.target_size
-    spec, average = planned_spec(config, swaps, chosen=chosen)
+        config = replace(config, embedding_bits=few)
+    spec, average = planned_spec(config, swaps, asked=asked)
     model = (source, architecture, skeleton, swaps, spec)
     return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)
 

@@ -41,6 +41,8 @@ _MOST_BITS = 4  # above, errors are small everywhere
 _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS = 8, 4
 # KL from the uncompressed model at 0 bits, if it fell by four with each: of compensated linears, of embeddings with factors.
 _LINEARS_KL, _EMBEDDINGS_KL = 18.6, 24.0
+_LUT_DTYPE, _SHORT_LUT_DTYPE = "float16", "float8_e4m3fn"
+_SAVED_BITS = 0.03  # of a weight: tables of eight bits raise the KL by 4%, as many bits fewer would (docs/log.md)
 _MOST_FACTORED_BITS = 6  # with more, levels times factors would not fit a byte, and gain little
 _MOST_MORE = 2.0  # bits that a linear's weight gets of those of small models' large embeddings
 _REACH = 1  # numbers of bits tried beyond those next to the average
@@ -89,15 +91,31 @@ def choose_embedding_bits(
     return min(range(_MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1), key=distance)
 
 
+def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
+    """What `--lut-dtype` means: eight bits where those that this saves are worth more to the linears than it costs."""
+    if config.lut_dtype != "auto":
+        return config.lut_dtype
+    if config.allocation == SENSITIVITY and config.palette == FREE:
+        spec, average = planned_spec(replace(config, lut_dtype=_LUT_DTYPE), swaps, asked=config)
+        linears = [swap for swap in swaps if swap.clustered]
+        saved = sum(size_bits(swap, spec, average) for swap in linears)
+        saved -= sum(size_bits(swap, replace(spec, lut_dtype=_SHORT_LUT_DTYPE), average) for swap in linears)
+        if saved > _SAVED_BITS * sum(math.prod(swap.shape) for swap in linears):
+            return _SHORT_LUT_DTYPE
+    return _LUT_DTYPE
+
+
 def has_factors(config: CompressConfig) -> bool:
     """Whether columns of embeddings get factors: where rows make up for their errors, and no engine's grid rules it out."""
     few = int(config.embedding_bits) <= _MOST_FACTORED_BITS
     return few and config.palette == FREE and not config.embedding_group and config.importance != "none"
 
 
-def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool) -> tuple[QuantizationSpec, float]:
+def planned_spec(
+    config: CompressConfig, swaps: Sequence[Swap], *, asked: CompressConfig
+) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
-    any that take the same room. What embeddings save goes to the linears where their bits were `chosen`, not asked for."""
+    any that take the same room. What embeddings and tables save goes to the linears where their bits were not asked for."""
     spec = part_of(
         QuantizationSpec,
         config,
@@ -118,7 +136,12 @@ def planned_spec(config: CompressConfig, swaps: Sequence[Swap], *, chosen: bool)
     fixed = {name: one.bits for name, one in overrides.items() if one.bits}
     free = [swap for swap in linears if swap.name not in fixed]
     average: float = config.bits
-    more: float = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits) if chosen else 0
+    more: float = 0
+    if asked.embedding_bits == "auto" and not asked.target_size:
+        more = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits)
+    if asked.lut_dtype == "auto" and not asked.target_size:
+        usual = replace(spec, lut_dtype=_LUT_DTYPE, format_version=0)
+        more += sum(size_bits(swap, usual, average) - size_bits(swap, spec, average) for swap in free)
     if config.allocation == SENSITIVITY:
         given = [swap for swap in linears if swap.name in fixed]
         more += sum(size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name]) for swap in given)
@@ -135,7 +158,8 @@ def bits_for_size(
 
     Raises UserError for a size that no average gives.
     """
-    spec, _ = planned_spec(replace(config, overrides=()), swaps, chosen=False)
+    config = replace(config, overrides=())
+    spec, _ = planned_spec(config, swaps, asked=config)
     linears = [swap for swap in swaps if swap.clustered]
     others = other_bytes(skeleton, swaps, spec, itemsize)
     least, most = (others + sum(size_bits(swap, spec, bits) for swap in linears) / 8 for bits in (MIN_BITS, MAX_BITS))
