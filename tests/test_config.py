@@ -102,7 +102,7 @@ def test_the_choices_are_those_of_the_code_that_reads_them():
     declared = {of.name: set(setting_of(of).choices or ()) for of in fields(CompressConfig)}
     assert declared["mode"] == set(MODES)
     assert declared["temperature_schedule"] == set(SCHEDULES)
-    assert declared["lut_dtype"] == set(LUT_DTYPES)
+    assert declared["lut_dtype"] == {"auto", *LUT_DTYPES}
     assert declared["importance"] == set(IMPORTANCES)
 
 
@@ -127,7 +127,7 @@ def test_a_target_sets_what_its_format_holds(target, wanted):
         ({"target": "coreml", "lut_dtype": "bfloat16"}, "got bfloat16; use --lut-dtype float16"),
         ({"target": "lut-b", "granularity": "row:1"}, "got row:1; use --granularity block:8x64"),
         ({"lut_scale": 0.1, "lut_dtype": "float8_e4m3fn"}, "lut_scale must be a power of two, such as 0.0625, got 0.1"),
-        ({"lut_scale": 0.5}, "lut_scale is for lut_dtype float8_e4m3fn, got float16"),
+        ({"lut_scale": 0.5}, "lut_scale is for lut_dtype float8_e4m3fn, got auto"),
         ({"target": "gguf"}, "target must be one of squeezellm"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path
 
 
 def test_bits_by_sensitivity_are_rehearsed_with_one_bit_more(models, text_file, tmp_path):
-    changes = {"allocation": "sensitivity", "embedding_bits": 8, "steps": 0}
+    changes = {"allocation": "sensitivity", "embedding_bits": 8, "lut_dtype": "float16", "steps": 0}
     check_against_a_run(models["llama"], changes, text_file, tmp_path, within=0.1)
 
 

@@ -170,5 +170,5 @@ def test_by_default_embeddings_give_bits_to_the_linears(model_directory, text_fi
     assert plain.embedding_bits == 8
     assert spec.embedding_bits in (4, 5, 6)
     assert ours["decoder_bits_per_weight"] > uniform["decoder_bits_per_weight"]
-    assert ours["weights_bytes"] <= 1.01 * uniform["weights_bytes"]
+    assert ours["model_bits_per_weight"] <= 1.01 * uniform["model_bits_per_weight"]
     assert run("asked", embedding_bits=8)[1].embedding_bits == 8
