@@ -173,18 +173,24 @@ def test_a_matrix_that_is_stored_as_one_is_cut_into_its_parts(process):
         assert_product(finished(qkv), torch.randn(3, 36), torch.cat(own))
 
 
-@pytest.mark.parametrize("more", [{}, {"embedding_group": 12}], ids=["row", "group"])
+@pytest.mark.parametrize(
+    "more", [{}, {"embedding_group": 12}, {"embedding_factors": True}], ids=["row", "group", "factors"]
+)
 def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    indices, scale = torch.randint(256, (150, 36), dtype=torch.uint8), torch.rand(150, 3 if more else 1)
-    dense = lut_linear_torch.dense(Packed(indices, scale, None, 8, None), 36, torch.float32)
+    groups = 36 // more.get("embedding_group", 36)
+    stored = {"indices": torch.randint(256, (150, 36), dtype=torch.uint8), "scale": torch.rand(150, groups)}
+    dense = lut_linear_torch.dense(Packed(stored["indices"], stored["scale"], None, 8, None), 36, torch.float32)
+    if "embedding_factors" in more:
+        stored["factors"] = torch.tensor([1, 2, 4] * 12, dtype=torch.uint8)
+        dense = dense * stored["factors"]
     x = torch.randn(4, 36)
     for rank in range(2):
         process(rank, 2)
         embedding = VocabParallelEmbedding(150, 36, params_dtype=x.dtype, quant_config=config(**more))
         head = ParallelLMHead(150, 36, params_dtype=x.dtype, quant_config=config(**more), prefix="lm_head")
-        for leaf, tensor in (("indices", indices), ("scale", scale)):
+        for leaf, tensor in stored.items():
             parameter = getattr(embedding, leaf)
             parameter.weight_loader(parameter, tensor)
         head = head.tie_weights(embedding)
