@@ -138,7 +138,7 @@ def misfits(
         )
     elif not target.granularities and geometry.columns is not None:
         found.append(f"{name} holds tables of whole rows, got {geometry}; use --granularity row:1 or tensor")
-    if lut_dtype not in target.lut_dtypes:
+    if lut_dtype not in ("auto", *target.lut_dtypes):
         best = target.settings["lut_dtype"]
         found.append(f"{name} holds tables of {_listed(target.lut_dtypes)}, got {lut_dtype}; use --lut-dtype {best}")
     needed = target.settings.get("lut_scale")

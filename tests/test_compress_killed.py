@@ -83,6 +83,7 @@ def test_the_default_road_killed_at_twenty_moments_goes_on_in_another_setting_or
     PyTorch in place of the C kernels, both without the first one's cache) goes on from what is on disk; where nothing that
     training needs was there yet, it does all of it in its own way."""
     values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 6, "save_every": 2}
+    values["lut_dtype"] = "float16"  # of eight bits an entry would differ by an eighth or not at all
 
     def configured(name, processes=1):
         changes = {**values, "gradient_accumulation": 2 // processes}

@@ -35,6 +35,7 @@ from edkm_cli.nn.swap import EMBEDDING, HEAD, LINEAR, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
+from edkm_cli.targets import TARGETS
 
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
 _MOST_BITS = 4  # above, errors are small everywhere
@@ -95,6 +96,8 @@ def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
     """What `--lut-dtype` means: eight bits where those that this saves are worth more to the linears than it costs."""
     if config.lut_dtype != "auto":
         return config.lut_dtype
+    if config.target:
+        return TARGETS[config.target].settings["lut_dtype"]
     if config.allocation == SENSITIVITY and config.palette == FREE:
         spec, average = planned_spec(replace(config, lut_dtype=_LUT_DTYPE), swaps, asked=config)
         linears = [swap for swap in swaps if swap.clustered]
