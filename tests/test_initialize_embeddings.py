@@ -92,9 +92,8 @@ def test_a_model_keeps_its_logits_better(ids):
 
 def packed_head(weight, rounding=NEAREST, *, factors=True):
     """An output embedding of five bits with the weight."""
-    head = PalettizedHead(
-        *weight.shape, QuantizationSpec(3, "row:1", "float16", 5, embedding_factors=factors), bias=None
-    )
+    dense = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    head = PalettizedHead(dense, QuantizationSpec(3, "row:1", "float16", 5, embedding_factors=factors))
     head.fill(weight, rounding)
     return head
 
