@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from edkm_cli.errors import UserError
-from edkm_cli.targets import check_model, repeated_layers
+from edkm_cli.targets import TARGETS, check_model, closest, repeated_layers
 
 LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
 
@@ -44,3 +44,14 @@ def test_layers_that_differ_are_named():
         repeated_layers(["model.layers.0.a", "model.layers.0.b", "model.layers.1.a"])
     with pytest.raises(UserError, match="but head is none; leave it out with --skip head"):
         repeated_layers(["model.layers.0.a", "head"])
+
+
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.form])
+def test_the_closest_target_of_a_format_is_the_one_that_was_trained(name):
+    tables = {key: TARGETS[name].settings[key] for key in ("bits", "lut_dtype", "palette")}
+    assert closest(TARGETS[name].form, **tables) == name
+
+
+def test_tables_that_no_target_of_a_format_holds_are_told_the_nearest():
+    assert closest("compressed-tensors", bits=8, lut_dtype="float16", palette="free") == "w4a16"
+    assert closest("gguf", bits=4, lut_dtype="bfloat16", palette="iq4_nl") == "gguf:iq4_nl"
