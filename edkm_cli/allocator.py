@@ -11,8 +11,6 @@ takes all blocks from 256 KB on from the system: the peak is then what the tenso
 Between phases, and between the layers of a start, free blocks go back wherever they are (`return_free_blocks`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from contextlib import suppress

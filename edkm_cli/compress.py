@@ -1,7 +1,5 @@
 """One compression run from the model's name to a verified checkpoint: the steps of `edkm compress`, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ laid out as a table: the default stands beside the name, the rest below. Nothing
 checks of a configuration are instant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no single setting of a configuration shows: those that do not go together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

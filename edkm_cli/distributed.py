@@ -9,8 +9,6 @@ Sharded means FSDP2: `fully_shard` on each decoder block keeps 1/N of its parame
 needs no communication of its own. Outside, `gathered` makes one module whole at a time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

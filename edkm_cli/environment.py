@@ -1,7 +1,5 @@
 """Versions, hardware and peak memory: what every recorded result states beside its figures."""
 
-from __future__ import annotations
-
 import platform
 from contextlib import suppress
 from importlib import metadata

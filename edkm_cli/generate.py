@@ -1,7 +1,5 @@
 """`edkm generate`: load anything and let it write; tokens appear as they come."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

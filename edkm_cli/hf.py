@@ -5,8 +5,6 @@ dense model and fills it with random weights. So load with `edkm_cli.load(DIR)`,
 files and refuses a checkpoint that does not fit; or import this module first.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

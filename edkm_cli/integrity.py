@@ -4,8 +4,6 @@ Checked are checksums, file names, and the name, dtype and shape of every tensor
 on the meta device. Importing this module registers nothing with transformers, so other runtimes check by it, too.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

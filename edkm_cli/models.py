@@ -1,7 +1,5 @@
 """Where a model comes from: an alias, a hub id, a directory or a GGUF file; and loading it, with errors a user can mend."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -5,8 +5,6 @@ of a row is bit p % 8 of the row's byte p // 8. Rows are padded with zero bits t
 without its neighbours. For 3 bits eight indices fill exactly three bytes.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ most 2^-7 (|A| |B|), and one whose result is rounded, too, by half as much again
 between processors: some round the smallest, some none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 """How a run shows itself: seconds by phase, and progress bars on standard error: live in a terminal, a line every half
 minute in a log file."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator

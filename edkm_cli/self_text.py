@@ -10,8 +10,6 @@ for. What each draws does not depend on that number. What was written
 is kept in the user's cache directory under a digest of weights, configuration, seed and sizes: a second run reads it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ Everything else follows from that one place: the checks (`faults`), reading YAML
 of the command (`edkm_cli.cli.options`). To add an option, add a field.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Results -> text for a terminal: figures and rows are made here, summaries.jinja lays them out. Never imports torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The command line: parse, call one function, print. Nothing heavy is imported before a command runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated

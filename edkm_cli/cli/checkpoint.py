@@ -1,7 +1,5 @@
 """Commands on a model that exists: `edkm eval`, `inspect`, `report` and `generate`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

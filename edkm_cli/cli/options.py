@@ -1,7 +1,5 @@
 """The options of a command, made from the fields of its configuration; and what all commands have in common."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,6 @@
 """Commands that make something, or compare how it is made: `edkm compress`, `finetune`, `distill`, `merge`, `export`,
 `compare`, `bench` and `ablate`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from importlib import import_module

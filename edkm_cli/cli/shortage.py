@@ -1,8 +1,6 @@
 """What a machine runs out of in the middle of a command, told in one line: a full disk, a disk that cannot be written,
 memory."""
 
-from __future__ import annotations
-
 import errno
 
 from edkm_cli.errors import UserError

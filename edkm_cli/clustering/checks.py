@@ -1,7 +1,5 @@
 """Checks of a weight, its centroids and its importance: shapes that fit the geometry, k in range, finite numbers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Materialises the (groups, n, k) attention map of every iteration and leaves the gradient to autograd.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Nothing of size (weights, k) is kept, and nothing of the weight's size either: b
 and the starting centroids, and computes the intermediate centroids again. See `edkm_cli.kernels.closed_form`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

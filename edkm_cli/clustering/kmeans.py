@@ -6,8 +6,6 @@ matrix gives about 400,000, k-means by squared gradients with one for each row 5
 global optimum can be computed; the C kernel does so (edkm_cli/kernels/kmeans.c).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@
 part of the matrix product, so backward computes w~ again from the weight, which is a parameter and in memory anyway.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Schedules of a training: temperatures, from soft to hard attention, so that little is lost when weights snap at export,
 and learning rates."""
 
-from __future__ import annotations
-
 import math
 
 from edkm_cli.errors import UserError

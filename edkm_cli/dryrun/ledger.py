@@ -8,8 +8,6 @@ On the meta device storages have sizes and no memory. So a model of any size goe
 the ledger then holds what the real step would. `call` gives the values that such a run cannot compute.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator

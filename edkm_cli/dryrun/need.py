@@ -1,8 +1,6 @@
 """What a process of a planned run needs: tensors, by a rehearsal, and the process itself; and the machine that it is planned
 for: its devices, their memory, and what takes memory besides tensors."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

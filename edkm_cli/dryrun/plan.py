@@ -5,8 +5,6 @@ or for GPUs that are named. Where it does not fit, other settings are rehearsed 
 proposed, the least different first. A run uses the same rehearsal to decide whether it can keep freed memory for speed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

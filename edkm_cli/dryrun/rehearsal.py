@@ -8,8 +8,6 @@ Memory that no tensor represents is computed, with the reason beside it: copies 
 of C kernels, what data parallelism and sharding (FSDP2) keep. The process itself is counted elsewhere.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -1,7 +1,5 @@
 """Adapters on a packed model, by peft: added, saved, loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

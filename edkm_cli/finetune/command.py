@@ -1,7 +1,5 @@
 """`edkm finetune`: training on a compressed model, whose weights stay packed: an adapter beside it, or its tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here imports torch, so `--help` and the checks of a configuration are instant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

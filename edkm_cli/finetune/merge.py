@@ -7,8 +7,6 @@ predict what the adapted model predicts. Layers without an update are clustered,
 tables already.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

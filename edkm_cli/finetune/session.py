@@ -1,8 +1,6 @@
 """What finetune and merge do alike, beside what every run does: the packed model they begin with, and the uncompressed one
 that it may learn from."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,6 @@ One forward pass is enough: a hook before each layer sees inputs that come from 
 before it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -13,8 +13,6 @@ Which matrices add to a residual stream is not known by name but found on one te
 is what another module gets or what the layer returns, bit by bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

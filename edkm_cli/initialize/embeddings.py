@@ -6,8 +6,6 @@ error of the logits is tr((W - Q) H (W - Q)^T), H = X^T X, and columns are round
 that rounding SmolLM2's embedding costs (docs/log.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -6,8 +6,6 @@ Taken per token it is one product of squared gradients and squared inputs for ea
 gradient of the weight and gives a sample for every token instead of every sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

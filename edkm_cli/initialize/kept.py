@@ -14,8 +14,6 @@ need: tables and rounded embeddings, and the hidden states of the text at the en
     checkpoints/start/begun.safetensors, states.N.safetensors, progress.json
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator

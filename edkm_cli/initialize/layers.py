@@ -8,8 +8,6 @@ Gradients go through the layers in reverse: each pass forward keeps what entered
 layer's own pass is made again. Sums are taken in the same order wherever layers come from.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress

@@ -14,8 +14,6 @@ Only one decoder layer is worked on at a time, and of the text only the hidden s
 its matrices got. No second model is needed: until a layer is compensated, its weights are those of the uncompressed model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

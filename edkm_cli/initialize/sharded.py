@@ -1,7 +1,5 @@
 """Reading a dense model's weights tensor by tensor, and building it sharded: no process ever holds the whole of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

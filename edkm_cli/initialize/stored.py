@@ -5,8 +5,6 @@ experts. Here each expert's matrix is a parameter of its own (`edkm_cli.runtime.
 all experts, or in one or two of its own. So any parameter is read alone.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ c = (S^T H S)^-1 S^T H w. The first product is a sum of H by codes, half of `in^
 choice of entries, this is LNQ (GuidedQuant, arXiv 2505.07004, section 4); here the new choice is the error-compensated one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

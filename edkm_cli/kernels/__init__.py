@@ -4,8 +4,6 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Sequence

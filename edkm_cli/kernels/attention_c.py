@@ -1,7 +1,5 @@
 """The passes of `closed_form` over a float32 or 16-bit weight on the CPU, by `attention.c`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

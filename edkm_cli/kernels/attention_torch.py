@@ -4,8 +4,6 @@ This is the reference of every faster kernel and what runs where there is neithe
 are computed in float64, all others in float32; sums over a chunk are added up in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ run is loaded. Where none fits, the system's compiler makes it, a few seconds on
 cache. Where that fails, too, plain PyTorch does the same, more slowly. `EDKM_CPU_KERNELS=0` asks for that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.machinery

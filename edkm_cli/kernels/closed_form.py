@@ -11,8 +11,6 @@ with m_i the importance of a weight (1 where none is given; a constant, it gets 
 centroids have nearly converged, and a cluster that attracts nothing stays where it is.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

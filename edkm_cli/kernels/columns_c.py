@@ -1,8 +1,6 @@
 """Columns of weights rounded or improved one after the other, and sums by code, on the CPU: `columns.c`, `descent.c` and
 `code_sums.c`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

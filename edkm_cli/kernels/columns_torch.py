@@ -1,8 +1,6 @@
 """Columns of a weight rounded one after the other, choices of entries improved so, and a matrix summed by codes, in plain
 PyTorch: reference of the fast kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

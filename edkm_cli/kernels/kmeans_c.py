@@ -1,7 +1,5 @@
 """Weighted one-dimensional k-means on the CPU, by `kmeans.c`: the global optimum, by dynamic programming."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

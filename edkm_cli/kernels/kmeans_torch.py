@@ -7,8 +7,6 @@ most 65,536 of them, also when it is loaded in float32. Weights that are equal b
 distinct values, each with the sum of its importances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import ModuleType
 

@@ -4,8 +4,6 @@ ctypes releases the interpreter's lock during a call, so a pool of `torch.get_nu
 cut into the same units whatever the number of threads: results don't depend on it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

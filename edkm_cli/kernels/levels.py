@@ -5,8 +5,6 @@ processor says (build.py). A library's name holds its level and a hash of its so
 file imports the standard library only: setup.py runs it where nothing is installed yet.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Nearest LUT entries, lookups and sums by entry on the CPU, by `palette.c`; `palette_torch` says what each returns."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

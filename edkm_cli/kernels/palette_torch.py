@@ -4,8 +4,6 @@ The distance is |w - c| in float32 (float64 for float64 weights), a tie goes to 
 correctly rounded everywhere, so every implementation finds the same index for every weight, bit for bit.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

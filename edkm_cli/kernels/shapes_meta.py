@@ -5,8 +5,6 @@ while they work, as far as it is of the weight's size. Used like any other kerne
 `palette_torch` says what each returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

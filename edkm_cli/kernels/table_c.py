@@ -1,7 +1,5 @@
 """Histograms and gathers by bit pattern on the CPU, by `table.c`; `table_torch` says what each returns."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

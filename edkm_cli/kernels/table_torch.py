@@ -6,8 +6,6 @@ occurs, in float64. Per weight there remain a histogram and a gather forward; a 
 g_i * slope(v_i) + offset(v_i) backward. The paper's uniquification keeps an index per weight; here the weight is it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 

@@ -3,8 +3,6 @@
 A tile is what `Granularity.tile` returns: (R, C). Groups are numbered tile row by tile row, left to right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -9,8 +9,6 @@ the distance. Two siblings (`x0.t()` and `x0.view(-1)`) therefore meet at x0, tw
 Marks live in the `metadata` dictionary of the node itself: they vanish with the graph, and no address is a key.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ In fully synchronous data-parallel training every learner holds the same weights
 and index lists. Each of L learners keeps 1/L of the bytes; in backward they all-gather the whole.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ The index depends on the weight alone, so all maps of one weight share one index
 map and the clustered weight of a layer together cost one list and three tables.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ each bit of the embeddings; the two constants were measured on SmolLM2-135M (doc
 fifth of the weights, three bits go to the linears at `--bits 3`; in a 7B model, where they are a 25th, two.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence

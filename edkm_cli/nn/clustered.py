@@ -5,8 +5,6 @@ evaluation the layer is what export writes: each weight at its nearest LUT entry
 gradient accumulation and activation checkpointing are exact; the trainer calls `commit` once per optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

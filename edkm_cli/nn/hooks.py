@@ -1,8 +1,6 @@
 """What lasts as long as a block: forward hooks, attributes, evaluation; and where decoder layers are, and what they are
 called with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple

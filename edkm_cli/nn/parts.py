@@ -7,8 +7,6 @@ The second part is the model's own forward with the decoder's place taken by giv
 are whatever the family makes them. Where that does not give the model's logits again, the logits are the states.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from contextlib import suppress

@@ -5,8 +5,6 @@ The decoder stack's linears become LUT layers; the input and output embeddings a
 into, and for a dry run on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch

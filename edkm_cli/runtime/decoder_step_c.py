@@ -3,8 +3,6 @@
 The structs of decoder_step.c are arrays of 64-bit numbers here, filled once; a call changes the addresses of the caches.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import struct

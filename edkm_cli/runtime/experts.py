@@ -10,8 +10,6 @@ the experts that are chosen, one after the other, and reads none besides.
 the matrices (`_apply_gate`) stay as they are.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -5,8 +5,6 @@ decodes W again, in parts, for the gradient of x, and makes dL/dW in parts for t
 size is saved or made. Scales of rows do not train: one that requires a gradient is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as 
 Results do not depend on how many.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

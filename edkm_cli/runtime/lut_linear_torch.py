@@ -1,7 +1,5 @@
 """A packed matrix in plain PyTorch: unpack, decode, multiply. The reference of the fast kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

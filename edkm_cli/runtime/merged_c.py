@@ -1,7 +1,5 @@
 """merged.c as Python functions: the operator edkm::merged_linear without Python between a graph and the kernel."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

@@ -1,7 +1,5 @@
 """A packed matrix as every kernel takes it, and whether its tensors belong together."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ What trains is what trains in the compressed model, the decoder's linears and no
 the learning rate differs: weights that are not rounded in each forward pass want a lower one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

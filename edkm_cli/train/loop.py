@@ -1,7 +1,5 @@
 """The training loop, by accelerate: read it from top to bottom."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -15,8 +15,6 @@ torchao rounds at random instead and compiles its steps; here a run must resume 
 device, so the rounding has to be a function of the state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers: which parameters train, how fast, and with what state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

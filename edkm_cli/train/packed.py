@@ -5,8 +5,6 @@ mask, or by variable-length kernels. A model with a state that runs on (convolut
 may not. So each model is asked.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

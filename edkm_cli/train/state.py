@@ -5,8 +5,6 @@ state) and `state.json`. Learning rate, temperature and data are functions of th
 are stored whole, however many processes trained them: they are gathered and written one at a time by the first.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

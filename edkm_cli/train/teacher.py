@@ -12,8 +12,6 @@ The digest is that of the model and of all sequences in their order. What no run
 run keeps its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
