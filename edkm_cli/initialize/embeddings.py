@@ -44,11 +44,11 @@ def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) 
 def _rounding(moment: Tensor, damping: float) -> Rounding:
     by_size = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
-    inverse = (factor / factor.diagonal()[:, None]).float()
+    passed_on = (factor / factor.diagonal()[:, None]).float()
 
     def rounded(weight: Tensor, scale: Tensor, top: int) -> Tensor:
         """Levels -top..top of a weight, whose numbers each have a scale; all (rows, columns) float32."""
-        passing, order = inverse.to(weight.device), by_size.to(weight.device)
+        passing, order = passed_on.to(weight.device), by_size.to(weight.device)
         scales = scale.t()[order].contiguous()
 
         def round_block(block: Tensor, at: slice) -> Tensor:
@@ -81,15 +81,18 @@ def column_factors(weight: Tensor, effect: Tensor) -> Tensor:
     sizes = weight[:: max(1, len(weight) // _ROWS)].detach().float().abs()
     factors, effect = torch.ones_like(sizes[0]), effect.to(sizes.device)
 
-    def error(factors: Tensor) -> float:
-        return float((sizes / factors).amax(1).square().mean() * (factors.square() * effect).sum())
+    def error(tops: Tensor, factors: Tensor) -> float:
+        return float(tops.square().mean() * (factors.square() * effect).sum())
 
     largest = sizes.square().mean(0).argsort(descending=True, stable=True)[: max(1, len(factors) // _SHARE_TRIED)]
-    least = error(factors)
+    tops, where = sizes.topk(2, 1)  # of each row: what is left where one column changes is the first or the second
+    least = error(tops[:, 0], factors)
     for _ in FACTORS[1:]:
         for column in largest.tolist():
             longer = factors.clone()
             longer[column] *= 2
-            if (changed := error(longer)) < least:
+            others = torch.where(where[:, 0] == column, tops[:, 1], tops[:, 0])
+            if (changed := error(others.maximum(sizes[:, column] / longer[column]), longer)) < least:
                 factors, least = longer, changed
+                tops, where = (sizes / factors).topk(2, 1)
     return factors.to(torch.uint8)

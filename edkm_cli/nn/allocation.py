@@ -29,7 +29,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE, Granularity, Override
-from edkm_cli.nn.swap import EMBEDDING, HEAD, LINEAR, OTHER, Swap
+from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
@@ -70,16 +70,13 @@ def choose_embedding_bits(
     """
     if config.embedding_bits != "auto":
         return int(config.embedding_bits)
-    embeddings, linears = (
-        sum(math.prod(swap.shape) for swap in swaps if not swap.reason and not swap.tied and swap.role in roles)
-        for roles in ((EMBEDDING, HEAD), (LINEAR,))
-    )
-    if config.allocation != SENSITIVITY or not embeddings:
+    if config.allocation != SENSITIVITY or not embedding_bits_saved(swaps, _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS):
         return _EMBEDDING_BITS
+    linears = sum(math.prod(swap.shape) for swap in swaps if swap.clustered)
 
     def distance(few: int) -> float:
         try:
-            more = min((_EMBEDDING_BITS - few) * embeddings / linears, _MOST_MORE)
+            more = min(embedding_bits_saved(swaps, _EMBEDDING_BITS, few) / linears, _MOST_MORE)
             of_linears = config.bits + more if average is None else average(few)
         except UserError:
             if few == _FEWEST_EMBEDDING_BITS:
