@@ -34,6 +34,7 @@ MIXED_VERSION = 3  # where matrices differ in bits, or groups of an embedding's 
 PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in their place
 EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own, or matrices differ in tiles
 FACTORS_VERSION = 6  # where columns of an embedding have factors
+MOST_FACTORED_BITS = 6  # of such an embedding: with more, levels times factors would not fit a byte, and gain little
 FACTORS = (1, 2, 4)  # products with them are exact in any number format
 CHECKSUMS = "checksums.json"
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
@@ -103,6 +104,10 @@ class QuantizationSpec:
         faults += _module_bits_faults(self.module_bits)
         for name in ("split_experts", "embedding_factors"):
             faults += [] if getattr(self, name) in (True, False) else [f"{name} must be true or false"]
+        if self.embedding_factors and not faults and self.embedding_bits > MOST_FACTORED_BITS:
+            faults.append(
+                f"embedding_factors needs embedding_bits of at most {MOST_FACTORED_BITS}, got {self.embedding_bits}"
+            )
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
             if not isinstance(self.module_granularity, dict):

@@ -27,7 +27,7 @@ from torch import Tensor
 from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec
+from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
 from edkm_cli.granularity import FREE, Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
@@ -42,7 +42,6 @@ _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS = 8, 4
 _LINEARS_KL, _EMBEDDINGS_KL = 18.6, 24.0
 _LUT_DTYPE, _SHORT_LUT_DTYPE = "float16", "float8_e4m3fn"
 _SAVED_BITS = 0.03  # of a weight: tables of eight bits raise the KL by 4%, as many bits fewer would (docs/log.md)
-_MOST_FACTORED_BITS = 6  # with more, levels times factors would not fit a byte, and gain little
 _MOST_MORE = 2.0  # bits that a linear's weight gets of those of small models' large embeddings
 _REACH = 1  # numbers of bits tried beyond those next to the average
 _BANDS = 128  # rows of tables that a sensitivity is measured on, at the least, where a matrix has so many
@@ -84,7 +83,7 @@ def choose_embedding_bits(
             return math.inf
         return _LINEARS_KL * 4.0**-of_linears + _EMBEDDINGS_KL * 4.0**-few
 
-    return min(range(_MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1), key=distance)
+    return min(range(MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1), key=distance)
 
 
 def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
@@ -105,7 +104,7 @@ def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
 
 def has_factors(config: CompressConfig) -> bool:
     """Whether columns of embeddings get factors: where rows make up for their errors, and no engine's grid rules it out."""
-    few = int(config.embedding_bits) <= _MOST_FACTORED_BITS
+    few = int(config.embedding_bits) <= MOST_FACTORED_BITS
     return few and config.palette == FREE and not config.embedding_group and config.importance != "none"
 
 
