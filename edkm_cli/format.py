@@ -105,9 +105,8 @@ class QuantizationSpec:
         for name in ("split_experts", "embedding_factors"):
             faults += [] if getattr(self, name) in (True, False) else [f"{name} must be true or false"]
         if self.embedding_factors and not faults and self.embedding_bits > MOST_FACTORED_BITS:
-            faults.append(
-                f"embedding_factors needs embedding_bits of at most {MOST_FACTORED_BITS}, got {self.embedding_bits}"
-            )
+            given = self.embedding_bits if self.packs_embeddings else None
+            faults.append(f"embedding_factors needs embedding_bits of at most {MOST_FACTORED_BITS}, got {given}")
         try:
             object.__setattr__(self, "granularity", Granularity.parse(self.granularity))
             if not isinstance(self.module_granularity, dict):

@@ -38,8 +38,11 @@ def test_a_spec_survives_its_mapping():
         ({"format_version": 2}, "format_version must be 1"),
         ({"format_version": 3}, "format_version must be 1"),
         ({"embedding_group": 8}, "format_version must be 3"),
-        ({"format_version": 6, "embedding_factors": True, "embedding_bits": 7}, "embedding_bits up to 6, got 7"),
-        ({"format_version": 6, "embedding_factors": True, "embedding_bits": None}, "embedding_bits up to 6"),
+        ({"format_version": 6, "embedding_factors": True, "embedding_bits": 7}, "embedding_bits of at most 6, got 7"),
+        (
+            {"format_version": 6, "embedding_factors": True, "embedding_bits": None},
+            "embedding_bits of at most 6, got None",
+        ),
         ({"format_version": 3, "embedding_group": 0}, "embedding_group must be"),
         ({"format_version": 3, "embedding_group": True}, "embedding_group must be"),
         ({"format_version": 3, "module_bits": {"a": 9}}, "module_bits must map"),
