@@ -6,8 +6,6 @@ float32 `scale` for each row, or for each group of its columns, and may store a 
 specifies both to the byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -120,7 +118,7 @@ class QuantizationSpec:
             raise UserError("quantization_config: " + "; ".join(faults))
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> QuantizationSpec:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "QuantizationSpec":
         """Read the `quantization_config` of a config.json. Raises UserError listing every fault."""
         values: dict[str, Any] = {key: value for key, value in mapping.items() if key != "quant_method"}
         known = set(cls.__dataclass_fields__)
@@ -143,7 +141,7 @@ class QuantizationSpec:
         mapping["embedding_bits"] = self.embedding_bits if self.packs_embeddings else None
         return {key: value for key, value in mapping.items() if _SINCE.get(key, 0) <= self.format_version}
 
-    def with_bits(self, bits: Mapping[str, int]) -> QuantizationSpec:
+    def with_bits(self, bits: Mapping[str, int]) -> "QuantizationSpec":
         """The same, with these bits of linears by module path, in the lowest version that can hold them."""
         others = {name: count for name, count in bits.items() if count != self.bits}
         return replace(self, module_bits=others, format_version=0) if others or self.module_bits else self

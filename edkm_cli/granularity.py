@@ -7,8 +7,6 @@ for scales of PALETTES alone: powers of two, and whole multiples of a number (MU
 may hold: any (`free`), or a template of other engines' formats times a scale (`edkm_cli.clustering.grids`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ def table_numbers(palette: str, bits: int) -> int:
     return 2**bits if palette == FREE else 2 if palette == AFFINE else 1
 
 
-def palette_faults(palette: str, bits: float, granularity: Granularity, lut_dtype: str) -> list[str]:
+def palette_faults(palette: str, bits: float, granularity: "Granularity", lut_dtype: str) -> list[str]:
     """What keeps tables of a palette from being stored: one sentence each."""
     if not isinstance(palette, str) or palette not in PALETTES:
         return [f"palette must be one of {', '.join(PALETTES)}, got {palette!r:.60}"]
@@ -72,10 +70,10 @@ class Override(NamedTuple):
 
     pattern: str
     bits: int | None = None
-    granularity: Granularity | None = None
+    granularity: "Granularity | None" = None
 
     @classmethod
-    def parse(cls, text: str) -> Override:
+    def parse(cls, text: str) -> "Override":
         """Read `PATTERN: bits=4, granularity=row:1`. Raises UserError for anything else.
 
         >>> Override.parse("*.down_proj: bits=4")
@@ -92,7 +90,7 @@ class Override(NamedTuple):
         return cls(pattern.strip(), None if bits is None else int(bits), geometry)
 
     @classmethod
-    def of(cls, texts: Iterable[str], name: str) -> Override:
+    def of(cls, texts: Iterable[str], name: str) -> "Override":
         """What overrides say of the module `name`: where several match, what the last of them says."""
         bits = granularity = None
         for override in map(cls.parse, texts):
@@ -124,7 +122,7 @@ class Granularity:
     columns: int | None = None
 
     @classmethod
-    def parse(cls, text: str | Granularity) -> Granularity:
+    def parse(cls, text: "str | Granularity") -> "Granularity":
         """Read `tensor`, `row:G` or `block:RxC`. Raises UserError for anything else.
 
         >>> Granularity.parse("block:8x64")

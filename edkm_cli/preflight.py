@@ -4,8 +4,6 @@ Every decision that a setting leaves open is taken here and nowhere else: what `
 stand for (`resolve`), device and dtypes, what is swapped for what. Texts and the room that a run takes follow from it, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -74,7 +72,7 @@ class RunPlan:
     average: float
     allocated: bool = False
 
-    def with_bits(self, bits: Mapping[str, int]) -> RunPlan:
+    def with_bits(self, bits: Mapping[str, int]) -> "RunPlan":
         """The plan after the linears have been given their bits, by module path."""
         return replace(self, spec=self.spec.with_bits(bits), allocated=True)
 

@@ -3,8 +3,6 @@
 The same rules refuse a combination before training and before an export. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ their middle, the *center* is where that is (zero without an offset). Scale and 
 number format in which they are stored; gradients pass the rounding straight through, times the template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Hard assignment: the nearest LUT entry of each weight, and LUT entries as the stored dtype holds them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

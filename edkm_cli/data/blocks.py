@@ -5,8 +5,6 @@ A sequence is cut from the running text, or packed of whole documents by best-fi
 models arXiv 2404.10830): each document, the longest first, goes into the fullest sequence that still has room for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Batch:
     labels: Tensor | None = None
     positions: Tensor | None = None
 
-    def to(self, device: str | torch.device) -> Batch:
+    def to(self, device: str | torch.device) -> "Batch":
         labels, positions = (None if some is None else some.to(device) for some in (self.labels, self.positions))
         return Batch(self.ids.to(device), labels, positions)
 

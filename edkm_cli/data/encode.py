@@ -1,7 +1,5 @@
 """Documents -> token ids, with which of them are learnt; a part of a source at a time, alike in every process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,7 +27,7 @@ class Counts:
     empty: int = 0
     held_out: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 

@@ -1,8 +1,6 @@
 """Local files -> records and texts, a bounded part at a time: lines by their place in the file, so that several processes
 can read one file, everything else in batches."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -65,7 +63,7 @@ class Part:
             return self.loaded().records
         return [(self.joint if self.continues else "") + self.joint.join(self.records)]
 
-    def loaded(self) -> Part:
+    def loaded(self) -> "Part":
         """The same, read. Raises UserError for a line that is not JSON."""
         if self.path is None:
             return self
@@ -79,7 +77,7 @@ class Part:
             offset += len(line) + 1
         return replace(self, records=records, path=None)
 
-    def cut(self, low: int, high: int) -> Part:
+    def cut(self, low: int, high: int) -> "Part":
         """Only the records `low` to `high`."""
         kept, continues = self.records[low:high], self.continues and low == 0
         return replace(self, records=kept, first=self.first + low, continues=continues)

@@ -1,7 +1,5 @@
 """The training data of a run: its sources, each as a store of tokens, and what a report says of them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
@@ -53,7 +51,7 @@ class TrainingData:
         parts = [store.sha256 for store in self.stores] + [repr(self.weights)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def with_written(self, written: TokenStore) -> TrainingData:
+    def with_written(self, written: TokenStore) -> "TrainingData":
         """The same with the text of the sources that the model writes itself."""
         pairs = zip(self.sources, self.stores, strict=True)
         return replace(self, stores=[written if source.needs_model else store for source, store in pairs])

@@ -7,8 +7,6 @@ and that the configuration, written and read again, describes the same tensors. 
 refused then, not after training.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect
@@ -72,7 +70,7 @@ class DenseFormat:
     @classmethod
     def of(
         cls, model: Any, dtype: torch.dtype, stored: Mapping[str, torch.dtype], *, world: World = ALONE
-    ) -> DenseFormat:
+    ) -> "DenseFormat":
         """Of a model as it was loaded, before anything trains. What the source has `stored` with more bytes keeps them, and
         so does a tensor that its files do not name, or that are not at hand, where `dtype` would round it."""
         wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}

@@ -1,7 +1,5 @@
 """The output directory of a run: checked before the work, written beside its place, renamed into it in one step."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -102,7 +100,7 @@ class OutputDirectory:
                 "--resume, give --overwrite to throw it away, or choose another --output"
             )
 
-    def __enter__(self) -> OutputDirectory:
+    def __enter__(self) -> "OutputDirectory":
         """Raises UserError naming the run that holds the directory already."""
         self._hold()
         return self

@@ -8,8 +8,6 @@ A start that reconstructs works layer by layer from the beginning: wherever the 
 are in memory. Other starts, which any model can have, take the model as one part, and a sharded one as it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,7 +102,7 @@ class Recipe:
     overrides: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Recipe:
+    def of(cls, plan: RunPlan) -> "Recipe":
         config = plan.config
         return part_of(
             cls,
@@ -219,7 +217,7 @@ def initialize(
     return model
 
 
-def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: Tables) -> None:
+def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: "Tables") -> None:
     """Keep what comes before the layers; or take it, and the layers that are done, from what is kept."""
     model, inside = layers.model, tuple(f"{path}." for path in layers.paths)
     outside = {name: value for name, value in tensors_of(model).items() if not name.startswith(inside)}

@@ -9,8 +9,6 @@ a masked sum. Larger groups, larger k and blocks go the PyTorch path (`supports`
 Read with docs/clustering.md beside it; names are those of closed_form.py.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

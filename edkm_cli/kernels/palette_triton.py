@@ -6,8 +6,6 @@ are |w - c| in float32 and a strictly smaller one wins: the reference's index fo
 Nobody waits for the device: what is not finite becomes NaN in the result, and shows in whatever is computed from it.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

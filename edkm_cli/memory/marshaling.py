@@ -13,8 +13,6 @@ it, a reference and a view (shape, stride, offset).
 A record lives as long as a saved tensor that refers to it; everything else (table, marks in the graph) is weak.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -48,7 +46,7 @@ class _Record:
         unchanged = self.storage.cdata == storage_address(tensor) and self.version == tensor._version
         return unchanged and self.region.covers(view)
 
-    def read(self, reader: _Saved) -> torch.Tensor:
+    def read(self, reader: "_Saved") -> torch.Tensor:
         """The view of one saved tensor. The copy on the device is dropped when every living reader has had it."""
         assert reader.view is not None
         if self._restored is None:
@@ -157,7 +155,7 @@ class MarshalSavedTensors:
         self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._lock = threading.RLock()
 
-    def __enter__(self) -> MarshalSavedTensors:
+    def __enter__(self) -> "MarshalSavedTensors":
         if torch.compiler.is_compiling():
             raise RuntimeError("MarshalSavedTensors cannot be entered in a compiled function; enter it around the call")
         pack, unpack = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)

@@ -8,8 +8,6 @@ again when the copies that touch it have ended.
 The lane of a GPU has not been measured on a GPU yet: `python scripts/bench_offload.py block --json FILE` will do it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -122,7 +120,7 @@ class Lane:
 class Moved:
     """A flat tensor held in host memory."""
 
-    def __init__(self, mover: Mover, lane: Lane, source: torch.Tensor, number: int) -> None:
+    def __init__(self, mover: "Mover", lane: Lane, source: torch.Tensor, number: int) -> None:
         self._mover, self._lane, self._dtype, self._number = mover, lane, source.dtype, number
         self._buffer, self._event = lane.outward(source.contiguous().view(torch.uint8))
         self._bytes = self._buffer.numel()

@@ -5,8 +5,6 @@ that address from being given to another storage, so equal addresses mean the sa
 never used, since an allocator hands it out again as soon as a tensor is freed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -30,7 +28,7 @@ class View:
     high: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
+    def of(cls, tensor: torch.Tensor) -> "View":
         """The view of a strided tensor of at least one element."""
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -61,7 +59,7 @@ class Region:
     holes: View | None = None
 
     @classmethod
-    def to_move(cls, view: View, storage_bytes: int) -> Region:
+    def to_move(cls, view: View, storage_bytes: int) -> "Region":
         """What to move for this view: its own range where it is dense; the whole storage where it reads at least half
         of it (its siblings will read the rest: one copy serves all); else only its elements, packed together.
         """

@@ -5,8 +5,6 @@ other matrices, and where CUDA's fails); `dense` decodes a part of W at a time i
 multiplies; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -175,7 +173,7 @@ class Ready:
         self._addresses: tuple[int, ...] = ()
         self._products: lut_linear_c.Products | None = None
 
-    def __deepcopy__(self, memo: dict) -> Ready:
+    def __deepcopy__(self, memo: dict) -> "Ready":
         return Ready()
 
     def __reduce__(self) -> tuple:

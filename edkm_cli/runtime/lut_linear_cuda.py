@@ -5,8 +5,6 @@ Compiled at first use for the GPU at hand by NVRTC, which PyTorch brings along, 
 Where compiling or launching fails, one warning says why and the Triton kernel computes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

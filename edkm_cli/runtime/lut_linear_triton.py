@@ -5,8 +5,6 @@ adds in float32. A second token finds the bytes in the L2 cache. For many tokens
 cuBLAS multiplies. Plain Triton: what runs in its interpreter is what runs on a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ hook, adapter or recorded attention). Whatever differs goes to the forward of tr
 `generate`, its cache and its options are those of transformers. EDKM_ONE_TOKEN=0 turns the shortcut off.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any
@@ -74,7 +72,7 @@ class _Shortcut:
         self._norms: list[tuple[Tensor, int]] = []
         self._refused = False
 
-    def __deepcopy__(self, memo: dict) -> _Shortcut:
+    def __deepcopy__(self, memo: dict) -> "_Shortcut":
         return _Shortcut()
 
     def __reduce__(self) -> tuple:

@@ -5,8 +5,6 @@ a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must 
 `lut` and `scale` as they are.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,7 +94,7 @@ class _DecodedWeight(Tensor):
     _module: Any
 
     @staticmethod
-    def of(module: Any) -> _DecodedWeight:
+    def of(module: Any) -> "_DecodedWeight":
         shape, dtype, device = module.weight_like()
         made = Tensor._make_wrapper_subclass(_DecodedWeight, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         made._module = module
@@ -105,7 +103,7 @@ class _DecodedWeight(Tensor):
     _is_hf_initialized = True  # what the files hold is not drawn at random, nor is any other weight of a packed module
 
     @property  # type: ignore[override]
-    def data(self) -> _DecodedWeight:
+    def data(self) -> "_DecodedWeight":
         """Itself: nothing here requires a gradient."""
         return self
 

@@ -9,8 +9,6 @@ q, k, v and gate, up have one input, so a server asks for their product at once.
 one below the other; a taller tile then counts as several with the same table.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

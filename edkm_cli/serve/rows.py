@@ -5,8 +5,6 @@ tables in another one, and numbers. On a CPU it is a function in C that finds wh
 (runtime/merged.c); elsewhere, and where that is not possible, it calls edkm::lut_linear for each matrix. It has no gradient.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

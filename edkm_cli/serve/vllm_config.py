@@ -5,8 +5,6 @@ directory is checked before anything is loaded, as `edkm_cli.load` checks it, an
 tensors are there (vllm_layers.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ class EdkmVllmConfig(QuantizationConfig):
         return f"{type(self).__name__}({self.spec})"
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> EdkmVllmConfig:
+    def from_config(cls, config: dict[str, Any]) -> "EdkmVllmConfig":
         """Read the `quantization_config` of a checkpoint."""
         try:
             spec = QuantizationSpec.from_mapping(config)

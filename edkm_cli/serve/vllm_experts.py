@@ -6,8 +6,6 @@ token is not known when vLLM traces its graphs, so that all of this is one opera
 vLLM's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any

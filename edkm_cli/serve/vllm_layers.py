@@ -9,8 +9,6 @@ loaded is found.
 Products are operators (rows.py) that look at the number of tokens themselves: vLLM traces its graphs once, for any number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby

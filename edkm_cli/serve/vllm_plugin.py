@@ -4,8 +4,6 @@ It tells vLLM what `"quant_method": "edkm"` in a config.json means. Importing th
 and nothing imports it but vLLM.
 """
 
-from __future__ import annotations
-
 
 def register() -> None:
     """Make vLLM serve compressed directories. May be called several times."""

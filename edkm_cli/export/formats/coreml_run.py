@@ -5,8 +5,6 @@ Sums are in float32 where a device has float16, so that what differs from the so
 result that float16 could not hold is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from types import SimpleNamespace
@@ -42,10 +40,10 @@ class Program:
             elif kind not in _KINDS and kind not in ("read_state", "coreml_update_state"):
                 raise UserError(f"the program must consist of operations that it was written with, but holds {kind}")
 
-    def eval(self) -> Program:
+    def eval(self) -> "Program":
         return self
 
-    def train(self, mode: bool = True) -> Program:
+    def train(self, mode: bool = True) -> "Program":
         return self
 
     @torch.no_grad()

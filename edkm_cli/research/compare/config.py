@@ -9,8 +9,6 @@ A method is written `name` or `name:option=value:option=value`, in YAML also as 
 Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ class CompareConfig:
         twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
         return contradictions + [f"methods names {label} twice" for label in twice]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> "list[Entry]":
         """The rows: one of each method, and of ours one for each seed, the first without the option."""
         rows = []
         for entry in map(Entry.parse, self.methods):
@@ -112,7 +110,7 @@ class Entry:
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Entry:
+    def parse(cls, text: str) -> "Entry":
         """`name:option=value:...`; a colon begins an option where a name and `=` follow, so that `row:1` is a value.
 
         >>> Entry.parse("kmeans:bits=4:granularity=row:1")
