@@ -264,7 +264,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if size > _MAX_YAML_BYTES:
             raise ValueError(f"{size} bytes are more than the {_MAX_YAML_BYTES} that are read")
         text = path.read_text(encoding="utf-8")
-        if _brackets(text) > _MAX_DEPTH:  # for these the parser's time is quadratic
+        brackets = (1 if sign in "[{" else -1 for sign in text if sign in "[]{}")  # those in texts count, too
+        if max(accumulate(brackets), default=0) > _MAX_DEPTH:  # for these the parser's time is quadratic
             raise RecursionError
         values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:  # ValueError: a date or number that is none
@@ -273,12 +274,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise UserError(f"--config must hold a mapping of settings, but {path} holds a {type(values).__name__}")
     return dict(values)
-
-
-def _brackets(text: str) -> int:
-    """The most brackets that are open at once, or nearly so: those in texts count, too."""
-    steps = (1 if sign in "[{" else -1 for sign in text if sign in "[]{}")
-    return max(accumulate(steps), default=0)
 
 
 class _Loader(yaml.SafeLoader):

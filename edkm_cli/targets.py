@@ -61,15 +61,11 @@ _ROWS = {"bits": 3, "granularity": "row:1", "lut_dtype": "float16"}
 _LUT_B = {"bits": 3, "granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 2.0**-4}
 _MLX_BITS = (2, 3, 4, 5, 6, 8)
 # Of MLX and compressed-tensors.
-_MLX: dict[str, Any] = {"form": "mlx", "fallback": "bfloat16"}
+_MLX: dict[str, Any] = {"form": "mlx", "fallback": "bfloat16", "bits": _MLX_BITS, "mixes": True}
 _COMPRESSED: dict[str, Any] = {"form": "compressed-tensors", "fallback": "bfloat16"}
 _GROUPS = {"lut_dtypes": ("bfloat16", "float16"), "granularities": ("block:1x32", "block:1x64", "block:1x128")}
 _PLAIN, _GROUPED = {"embedding_bits": 16}, {"embedding_group": 64}
 _E8M0, _E4M3 = ("e2m1", 4, 32, "float8_e8m0fnu"), ("e2m1", 4, 16, "float8_e4m3fn")  # FP4 of the MX formats and NVIDIA's
-
-
-def _mlx(bits: int) -> Target:
-    return _grid(AFFINE, bits, 64, "bfloat16", _GROUPED, bits=_MLX_BITS, mixes=True, **_GROUPS, **_MLX)
 
 
 def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Target:
@@ -84,7 +80,7 @@ TARGETS: dict[str, Target] = {
     ),
     "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", "float8_e4m3fn")),
     "lut-b": Target(_LUT_B, (3,), ("float8_e4m3fn",), ("block:8x64",), columns=64, rows=8),
-    **{f"mlx:{bits}": _mlx(bits) for bits in _MLX_BITS},
+    **{f"mlx:{bits}": _grid(AFFINE, bits, 64, "bfloat16", _GROUPED, **_GROUPS, **_MLX) for bits in _MLX_BITS},
     "mlx:mxfp4": _grid(*_E8M0, _GROUPED, form="mlx", fallback="float16"),
     "mlx:nvfp4": _grid(*_E4M3, {"lut_scale": 1.0, **_GROUPED}, lut_scale=1.0, form="mlx", fallback="float16"),
     "gguf:q4_0": _gguf("integers", 4, 32),
@@ -110,13 +106,7 @@ def closest(form: str, *, bits: float, lut_dtype: str, palette: str) -> str:
 
 
 def misfits(
-    name: str,
-    *,
-    bits: float,
-    granularity: str | Granularity,
-    lut_dtype: str,
-    palette: str = FREE,
-    lut_scale: float | None = None,
+    name: str, *, bits: float, granularity: str | Granularity, lut_dtype: str, palette: str, lut_scale: float | None
 ) -> list[str]:
     """One sentence for each setting that the target cannot hold, with what would fit. `lut_scale` is that of all float8
     tables; None: they have several."""
@@ -166,23 +156,21 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
     if name == "any-precision":
         repeated_layers(list(layers))
     if name == "coreml":
-        _check_decoder(architecture)
+        rope = (getattr(architecture, "rope_parameters", None) or {}).get("rope_type", "default")
+        activation, kind = getattr(architecture, "hidden_act", "silu"), architecture.model_type
+        facts = (
+            ("decoders of", DECODERS, kind),
+            ("activation", ("silu",), activation),
+            ("rotary angles", ROTARY, rope),
+        )
+        for what, known, found in facts:
+            if found not in known:
+                raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
     if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
         raise UserError(
             f"lut-b has no scale, and moving one into other weights is known for {_listed(SCALED_FAMILIES)}, not for "
             f"{architecture.model_type}; compress with --lut-scale 1"
         )
-
-
-def _check_decoder(architecture: Any) -> None:
-    """Raises UserError for a decoder that the Core ML program does not know."""
-    kind = architecture.model_type
-    rope = (getattr(architecture, "rope_parameters", None) or {}).get("rope_type", "default")
-    activation = getattr(architecture, "hidden_act", "silu")
-    facts = (("decoders of", DECODERS, kind), ("activation", ("silu",), activation), ("rotary angles", ROTARY, rope))
-    for what, known, found in facts:
-        if found not in known:
-            raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
 
 
 def falls_back(name: str | None, columns: int, width: int | None) -> str:

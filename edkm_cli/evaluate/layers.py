@@ -29,9 +29,7 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
     Raises UserError for a family whose decoder layers are not known, OSError for a disk that cannot be written to."""
     layers = list(decoder_layers(model).values())
-    names: dict[nn.Module, str] = {
-        module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    names: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     kept: dict[str, Tensor] = {}
 
     def take(matrix: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -116,12 +116,9 @@ def _figures(states: Tensor, labels: Tensor, parts: Parts, reference: Iterable[T
     """The figures of the predictions that states (tokens, n) make of labels (tokens,): (tokens, 5) float32 on the CPU, as
     `Perplexity.predictions` has them, or (tokens, 1) without a reference, whose logits come CHUNK_TOKENS at a time."""
     rows = []
-    for ours, picks, theirs in zip(
-        states.split(CHUNK_TOKENS),
-        labels.split(CHUNK_TOKENS),
-        repeat(None) if reference is None else reference,
-        strict=False,
-    ):
+    beside = repeat(None) if reference is None else reference
+    parted = zip(states.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), beside, strict=False)
+    for ours, picks, theirs in parted:
         log_ours = parts.logits(ours[None])[0].float().log_softmax(1)
         columns = [-log_ours.gather(1, picks[:, None])[:, 0]]
         if theirs is not None:

@@ -33,13 +33,7 @@ _SPARE_BYTES = 50_000_000
 
 
 def export_model(
-    directory: str | Path,
-    to: str,
-    output: str | Path,
-    *,
-    options: Options,
-    overwrite: bool = False,
-    track: Track = no_progress,
+    directory: Path, to: str, output: Path, *, options: Options, overwrite: bool = False, track: Track = no_progress
 ) -> dict[str, Any]:
     """Write a checkpoint in another format and return the result (its keys: docs/results.md).
 

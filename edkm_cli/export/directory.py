@@ -31,7 +31,7 @@ def _on_main(method: _Method) -> _Method:
     """A method that the first process runs, for all."""
 
     @wraps(method)
-    def of_all(self: OutputDirectory, *args: Any, **options: Any) -> Any:
+    def of_all(self: "OutputDirectory", *args: Any, **options: Any) -> Any:
         return self._world.on_main(lambda: method(self, *args, **options))
 
     return cast("_Method", of_all)
@@ -102,13 +102,8 @@ class OutputDirectory:
 
     def __enter__(self) -> "OutputDirectory":
         """Raises UserError naming the run that holds the directory already."""
-        self._hold()
+        self._world.on_main(self._lock.acquire)
         return self
-
-    @_on_main
-    def _hold(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -205,9 +200,8 @@ class OutputDirectory:
         if self.path.exists():
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
-        write_json(
-            self.partial / FILES, {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)}
-        )
+        listed = {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)}
+        write_json(self.partial / FILES, listed)
         for file in self.partial.iterdir():
             sync(file)
         sync(self.partial)
@@ -270,6 +264,7 @@ class Lock:
 
     def acquire(self) -> None:
         """Raises UserError naming the holder where another process has it. A file system without locks is left alone."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(blocking=False)
         except Timeout:

@@ -89,10 +89,13 @@ class _Run(PackedSession):
             dense = None if reference is None else reference.open()
             self.write_text(dense)
             model = self.trained_model()
-            self.output.rehearse(self._needed_bytes(model))
+            plan = self.plan(model)
+            trained = plan["trained_bytes"] if self.tables else plan["adapter_bytes"]
+            result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
+            # The result, and checkpoints of what trains with two moments.
+            self.output.rehearse(result + 3 * config.most_checkpoints * trained + _ROOM_BYTES)
             if config.packing:
                 require_attention_within_documents(model)
-        plan = self.plan(model)
         if dense is not None:
             self.measure_original(dense)
         if self.unfinished is not None:
@@ -136,12 +139,6 @@ class _Run(PackedSession):
             "steps": self.config.steps,
             "training_tokens": self.config.trained_tokens(self.world.size),
         }
-
-    def _needed_bytes(self, model: Any) -> int:
-        """The result, and checkpoints of what trains with two moments."""
-        trained = sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters(model).values())
-        result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
-        return result + 3 * self.config.most_checkpoints * trained + _ROOM_BYTES
 
     # On the first process: what was trained is written, read back and compared.
 

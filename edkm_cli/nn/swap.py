@@ -211,9 +211,7 @@ def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: 
     return PalettizedHead(dense, spec, tied_to=model.get_input_embeddings())
 
 
-def palettize_skeleton(
-    model: Any, spec: QuantizationSpec, *, stays: Callable[[str], bool] = lambda name: False
-) -> None:
+def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[str], bool] = lambda _: False) -> None:
     """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills.
 
     `stays(path)` says of a linear or embedding that the checkpoint does not know it, so that it stays as it is.

@@ -11,17 +11,7 @@ from markupsafe import Markup
 from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import replace_file, require_replaceable
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.report.charts import (
-    MOST_LINES,
-    Series,
-    bars,
-    heat_map,
-    histogram,
-    line_chart,
-    line_colour,
-    lines,
-    scale_of,
-)
+from edkm_cli.report.charts import MOST_LINES, Series, bars, heat_map, histogram, line_colour, lines, scale_of
 from edkm_cli.report.layers import Histogram, Weights, measure_weights, place
 from edkm_cli.report.markup import figure, fixed, render
 from edkm_cli.report.read import RunFiles, read_run, stages_of
@@ -213,18 +203,16 @@ def _objective(settings: Mapping[str, Any]) -> str:
 
 def _small_chart(metrics: list[dict[str, float]], key: str, colour: str, log: bool | None) -> Markup:
     name = key.replace("_", " ")
-    series = [Series(name, _points(metrics, key), colour)]
-    return line_chart(series, title=f"{name} by step", x_label="step", y_label=name, log=log, width=490, height=180)
+    about: dict[str, Any] = {"title": f"{name} by step", "x_label": "step", "y_label": name, "log": log}
+    return lines([Series(name, _points(metrics, key), colour)], width=490, height=180, **about)["chart"]
 
 
 def _sizes(weights: Weights) -> Markup:
     """Two bars on one scale: bytes by part, in 16 bits and compressed."""
     colours = {"indices": "c1", "decoder linears": "c1", "LUTs": "c2", "embeddings": "c3", "dense rest": "muted"}
     both = (("16 bits", weights.original_bytes), ("compressed", weights.stored_bytes))
-    stacks = [
-        (label, [(part, float(size), colours[part]) for part, size in parts.items()], "") for label, parts in both
-    ]
-    return bars(stacks, title="Bytes by part, 16 bits and compressed", show=megabytes)
+    rows = [(label, [(part, float(size), colours[part]) for part, size in parts.items()], "") for label, parts in both]
+    return bars(rows, title="Bytes by part, 16 bits and compressed", show=megabytes)
 
 
 def error_map(errors: Mapping[str, float], title: str, note: str, caption: str) -> dict[str, Any] | None:

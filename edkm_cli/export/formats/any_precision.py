@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import EXPORT_AGAIN, Entry, read_packed, row_tables
+from edkm_cli.export.formats.folder import Entry, opened, read_packed, row_tables
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.format import read_json
 from edkm_cli.targets import repeated_layers
 
 _WARP, _WORD = 32, 32
@@ -72,7 +71,7 @@ def _byte_order(count: int) -> Tensor:
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, as the kernel decodes it."""
-    bits = int(read_json(folder / "config.json", remedy=EXPORT_AGAIN)["anyprec"]["parent_precision"])
+    bits = int(opened(folder)[0]["anyprec"]["parent_precision"])
     return read_packed(folder, "qweight", f"lut{bits}", lambda words, lut: lut.float().gather(1, _decoded(words)))
 
 

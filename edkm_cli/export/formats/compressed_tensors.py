@@ -25,20 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import (
-    EXPORT_AGAIN,
-    Entry,
-    codes_of_words,
-    fp4_codes,
-    fp4_scales,
-    fp4_weight,
-    scaled,
-    target_of,
-)
+from edkm_cli.export.formats.folder import Entry, codes_in, fp4_codes, fp4_scales, fp4_weight, opened, scaled, target_of
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.format import read_json
-from edkm_cli.model_files import TensorFiles
 
 # How the library calls scales of FP4: their dtype and what shares one.
 _FP4 = {"mxfp4": (torch.uint8, "group"), "nvfp4": (torch.float8_e4m3fn, "tensor_group")}
@@ -92,16 +81,16 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, by the library's rules."""
-    config = read_json(folder / "config.json", remedy=EXPORT_AGAIN)["quantization_config"]
-    bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
-    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    config, files = opened(folder)
+    quantization = config["quantization_config"]
+    bits = quantization["config_groups"]["group_0"]["weights"]["num_bits"]
     for name in files.tensors:
         path, _, leaf = name.rpartition(".")
         if leaf == "weight_packed":
             packed, scales = files.get(name), files.get(f"{path}.weight_scale")
-            if config["format"] == _WHOLE:
+            if quantization["format"] == _WHOLE:
                 _, columns = files.get(f"{path}.weight_shape").tolist()
-                weight = scaled(codes_of_words(packed, bits, columns) - 2 ** (bits - 1), scales.float())
+                weight = scaled(codes_in(packed, bits, columns) - 2 ** (bits - 1), scales.float())
             elif scales.dtype == torch.uint8:
                 weight = fp4_weight(packed.view(torch.int32), scales.view(torch.float8_e8m0fnu).float())
             else:

@@ -37,12 +37,16 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
     """Write the model, one decoder layer after another."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     dtype, empty = _dtype(source, options), source.dense_skeleton()
-    converted = empty if is_converted(empty) else None
+    converts = is_converted(empty)
 
     def parts(make: Any) -> Iterator[dict[str, Tensor]]:
         for _, names in groupby(source.tensors, key=lambda name: (found := _LAYER.match(name)) and found[1]):
-            yield _in_files(converted, joined(source.model, {name: make(name) for name in names}))
+            part = joined(source.model, {name: make(name) for name in names})
+            part = part if not converts else revert_weight_conversion(empty, part)
+            yield {name: tensor.contiguous() for name, tensor in part.items()}
 
     meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")))
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for part in meta for name, tensor in part.items()}
@@ -92,12 +96,3 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
 
 def _dtype(source: Compressed, options: Options) -> torch.dtype:
     return options.torch_dtype(_AUTO.get(source.spec.lut_dtype, "bfloat16"))
-
-
-def _in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some tensors of the dense model as the files of its family hold them."""
-    if model is None:
-        return tensors
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, tensors).items()}

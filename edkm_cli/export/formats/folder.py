@@ -53,7 +53,7 @@ def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
     return table.repeat_interleave(tensor.shape[0] // table.shape[0], 0)
 
 
-def codes_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
+def codes_in(words: Tensor, bits: int, columns: int) -> Tensor:
     """(rows, columns) int64 of rows of 32-bit words, int32: one little-endian stream of codes, some of which cross the
     border of two words."""
     unsigned = words.long() & 0xFFFFFFFF
@@ -90,7 +90,7 @@ def fp4_scales(source: Compressed, path: str) -> Tensor:
 
 def fp4_weight(packed: Tensor, scales: Tensor) -> Tensor:
     """(rows, columns) float32 of 32-bit words of codes, int32, and scales (rows, groups) float32, by the formats' text."""
-    codes = codes_of_words(packed, 4, 8 * packed.shape[1])
+    codes = codes_in(packed, 4, 8 * packed.shape[1])
     return scaled(_FP4[codes % _SIGN] * (1 - codes // _SIGN * 2), scales)
 
 
@@ -178,9 +178,14 @@ class FolderFormat:
         return exact if len(entries) > 1 else exact.to(entries[0].dtype).float(), exact
 
 
+def opened(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
+    """What config.json of an export says, and its tensors."""
+    return read_json(folder / "config.json", remedy=EXPORT_AGAIN), TensorFiles(folder, remedy=EXPORT_AGAIN)
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of all safetensors files of a folder, one after another."""
-    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    _, files = opened(folder)
     return ((name, files.get(name).float()) for name in files.tensors)
 
 
@@ -189,7 +194,7 @@ def read_packed(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, where a linear P stores `P.indices` and `P.table`, which `decode` makes
     its weight of."""
-    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    _, files = opened(folder)
     for name in files.tensors:
         path, _, leaf = name.rpartition(".")
         if leaf == indices:
@@ -199,11 +204,7 @@ def read_packed(
 
 
 def in_memory(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    load: Callable[[Any], Any],
-    *,
-    trust_remote_code: bool = False,
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], load: Callable[[Any], Any], *, trust_remote_code: bool = False
 ) -> Iterable[tuple[str, Tensor]]:
     """The `tensors` of files as transformers has them in memory. Of a family whose tensors it converts, as those of
     experts, they are those of the model that `load` gives, which gets it on the meta device."""

@@ -22,19 +22,9 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import (
-    EXPORT_AGAIN,
-    Entry,
-    codes_of_words,
-    fp4_codes,
-    fp4_scales,
-    fp4_weight,
-    scaled,
-)
+from edkm_cli.export.formats.folder import Entry, codes_in, fp4_codes, fp4_scales, fp4_weight, opened, scaled
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.format import read_json
-from edkm_cli.model_files import TensorFiles
 
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MODES = {"float8_e8m0fnu": "mxfp4", "float8_e4m3fn": "nvfp4"}  # by the number format of scales
@@ -101,15 +91,14 @@ def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, by MLX's rules."""
-    quantization = read_json(folder / "config.json", remedy=EXPORT_AGAIN)["quantization"]
-    files = TensorFiles(folder, remedy=EXPORT_AGAIN)
+    config, files = opened(folder)
     for name, tensor in ((name, files.get(name)) for name in files.tensors):
         path, _, leaf = name.rpartition(".")
         if leaf == "weight" and f"{path}.scales" in files:
-            layout = quantization.get(path, quantization)
+            layout = config["quantization"].get(path, config["quantization"])
             words, scales = tensor.view(torch.int32), files.get(f"{path}.scales")
             if (mode := layout.get("mode", "affine")) == "affine":
-                codes = codes_of_words(words, layout["bits"], words.shape[1] * 32 // layout["bits"])
+                codes = codes_in(words, layout["bits"], words.shape[1] * 32 // layout["bits"])
                 yield name, scaled(codes, scales.float(), files.get(f"{path}.biases").float())
             else:
                 yield name, fp4_weight(words, scales.view(_SCALES[mode]).float())

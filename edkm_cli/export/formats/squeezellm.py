@@ -45,11 +45,13 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
-    if _is_bias(source, tensor.name):
+    path, _, leaf = tensor.name.rpartition(".")
+    weight = source.tensors.get(f"{path}.weight")
+    if leaf == "bias" and weight is not None and weight.linear:
         yield Entry(tensor.name, torch.float32, tensor.shape, lambda: source.dense(tensor.name))
     if not tensor.linear:
         return
-    bits, path, (out, columns) = source.spec.bits, tensor.module, tensor.shape
+    bits, (out, columns) = source.spec.bits, tensor.shape
     words = (columns // _WORD_BITS * bits, out)
     yield Entry(f"{path}.qweight", torch.int32, words, lambda: source.words(path).t().contiguous())
     yield Entry(f"{path}.lookup_table", torch.float32, (out, 2**bits), lambda: row_tables(source, tensor))
@@ -79,10 +81,3 @@ def _indices_of_words(words: Tensor, bits: int) -> Tensor:
         place = torch.arange(columns) * bits + bit
         indices |= ((unsigned[place // _WORD_BITS].t() >> (place % _WORD_BITS)) & 1) << bit
     return indices
-
-
-def _is_bias(source: Compressed, name: str) -> bool:
-    """Whether a tensor is the bias of a linear with tables."""
-    path, _, leaf = name.rpartition(".")
-    weight = source.tensors.get(f"{path}.weight")
-    return leaf == "bias" and weight is not None and weight.linear

@@ -28,14 +28,7 @@ from edkm_cli.data import Blocks
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import (
-    NO_QUANTIZATION,
-    Outcome,
-    Task,
-    check_at_least,
-    check_bits,
-    check_positive,
-)
+from edkm_cli.research.baselines.outcome import UNQUANTIZED, Outcome, Task, check_at_least, check_bits, check_positive
 from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import Beside, Objective
 
@@ -50,8 +43,8 @@ def quantize(
     batch_size: int = 1,
     sequence_length: int = 1024,
     sequences: int = 0,
-    activation_bits: int = NO_QUANTIZATION,
-    kv_bits: int = NO_QUANTIZATION,
+    activation_bits: int = UNQUANTIZED,
+    kv_bits: int = UNQUANTIZED,
 ) -> Outcome:
     """Train a model in place on text of its own; the paper has groups of whole rows.
 
@@ -78,9 +71,9 @@ def quantize(
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
         parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)
-    if activation_bits != NO_QUANTIZATION:
+    if activation_bits != UNQUANTIZED:
         quantize_inputs(linears.values(), activation_bits)
-    if kv_bits != NO_QUANTIZATION:
+    if kv_bits != UNQUANTIZED:
         cached = (layer for name, layer in linears.items() if name.endswith(("k_proj", "v_proj")))
         quantize_outputs(cached, kv_bits)
     if teacher is not None:
@@ -90,7 +83,7 @@ def quantize(
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     notes = [f"data-free: {text.numel():,} tokens of its own text"]
     for what, rounded_to in (("activations", activation_bits), ("keys and values", kv_bits)):
-        notes += [f"{what} at {rounded_to} bits per token"] * (rounded_to != NO_QUANTIZATION)
+        notes += [f"{what} at {rounded_to} bits per token"] * (rounded_to != UNQUANTIZED)
     return form.outcome(linears, training_tokens=steps * batch_size * sequence_length, note=", ".join(notes))
 
 

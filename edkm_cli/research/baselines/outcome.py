@@ -11,7 +11,7 @@ from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import packed_width
 from edkm_cli.progress import Track, no_progress
 
-NO_QUANTIZATION = 16  # bits of activations that stay as they are
+UNQUANTIZED = 16  # bits of activations that stay as they are
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def decoder_linears(model: Any) -> dict[str, nn.Linear]:
 
 
 def check_bits(**bits: int) -> None:
-    """Raises UserError unless 2 <= bits <= 8; those of activations may be `NO_QUANTIZATION` instead."""
+    """Raises UserError unless 2 <= bits <= 8; those of activations may be `UNQUANTIZED` instead."""
     for name, value in bits.items():
         optional = name != "bits"
-        if not 2 <= value <= 8 and not (optional and value == NO_QUANTIZATION):
-            rule = f"2 to 8, or {NO_QUANTIZATION} for no quantization" if optional else "2 to 8"
+        if not 2 <= value <= 8 and not (optional and value == UNQUANTIZED):
+            rule = f"2 to 8, or {UNQUANTIZED} for no quantization" if optional else "2 to 8"
             raise UserError(f"{name} must be {rule}, got {value}")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
-from edkm_cli.research.baselines.outcome import NO_QUANTIZATION, Outcome, Task, check_bits
+from edkm_cli.research.baselines.outcome import UNQUANTIZED, Outcome, Task, check_bits
 
 _CHECKED_TOKENS = 64
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
@@ -52,7 +52,7 @@ def quantize(task: Task, *, alpha: float = 0.5, activation_bits: int = 8) -> Out
         for layer in linears.values():
             layer.weight.copy_(form.round(layer.weight))
     note = "weight-only"
-    if activation_bits != NO_QUANTIZATION:
+    if activation_bits != UNQUANTIZED:
         quantize_inputs(linears.values(), activation_bits)
         attention = (layer for name, layer in linears.items() if name.endswith(_ATTENTION_INPUTS))
         quantize_outputs(attention, activation_bits)

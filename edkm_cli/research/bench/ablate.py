@@ -145,13 +145,10 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     """The ablation as a chart, an SVG file."""
     setting = result["setting"]
     text = f"{setting['width']} x {setting['width']}, {setting['bits']} bits, {setting['learners']} learners"
-    rows = [
-        (row["technique"], [("", max(row["bytes"], 1), "c1")], f"bytes, {row['reduction']:,.1f}x less")
-        for row in result["rows"]
-    ]
-    save(
-        bars(rows, title=f"Bytes kept for backward: {text}", caption=f"kept for backward by one learner, {text}"), path
-    )
+    figures = ((row["technique"], max(row["bytes"], 1), row["reduction"]) for row in result["rows"])
+    rows = [(name, [("", size, "c1")], f"bytes, {less:,.1f}x less") for name, size, less in figures]
+    drawn = bars(rows, title=f"Bytes kept for backward: {text}", caption=f"kept for backward by one learner, {text}")
+    save(drawn, path)
 
 
 def _merge(technique: str, reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from edkm_cli.settings import (
     TRAINING,
     faults,
     from_mapping,
-    read_yaml,
-    ready_file,
+    given_values,
     refuse,
     setting,
     shown,
@@ -157,18 +156,16 @@ def _text(value: Any) -> str:
 
 def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompareConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    values = read_yaml(ready_file(file)) if file is not None else {}
-    if isinstance(values.get("methods"), str):
-        values["methods"] = _split(values["methods"])
-    elif isinstance(values.get("methods"), list):
-        values["methods"] = [_from_yaml(item) for item in values["methods"]]
-    values.update({name: value for name, value in flags.items() if value is not None})
-    if flags.get("methods") is not None:
-        values["methods"] = _split(flags["methods"])
+    values = given_values(file, flags)
+    methods = values.get("methods")
+    if isinstance(methods, str) or flags.get("methods") is not None:
+        values["methods"] = _split(methods)
+    elif isinstance(methods, list):
+        values["methods"] = [_from_yaml(item) for item in methods]
     return from_mapping(CompareConfig, values)
 
 
-def _split(methods: str | list[str]) -> list[str]:
+def _split(methods: Any) -> list[str]:
     """The methods of a text with commas, or of several such texts."""
     texts = [methods] if isinstance(methods, str) else methods
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
