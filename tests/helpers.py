@@ -20,6 +20,8 @@ from edkm_cli.evaluate.reference import CHUNK_TOKENS
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
+from edkm_cli.initialize.importance import collect
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.memory import MarshalSavedTensors
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering
 from edkm_cli.nn.swap import plan_swaps
@@ -28,6 +30,13 @@ from edkm_cli.research.baselines import SHARED
 from edkm_cli.research.baselines.outcome import Task
 from edkm_cli.runtime.experts import Experts, split_experts
 from edkm_cli.train import losses
+
+
+def importance_of(
+    model: torch.nn.Module, names: list[str], batches: list[torch.Tensor], **how
+) -> dict[str, torch.Tensor]:
+    """What `collect` finds of a whole model."""
+    return collect(Layers(model), names, batches, lambda path, part, found: None, by_layer=False, **how)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize import layers as streaming
 from edkm_cli.initialize.build import Recipe, Steps, initialize, restore
 from edkm_cli.initialize.embeddings import compensating_rounding
-from edkm_cli.initialize.importance import collect_by_layer, collect_importance
+from edkm_cli.initialize.importance import collect
 from edkm_cli.initialize.kept import KeptStart, tensors_of
 from edkm_cli.initialize.layers import HiddenStates, Layers
 from edkm_cli.initialize.reconstruct import reconstruct
@@ -25,7 +25,7 @@ from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 from edkm_cli.runtime.experts import split_experts
 from families import FAMILIES, family
-from helpers import clustered_linear_of, settings, tiny_llama, tiny_qwen
+from helpers import clustered_linear_of, importance_of, settings, tiny_llama, tiny_qwen
 
 
 def texts(count, length, seed=0):
@@ -55,7 +55,7 @@ def plain_start(model, recipe, calibration, fitting):
     """What `initialize` gives, with the whole model, its importance and its dense weights in memory."""
     linears = [swap for swap in recipe.swaps if swap.clustered]
     names, kind = [swap.name for swap in linears], recipe.importance
-    importance = collect_importance(model, names, calibration, kind=kind, moments=["lm_head"])
+    importance = importance_of(model, names, calibration, kind=kind, moments=["lm_head"])
     bits = dict.fromkeys(names, recipe.spec.bits)
     if recipe.average_bits:
         rises = {}
@@ -91,13 +91,9 @@ def test_importance_is_that_of_the_whole_model(make, kind, monkeypatch):
     monkeypatch.setattr(streaming, "_MEMORY_BYTES", 5000)  # some hidden states wait on disk
     model, batches, found = make(), texts(3, 32), {}
     names = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
-    expected = collect_importance(model, names, batches, kind=kind, moments=["lm_head"])
-    found = (
-        collect_by_layer(
-            Layers(model), names, batches, lambda _, __, more: found.update(more), kind=kind, moments=["lm_head"]
-        )
-        | found
-    )
+    expected = importance_of(model, names, batches, kind=kind, moments=["lm_head"])
+    how = {"by_layer": True, "kind": kind, "moments": ["lm_head"]}
+    found |= collect(Layers(model), names, batches, lambda _, __, more: found.update(more), **how)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -111,8 +107,8 @@ def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, 
     layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu") or Layers(model)
     batches, found = texts(2, 32), {}
     names = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
-    expected = collect_importance(model, names, batches, kind="gradient")
-    collect_by_layer(layers, names, batches, lambda _, __, more: found.update(more), kind="gradient")
+    expected = importance_of(model, names, batches, kind="gradient")
+    collect(layers, names, batches, lambda _, __, more: found.update(more), by_layer=True, kind="gradient")
     assert found.keys() == expected.keys() == set(names)
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name

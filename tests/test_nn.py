@@ -8,11 +8,10 @@ import torch
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
-from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead
-from helpers import cluster, clustered_linear_of, tiny_llama, tiny_qwen
+from helpers import cluster, clustered_linear_of, importance_of, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]
 MODES_AND_ITERATIONS = [*((mode, 2) for mode in MODES), ("soft", 0), ("hard", 0)]
@@ -139,7 +138,7 @@ def test_activation_importance_is_the_mean_squared_input(ids):
     model = tiny_llama()
     name, seen = "model.layers.1.mlp.up_proj", []
     handle = model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    importance = collect_importance(model, [name], [ids[:1], ids[1:]], kind="activation")[name]
+    importance = importance_of(model, [name], [ids[:1], ids[1:]], kind="activation")[name]
     handle.remove()
     torch.testing.assert_close(importance, torch.cat(seen).flatten(0, 1).square().mean(0))
 
@@ -147,7 +146,7 @@ def test_activation_importance_is_the_mean_squared_input(ids):
 def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids, exact_products):
     model = tiny_llama()
     name = "model.layers.0.self_attn.v_proj"
-    importance = collect_importance(model, [name], [ids[:1]], kind="gradient")[name]
+    importance = importance_of(model, [name], [ids[:1]], kind="gradient")[name]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
     # The reference: capture x and g, then square each token's outer product.
@@ -163,7 +162,7 @@ def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids, exa
 
 def test_an_unknown_importance_is_refused(ids):
     with pytest.raises(UserError, match="importance must be one of"):
-        collect_importance(tiny_llama(), [], [ids], kind="magic")
+        importance_of(tiny_llama(), [], [ids], kind="magic")
 
 
 def test_sensitivity_moves_the_start_towards_what_matters():

@@ -11,12 +11,11 @@ from edkm_cli.compress import compress
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.compensate import few_tokens
-from edkm_cli.initialize.importance import collect_importance
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from families import family
-from helpers import byte_tokenizer, cluster, export, settings
+from helpers import byte_tokenizer, cluster, export, importance_of, settings
 
 IDS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(3))
 
@@ -71,7 +70,7 @@ def test_an_expert_that_no_token_reaches_counts_as_the_least_of_its_siblings_and
     model = unreached()
     swaps = plan_swaps(model, embedding_bits=8)
     names = [swap.name for swap in swaps if swap.clustered]
-    importance = collect_importance(model, names, [IDS.repeat(8, 1)], kind="gradient")
+    importance = importance_of(model, names, [IDS.repeat(8, 1)], kind="gradient")
     path = "model.layers.0.mlp.experts.down_proj"
     lone = importance[f"{path}.3"]
     assert lone.unique().numel() == 1

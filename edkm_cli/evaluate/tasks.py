@@ -69,8 +69,11 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
             )
         if not loaded[name]["tasks"]:
             raise UserError(f"--tasks {name} is a group with no tasks; choose another")
-        for task in loaded[name]["tasks"].values():
-            _settle_fewshot(task, settings.num_fewshot)
+        for task in loaded[name]["tasks"].values():  # the number of examples by the harness's rule, and their seed
+            fixed = task.get_config("num_fewshot")
+            if fixed is None or (fixed != 0 and settings.num_fewshot is not None):
+                task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
+            task.set_fewshot_seed(seed=_SEED)
     return loaded
 
 
@@ -203,16 +206,6 @@ def _hub_metrics(allowed: bool) -> Iterator[list[str]]:
         yield refused
     finally:
         evaluate.load = original
-
-
-def _settle_fewshot(task: Any, num_fewshot: int | None) -> None:
-    """Set the number of examples by the harness's rule, and the seed they are drawn with."""
-    fixed = task.get_config("num_fewshot")
-    if num_fewshot is not None and fixed != 0:
-        task.set_config(key="num_fewshot", value=num_fewshot)
-    elif fixed is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=_SEED)
 
 
 def _check_answers(task: Any, limit: int | None) -> None:

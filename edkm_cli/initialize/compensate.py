@@ -191,11 +191,9 @@ class Compensation:
         self._done.add(layer)
         if layer.tokens is not None:
             layer.tokens.fill_(inputs[0].numel() // layer.in_features)
-        if gets_too_few(layer):
-            next(self._progress, None)
-            return
-        with torch.autocast(layer.weight.device.type, enabled=False):
-            self._compensate(layer, inputs)
+        if not gets_too_few(layer):
+            with torch.autocast(layer.weight.device.type, enabled=False):
+                self._compensate(layer, inputs)
         next(self._progress, None)
 
     def _compensate(self, layer: ClusteredLinear, inputs: tuple[Tensor, ...]) -> None:

@@ -207,5 +207,4 @@ def _sum(inputs: Tensor, factors: Callable[[slice], tuple[Tensor, Tensor]]) -> T
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found: Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    return args[0] if args else kwargs["hidden_states"]

@@ -112,71 +112,59 @@ def _collecting(*about: Any) -> Iterator[_Collector]:
 
 
 def collect(
-    layers: Layers, names: list[str], batches: list[Tensor], take: Take, *, by_layer: bool, **options: Any
-) -> dict[str, Tensor]:
-    """Gives the importance of the named linears to `take(path, part, importance)`, which may pop what it is done with:
-    layer by layer (`collect_by_layer`), or all at once, of the model as one part at path "" (`collect_importance`).
-
-    Returns the products of the inputs of `moments`, and what nobody has taken of a whole model.
-    """
-    if by_layer:
-        return collect_by_layer(layers, names, batches, take, **options)
-    found = collect_importance(layers.model, names, batches, **options)
-    take("", layers.model, found)
-    return found
-
-
-def collect_importance(
-    model: Any,
-    names: list[str],
-    batches: list[Tensor],
-    *,
-    kind: str,
-    moments: Sequence[str] = (),
-    world: World = ALONE,
-    track: Track = no_progress,
-) -> dict[str, Tensor]:
-    """Importance of the named linears' weights over calibration batches, which the processes share.
-
-    Args:
-        model: a dense causal LM; its parameters are left as they are, none gets a gradient.
-        batches: token ids, (batch, sequence) int64; the same on all processes.
-        kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
-        moments: further linears, each of which gives the products of its inputs, (in, in).
-        world: the processes. Where the model is sharded, `gradient` gives each its share of the rows
-            (`World.gather_rows` makes them whole).
-
-    Returns:
-        Module path -> float32 means over tokens, in host memory. Raises UserError for an unknown kind.
-    """
-    if kind not in IMPORTANCES:
-        raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
-    if kind == "none":
-        return {}
-    layers = {name: model.get_submodule(name) for name in (*names, *moments)}
-    turns = world.turns(batches)
-    with _collecting(layers, kind, world, moments) as collector, frozen(model), evaluating(model), bfloat16_products():
-        for batch, collector.counts in track(turns, "calibration", len(turns)):
-            _run(model, batch.to(world.device), kind)
-    return collector.means(sum(batch.numel() for batch in batches))
-
-
-def collect_by_layer(
     layers: Layers,
     names: list[str],
     batches: list[Tensor],
     take: Take,
     *,
+    by_layer: bool,
     kind: str,
     moments: Sequence[str] = (),
     world: World = ALONE,
     track: Track = no_progress,
 ) -> dict[str, Tensor]:
-    """As `collect_importance` of a model that is not sharded, to the bit, with one decoder layer in memory at a time.
+    """Gives the importance of the named linears' weights over calibration batches, which the processes share, to
+    `take(path, part, importance)`, which may pop what it is done with.
 
-    What is found of a layer goes to `take(path, layer, importance)` while its weights are there; layers come in any order.
-    Returns the products of the inputs of `moments`, linears outside of the decoder layers.
+    Args:
+        layers: of a dense causal LM; its parameters are left as they are, none gets a gradient.
+        batches: token ids, (batch, sequence) int64; the same on all processes.
+        take: gets module path -> float32 means over tokens, in host memory: all at once, of the model as one part at path
+            "", or `by_layer`, to the same bits, with one decoder layer in memory at a time, in any order; a model that is
+            sharded cannot be taken so.
+        kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
+        moments: further linears, outside of the decoder layers, each of which gives the products of its inputs, (in, in).
+        world: the processes. Where the model is sharded, `gradient` gives each its share of the rows
+            (`World.gather_rows` makes them whole).
+
+    Returns the products of `moments`, and what nobody has taken of a whole model. Raises UserError for an unknown kind.
     """
+    if kind not in IMPORTANCES:
+        raise UserError(f"importance must be one of {', '.join(IMPORTANCES)}, got {kind!r}")
+    if by_layer:
+        return _by_layer(layers, names, batches, take, (kind, world, moments), track)
+    found = {} if kind == "none" else _of_whole(layers.model, names, batches, (kind, world, moments), track)
+    take("", layers.model, found)
+    return found
+
+
+How = tuple[str, World, Sequence[str]]  # kind, world and moments of `collect`
+
+
+def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, track: Track) -> dict[str, Tensor]:
+    kind, world, moments = how
+    layers = {name: model.get_submodule(name) for name in (*names, *moments)}
+    turns = world.turns(batches)
+    with _collecting(layers, *how) as collector, frozen(model), evaluating(model), bfloat16_products():
+        for batch, collector.counts in track(turns, "calibration", len(turns)):
+            _run(model, batch.to(world.device), kind)
+    return collector.means(sum(batch.numel() for batch in batches))
+
+
+def _by_layer(
+    layers: Layers, names: list[str], batches: list[Tensor], take: Take, how: How, track: Track
+) -> dict[str, Tensor]:
+    kind, world, moments = how
     if kind == "none":
         for path in track(layers.paths, "k-means start", len(layers.paths)):
             with layers.whole(path) as layer:
@@ -190,7 +178,7 @@ def collect_by_layer(
 
     def collector(path: str) -> AbstractContextManager[_Collector]:
         inside = [name for name in names if name.startswith(f"{path}.")] if path else moments
-        return _collecting({name: model.get_submodule(name) for name in inside}, kind, world, moments)
+        return _collecting({name: model.get_submodule(name) for name in inside}, *how)
 
     with frozen(model), evaluating(model), bfloat16_products():
         with torch.no_grad():

@@ -61,12 +61,7 @@ def _planes(indices: Tensor, bits: int) -> Tensor:
 def _byte_order(count: int) -> Tensor:
     """Which byte of a row each stored byte is: of each 128 (or of what is left) thread t gets bytes t, T + t, 2T + t and
     3T + t, the first as the highest byte of its little-endian word."""
-    full = 4 * _WARP
-    parts = []
-    for first in range(0, count, full):
-        size = min(full, count - first)
-        parts.append(torch.arange(first, first + size).view(4, size // 4).flip(0).t().reshape(-1))
-    return torch.cat(parts)
+    return torch.cat([some.view(4, -1).flip(0).t().flatten() for some in torch.arange(count).split(4 * _WARP)])
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
