@@ -122,8 +122,7 @@ class World:
         if self.size == 1:
             return tensor
         share = -(-tensor.shape[0] // self.size)
-        padded = torch.zeros(share * self.size, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        padded[: tensor.shape[0]] = tensor
+        padded = torch.cat([tensor, tensor.new_zeros(share * self.size - len(tensor), *tensor.shape[1:])])
         mine = torch.empty_like(padded[:share])
         dist.reduce_scatter_tensor(mine, padded)
         return mine

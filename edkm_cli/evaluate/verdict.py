@@ -109,9 +109,8 @@ class Study:
     @property
     def _texts_passes(self) -> list[Pass]:
         options = {"context": self.settings.context, "max_windows": self.settings.max_windows, "track": self.track}
-        return [
-            (f"perplexity of {name}", ids, options) for name, ids in zip(self.settings.texts, self.tokens, strict=True)
-        ]
+        texts = zip(self.settings.texts, self.tokens, strict=True)
+        return [(f"perplexity of {name}", ids, options) for name, ids in texts]
 
     def _longest_window(self, model: Any) -> list[Pass]:
         """A window of the model's full context, where that is longer than those of the texts."""

@@ -162,10 +162,9 @@ def require_replaceable(option: str, path: Path) -> None:
         return
     if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES:
         content = read_object(path)
-        signs = (("versions", "edkm-cli"), ("settings", "edkm_version"))
-        if head.strip() == b"{}" or any(
-            isinstance(content.get(key), dict) and sign in content[key] for key, sign in signs
-        ):
+        signs = {"versions": "edkm-cli", "settings": "edkm_version"}
+        signed = (sign in part for key, sign in signs.items() if isinstance(part := content.get(key), dict))
+        if head.strip() == b"{}" or any(signed):
             return
     raise UserError(f"{option} {path} exists, and edkm did not write it; move it away, or choose another")
 

@@ -17,10 +17,8 @@ def verdict_page(result: dict[str, Any]) -> str:
     """The page about a result of `edkm eval --reference`, whose JSON is documented in docs/results.md."""
     names = text_names([text["data"] for text in result["texts"]])
     known = [[row for row in text["by_confidence"] if row["kl"] is not None] for text in result["texts"]]
-    sure = [
-        Series(name, _middles(rows, "kl"), line_colour(i))
-        for i, (name, rows) in enumerate(zip(names, known, strict=True))
-    ]
+    pairs = enumerate(zip(names, known, strict=True))
+    sure = [Series(name, _middles(rows, "kl"), line_colour(index)) for index, (name, rows) in pairs]
     along = result["positions"]["rows"]
     positions = [
         Series("this model", _middles(along, "perplexity")),

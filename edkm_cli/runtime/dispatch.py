@@ -97,9 +97,8 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
     them all."""
     first = matrices[0]
     alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
-    if forced_path() not in ("auto", "kernel") or not alike:
-        return None
-    if not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+    asked = alike and forced_path() in ("auto", "kernel")
+    if not asked or not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
         return None
     most = {dtype: most_tokens(dtype) for dtype in DTYPES}
     return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)

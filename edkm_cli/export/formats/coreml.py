@@ -82,9 +82,8 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about: what the converter writes first, and its copy."""
-    return (
-        2 * sum(file.stat().st_size for file in source.directory.glob("*.safetensors")) + 4 * source.config.hidden_size
-    )
+    stored = sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
+    return 2 * stored + 4 * source.config.hidden_size
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:

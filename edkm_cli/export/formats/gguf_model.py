@@ -216,10 +216,8 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
         writer.add_token_scores([ranks.get(token, -1e9 if kind == _NORMAL else 0.0) for token, kind in named])
         steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
         steps += [inner for step in steps for inner in step.get("normalizers", []) + step.get("pretokenizers", [])]
-        never = ("never", None)
-        writer.add_add_space_prefix(
-            any(s["type"] == "Prepend" or s.get("prepend_scheme") not in never for s in steps if s)
-        )
+        kinds_of = ((step["type"], step.get("prepend_scheme")) for step in steps if step)
+        writer.add_add_space_prefix(any(kind == "Prepend" or way not in ("never", None) for kind, way in kinds_of))
     else:
         raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {remedy}")
     writer.add_token_list(tokens)

@@ -187,9 +187,8 @@ def file_facts(path: str | Path) -> dict[str, Any]:
     bits = re.search(r"Q(\d)", common)
     bits_per_weight = 8 * sum(int(one.n_bytes) for one in matrices) / sum(weights.values())
     mixed = ", ".join(f"{count / sum(weights.values()):.0%} {kind}" for kind, count in weights.most_common())
-    others = sorted(
-        {one.tensor_type.name for one in reader.tensors if one.name in ("token_embd.weight", "output.weight")}
-    )
+    ends = ("token_embd.weight", "output.weight")
+    others = sorted({one.tensor_type.name for one in reader.tensors if one.name in ends})
     note = f"decoder {mixed}; embeddings {', '.join(others)}; decoded to bfloat16"
     matrix = reader.fields.get("quantize.imatrix.dataset")
     return {
