@@ -16,7 +16,7 @@ import os
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_LARGE_BYTES, _HUGE_BYTES = 256 * 1024, 4 * 2**20
+LARGE_BYTES, HUGE_BYTES = 256 * 1024, 4 * 2**20
 _NEVER = 2**31 - 1
 # What a user may have set in the environment, which then stays: the variables' and the tunables' names.
 _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
@@ -25,12 +25,12 @@ _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
 def keep_freed_blocks(*, huge: bool = True) -> None:
     """Have freed blocks wait for reuse, from now on: no more page faults than the peak has pages. Without `huge`, those of
     4 MB and more go back to the system. Only glibc can."""
-    _set({_M_TRIM_THRESHOLD: _NEVER} | ({_M_MMAP_MAX: 0} if huge else {_M_MMAP_THRESHOLD: _HUGE_BYTES}))
+    _set({_M_TRIM_THRESHOLD: _NEVER} | ({_M_MMAP_MAX: 0} if huge else {_M_MMAP_THRESHOLD: HUGE_BYTES}))
 
 
 def return_large_blocks() -> None:
     """Have freed blocks from 256 KB on go back to the system, from now on. Only glibc can."""
-    _set({_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _LARGE_BYTES})
+    _set({_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: LARGE_BYTES})
 
 
 def _set(limits: dict[int, int]) -> None:

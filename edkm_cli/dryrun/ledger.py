@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from edkm_cli.nn.hooks import changed
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST, HEAP = "device", "host", "heap"
 STANDS_FOR = "stands_for"  # attribute of a tensor: how many like it there are in a run, itself included
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -36,8 +36,12 @@ def stands_for(tensor: Tensor) -> int:
 
 @dataclass
 class Account:
-    """Bytes by part now, and at the moment of each phase when their total was highest."""
+    """Bytes by part now, and at the moment of each phase when their total was highest.
 
+    Freed blocks of fewer bytes than `kept_below` wait, as `HEAP`, for those that come next or for `return_free`.
+    """
+
+    kept_below: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -47,8 +51,16 @@ class Account:
         """So many bytes more (or fewer) under a part."""
         self.bytes[part] = self.bytes.get(part, 0) + size
         self.total += size
+        if abs(size) < self.kept_below:
+            waiting = self.bytes.get(HEAP, 0)
+            self.bytes[HEAP] = max(0, waiting - size)
+            self.total += self.bytes[HEAP] - waiting
         if self.total > self.totals.get(phase, -1):
             self.totals[phase], self.peaks[phase] = self.total, dict(self.bytes)
+
+    def return_free(self) -> None:
+        """As `return_free_blocks` in a run."""
+        self.total -= self.bytes.pop(HEAP, 0)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,7 @@ class Ledger(TorchDispatchMode):
         """From now on peaks belong to this phase; what is held already counts in it."""
         self.phase = phase
         for account in self.accounts.values():
+            account.return_free()
             account.add(self.part, 0, phase)
 
     def under(self, part: str, *, place: str | None = None) -> AbstractContextManager[None]:

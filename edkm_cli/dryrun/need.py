@@ -10,7 +10,7 @@ import torch
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, first_line, launched, wants_sharding
-from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak
+from edkm_cli.dryrun.ledger import DEVICE, HEAP, HOST, Peak
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.environment import peak_memory_bytes
@@ -19,15 +19,15 @@ from edkm_cli.nn.swap import LINEAR
 from edkm_cli.preflight import RunPlan, choose_device
 from edkm_cli.settings import parse_bytes
 
-RUNTIME, HEAP = "runtime", "heap"
+RUNTIME = "runtime"
 _TOKENIZER_BYTES = 650  # an entry of the vocabulary: SmolLM2's 49,152 take 31 MB
 # The first matrix products (MKL, threads), the compiled kernels, and what tokenizing leaves behind.
 _FIRST_USE_BYTES = 50_000_000
 # CUDA's context, kernels and workspaces on the GPU, its libraries in host memory: usual figures, not measured here.
 _CUDA_DEVICE_BYTES, _CUDA_HOST_BYTES = 600_000_000, 2_000_000_000
 _USABLE = 0.95  # of a GPU: the caching allocator cannot use all that lies between its blocks
-# Freed blocks that the C library keeps for reuse (`edkm_cli.allocator`), as a share of what tensors need: 14% was measured
-# in full fine-tuning of SmolLM2-135M; the rest is a margin.
+# Freed blocks that the C library keeps for reuse (`edkm_cli.allocator`) where all are kept, as a share of what tensors need:
+# 14% was measured in full fine-tuning of SmolLM2-135M; the rest is a margin.
 _HEAP_SHARE = 0.2
 # What the products in bfloat16 of the reconstructed start leave behind on a CPU, code and scratch memory: 65 to 80 MB.
 _ROUNDING_BYTES = 70_000_000
@@ -86,11 +86,13 @@ def physical_bytes() -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """What a process needs of its device and, beside a GPU, of host memory; `not_counted` says what is missing there."""
+    """What a process needs of its device and, beside a GPU, of host memory; `not_counted` says what is missing there,
+    `counts_heap` that freed blocks are in it."""
 
     device: Peak
     host: Peak | None
     not_counted: str = ""
+    counts_heap: bool = False
 
     def fits(self, machine: Machine) -> bool:
         processes = machine.world.size
@@ -116,7 +118,7 @@ def process_bytes(plan: RunPlan) -> int:
 def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
     """Rehearse a plan. `runtime_bytes` is what its process takes of host memory beside tensors.
 
-    Freed blocks that are kept for reuse are not in it: see `with_heap`.
+    Freed blocks that are kept for reuse are in it where weights stay packed; elsewhere `with_heap` adds them.
     """
     source, world, not_counted = plan.source, plan.world, ""
     stored = models.stored_bytes(source) if source.is_local and not source.gguf_file else None
@@ -127,7 +129,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         not_counted = f"activations: this model does not run on the meta device ({first_line(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
     if not world.gpu:
-        return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
+        return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted, counts_heap=plan.by_layer)
     host = _with(peaks[HOST], RUNTIME, runtime_bytes + _CUDA_HOST_BYTES)
     return Need(_with(peaks[DEVICE], RUNTIME, _CUDA_DEVICE_BYTES), host, not_counted)
 
@@ -140,7 +142,8 @@ def least(plan: RunPlan) -> Need:
 def with_heap(need: Need) -> Need:
     """The need of a run on a CPU that keeps freed blocks for reuse."""
     tensors = sum(size for part, size in need.device.parts.items() if part != RUNTIME)
-    return need if need.host else replace(need, device=_with(need.device, HEAP, int(_HEAP_SHARE * tensors)))
+    counted = need.host or need.counts_heap
+    return need if counted else replace(need, device=_with(need.device, HEAP, int(_HEAP_SHARE * tensors)))
 
 
 def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:

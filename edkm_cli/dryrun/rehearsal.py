@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.allocator import HUGE_BYTES, LARGE_BYTES
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.held import Gradients, OneExpert, Taught, compensated_bytes, layer_bytes, rounded_bytes, size_bytes
-from edkm_cli.dryrun.ledger import DEVICE, HOST, Peak, stands_for
+from edkm_cli.dryrun.ledger import DEVICE, HEAP, HOST, Peak, stands_for
 from edkm_cli.dryrun.meta import ACTIVATIONS, CLUSTERING, FILES, LOGITS, OPTIMIZER, SHARDING, TEACHER, WEIGHTS, Stage
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
@@ -63,6 +64,8 @@ class Rehearsal:
         self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
         self._streams = plan.by_layer and not plan.config.dequantize
+        if plan.by_layer and not plan.world.gpu:
+            self._ledger.accounts[DEVICE].kept_below = LARGE_BYTES if plan.config.memory == "small" else HUGE_BYTES
         self._rounds = not plan.world.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"
 
     def run(self) -> dict[str, Peak]:
@@ -85,7 +88,8 @@ class Rehearsal:
         account = self._ledger.accounts[place]
         phase = max(account.totals, key=account.totals.__getitem__)
         parts = {part: size for part, size in account.peaks[phase].items() if size}
-        return Peak(phase, parts, dict(account.totals), account.peaks["load"].get(FILES, 0))
+        tensors = {name: total - account.peaks[name].get(HEAP, 0) for name, total in account.totals.items()}
+        return Peak(phase, parts, tensors, account.peaks["load"].get(FILES, 0))
 
     def _load(self, *, whole: bool) -> Any:
         """On a GPU's machine the model is read into host memory first; sharded, or not `whole`, a layer at a time."""
@@ -256,6 +260,7 @@ class Rehearsal:
             pass
         if corrections is not None:
             corrections.forget(layer)
+            self._ledger.accounts[DEVICE].return_free()
 
     @torch.no_grad()
     def _compensate(self, model: Any, batches: list[Tensor], **options: Any) -> None:

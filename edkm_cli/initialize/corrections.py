@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.allocator import return_free_blocks
 from edkm_cli.initialize.layers import HiddenStates
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.hooks import hooked
@@ -152,12 +153,14 @@ class Corrections:
         return (weight + change).to(layer.weight.dtype)
 
     def forget(self, layer: ClusteredLinear) -> None:
-        """Let go of what only this layer, which is corrected, has asked for."""
+        """Let go of what only this layer, which is corrected, has asked for; the pass over all texts, which goes on, needs
+        more memory than any other."""
         stream = self._adds_to.pop(layer, None)
         for module in (layer, stream):
             if module is not None and module not in self._adds_to.values():
                 self._exact.pop(module, None)
                 self._now.pop(module, None)
+        return_free_blocks()
 
     def _by_tokens(
         self, weight: Tensor, inputs: Tensor, exact: HiddenStates, stream: nn.Module | None, damping: float

@@ -118,6 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradients[0][part] = found[0]
                 for sum_, more in zip(gradients[1:], found[1:], strict=True):
                     sum_ += 0 if more is None else more
+            del theirs, ours, gradient  # before the next ones are there
         ctx.save_for_backward(*gradients)
         return total.float()
 
