@@ -16,7 +16,7 @@ import os
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-LARGE_BYTES, HUGE_BYTES = 256 * 1024, 4 * 2**20
+_LARGE_BYTES, HUGE_BYTES = 256 * 1024, 4 * 2**20
 _NEVER = 2**31 - 1
 # What a user may have set in the environment, which then stays: the variables' and the tunables' names.
 _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
@@ -30,7 +30,7 @@ def keep_freed_blocks(*, huge: bool = True) -> None:
 
 def return_large_blocks() -> None:
     """Have freed blocks from 256 KB on go back to the system, from now on. Only glibc can."""
-    _set({_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: LARGE_BYTES})
+    _set({_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _LARGE_BYTES})
 
 
 def _set(limits: dict[int, int]) -> None:

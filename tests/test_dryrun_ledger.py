@@ -52,6 +52,23 @@ def test_parts_are_those_of_the_peak_of_each_phase():
     del weights, state
 
 
+def test_small_freed_blocks_wait_for_the_next_ones_until_they_are_given_back():
+    with Ledger() as ledger:
+        account = ledger.accounts[DEVICE]
+        account.kept_below = 3 * KB
+        small, large = torch.empty(500), torch.empty(1000)
+        del large
+        assert account.total == 2 * KB  # gave its memory back at once
+        del small
+        assert held(ledger) == {"heap": 2 * KB}
+        again = torch.empty(250)
+        assert held(ledger) == {"other": KB, "heap": KB}
+        ledger.begin("later")
+        assert held(ledger) == {"other": KB}
+    assert account.totals == {"start": 6 * KB, "later": KB}
+    del again
+
+
 def test_what_backward_needs_is_alive_between_forward_and_backward_only():
     with Ledger() as ledger:
         weight = torch.empty(100, 100, requires_grad=True)

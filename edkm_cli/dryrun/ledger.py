@@ -65,13 +65,14 @@ class Account:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes by part at the moment of the highest total, the phase it is in, the highest total of each phase, and how
-    much of that of loading is pages of files."""
+    """Bytes by part at the moment of the highest total, the phase it is in, the highest total of each phase, how much of
+    that of loading is pages of files, and the freed blocks that wait at that moment (None: not counted)."""
 
     phase: str
     parts: dict[str, int]
     phases: dict[str, int]
     files: int = 0
+    waiting: int | None = None
 
     @property
     def total(self) -> int:

@@ -86,13 +86,11 @@ def physical_bytes() -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """What a process needs of its device and, beside a GPU, of host memory; `not_counted` says what is missing there,
-    `counts_heap` that freed blocks are in it."""
+    """What a process needs of its device and, beside a GPU, of host memory; `not_counted` says what is missing there."""
 
     device: Peak
     host: Peak | None
     not_counted: str = ""
-    counts_heap: bool = False
 
     def fits(self, machine: Machine) -> bool:
         processes = machine.world.size
@@ -118,7 +116,7 @@ def process_bytes(plan: RunPlan) -> int:
 def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
     """Rehearse a plan. `runtime_bytes` is what its process takes of host memory beside tensors.
 
-    Freed blocks that are kept for reuse are in it where weights stay packed; elsewhere `with_heap` adds them.
+    Freed blocks that are kept for reuse are not in it: see `with_heap`.
     """
     source, world, not_counted = plan.source, plan.world, ""
     stored = models.stored_bytes(source) if source.is_local and not source.gguf_file else None
@@ -129,7 +127,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         not_counted = f"activations: this model does not run on the meta device ({first_line(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
     if not world.gpu:
-        return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted, counts_heap=plan.by_layer)
+        return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)
     host = _with(peaks[HOST], RUNTIME, runtime_bytes + _CUDA_HOST_BYTES)
     return Need(_with(peaks[DEVICE], RUNTIME, _CUDA_DEVICE_BYTES), host, not_counted)
 
@@ -141,9 +139,10 @@ def least(plan: RunPlan) -> Need:
 
 def with_heap(need: Need) -> Need:
     """The need of a run on a CPU that keeps freed blocks for reuse."""
-    tensors = sum(size for part, size in need.device.parts.items() if part != RUNTIME)
-    counted = need.host or need.counts_heap
-    return need if counted else replace(need, device=_with(need.device, HEAP, int(_HEAP_SHARE * tensors)))
+    waiting = need.device.waiting
+    if waiting is None:
+        waiting = int(_HEAP_SHARE * sum(size for part, size in need.device.parts.items() if part != RUNTIME))
+    return need if need.host else replace(need, device=_with(need.device, HEAP, waiting))
 
 
 def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:

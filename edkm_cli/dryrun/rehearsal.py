@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.allocator import HUGE_BYTES, LARGE_BYTES
+from edkm_cli.allocator import HUGE_BYTES
 from edkm_cli.clustering.grids import Grid, search_bytes
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.held import Gradients, OneExpert, Taught, compensated_bytes, layer_bytes, rounded_bytes, size_bytes
@@ -65,7 +65,7 @@ class Rehearsal:
         # The start has one decoder layer's dense weights in memory, wherever it can.
         self._streams = plan.by_layer and not plan.config.dequantize
         if plan.by_layer and not plan.world.gpu:
-            self._ledger.accounts[DEVICE].kept_below = LARGE_BYTES if plan.config.memory == "small" else HUGE_BYTES
+            self._ledger.accounts[DEVICE].kept_below = HUGE_BYTES
         self._rounds = not plan.world.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"
 
     def run(self) -> dict[str, Peak]:
@@ -87,9 +87,10 @@ class Rehearsal:
     def _peak(self, place: str) -> Peak:
         account = self._ledger.accounts[place]
         phase = max(account.totals, key=account.totals.__getitem__)
-        parts = {part: size for part, size in account.peaks[phase].items() if size}
+        parts = {part: size for part, size in account.peaks[phase].items() if size and part != HEAP}
+        waiting = account.peaks[phase].get(HEAP, 0) if account.kept_below else None
         tensors = {name: total - account.peaks[name].get(HEAP, 0) for name, total in account.totals.items()}
-        return Peak(phase, parts, tensors, account.peaks["load"].get(FILES, 0))
+        return Peak(phase, parts, tensors, account.peaks["load"].get(FILES, 0), waiting)
 
     def _load(self, *, whole: bool) -> Any:
         """On a GPU's machine the model is read into host memory first; sharded, or not `whole`, a layer at a time."""
