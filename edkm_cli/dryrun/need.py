@@ -29,8 +29,9 @@ _USABLE = 0.95  # of a GPU: the caching allocator cannot use all that lies betwe
 # Freed blocks that the C library keeps for reuse (`edkm_cli.allocator`) where all are kept, as a share of what tensors need:
 # 14% was measured in full fine-tuning of SmolLM2-135M; the rest is a margin.
 _HEAP_SHARE = 0.2
-# What the products in bfloat16 of the reconstructed start leave behind on a CPU, code and scratch memory: 65 to 80 MB.
-_ROUNDING_BYTES = 70_000_000
+# What the products in bfloat16 of the reconstructed start leave behind on a CPU, code and scratch memory: 10 MB on an EPYC
+# (Zen 4), 65 to 80 MB on a Xeon with AMX.
+_ROUNDING_BYTES = 45_000_000
 
 
 @dataclass(frozen=True)
