@@ -129,9 +129,10 @@ class Run(Session):
         config, plan = self.config, self.plan
         with self.clock.phase("load"):
             dense = None
-            if plan.by_layer and not config.dequantize:  # decoder layers stay in the files, where these can be read so
+            if plan.streams:  # decoder layers stay in the files, where these can be read so
                 self.watch.say(f"reading {config.model} layer by layer ({config.dtype}, {self.world})")
-                dense = open_layers(plan.source, dtype=getattr(torch, config.dtype), device=self.world.device)
+                options: dict[str, Any] = {"device": self.world.device, "dequantize": config.dequantize}
+                dense = open_layers(plan.source, dtype=getattr(torch, config.dtype), **options)
             dense = dense or Layers(self._load_dense())
             self.write_text(dense)
             models.require_finite(plan.source, dense)

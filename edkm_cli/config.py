@@ -236,7 +236,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "this many times the original's; 0 allows any.", OUTPUT, minimum=0)
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
     dequantize: bool = setting(False,
-        "Decode a model that is quantized already (an edkm checkpoint, or FP8 in blocks), and start from that.", MODEL)
+        "Decode a model that is quantized already (by edkm, FP8 in blocks, MXFP4 of gpt-oss), and start from that.", MODEL)
     # fmt: on
 
     def __post_init__(self) -> None:

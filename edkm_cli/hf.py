@@ -19,8 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
+from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.model_files import FP8, header, quantization_method
+from edkm_cli.model_files import header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
@@ -186,15 +187,13 @@ def load_any(source: models.ModelSource, *, dtype: str, device: str) -> Any:
 
 
 def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, device: str = "cpu") -> Any:
-    """`models.load_dense`, and with `dequantize` also of our own checkpoints and of FP8, decoded to a dense
+    """`models.load_dense`, and with `dequantize` also of our own checkpoints, of FP8 and MXFP4, decoded to a dense
     model. What was lost when it was quantized stays lost: the decoded model is what a run measures and starts from.
 
     Raises UserError if the model cannot be had, or cannot be decoded.
     """
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
     if dequantize and not source.gguf_file:
-        config = models.load_config(source, may_be_quantized=True)
-        method = quantization_method(config)
+        method = quantization_method(models.load_config(source, may_be_quantized=True))
         if method == QUANT_METHOD:
             # Decoded in float32 and rounded once.
             model = load(source.location, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
@@ -204,7 +203,15 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
                 split_experts(model)
             model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
             return model.to(device).eval()
-        if method == FP8:
-            config.quantization_config["dequantize"] = True
-            options |= {"may_be_quantized": True, "config": config}
-    return models.load_dense(source, progress=False, **options)
+        if method is not None:
+            layers = open_layers(source, dtype=getattr(torch, dtype), device=device, dequantize=True)
+            if layers is None:
+                rule = (
+                    f"--dequantize reads {method} matrix by matrix, which the files of {source.name} are not made for"
+                )
+                raise UserError(f"{rule} in {dtype}; use --dtype bfloat16, or give the model that it was made from")
+            for path in layers.paths:
+                with layers.whole(path):
+                    layers.stay(path)
+            return layers.model
+    return models.load_dense(source, dtype=dtype, device=device, progress=False)

@@ -27,9 +27,9 @@ FETCH_AGAIN = "fetch the files again"
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
 _MAX_NUMBER = 2**48
 _TIMES_STORED = 8
-# Our own checkpoints, and weights in float8 with a scale for each block (DeepSeek's), which transformers decodes.
-FP8 = "fp8"
-DECODABLE = (QUANT_METHOD, FP8)
+# Our own checkpoints, weights in float8 with a scale for each block (DeepSeek's), and gpt-oss' experts in FP4.
+FP8, MXFP4 = "fp8", "mxfp4"
+DECODABLE = (QUANT_METHOD, FP8, MXFP4)
 
 _DECODE_OUTSIDE = (
     "decode it first, which --dequantize cannot: AutoModelForCausalLM.from_pretrained(...).dequantize() and "
@@ -306,13 +306,17 @@ def require_unquantized(name: str, config: Any) -> None:
         raise UserError(f"{rule}; give the model it was made from, or {remedy}")
 
 
-def as_if_dense(name: str, config: Any) -> None:
-    """Let a configuration describe the decoded model, in place. Raises UserError for what cannot be decoded here."""
+def as_if_dense(name: str, config: Any) -> dict[str, Any]:
+    """Let a configuration describe the decoded model, in place; returns its `quantization_config`, empty of a dense model.
+    Raises UserError for what cannot be decoded here."""
     method = quantization_method(config)
-    if method is not None and method not in DECODABLE:
+    if method is None:
+        return {}
+    if method not in DECODABLE:
         require_unquantized(name, config)
-    if method is not None:
-        del config.quantization_config
+    quantized = config.quantization_config
+    del config.quantization_config
+    return dict(quantized if isinstance(quantized, dict) else quantized.to_dict())
 
 
 def check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:

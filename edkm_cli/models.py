@@ -220,14 +220,13 @@ def load_dense(
     device: str = "cpu",
     progress: bool = True,
     may_be_quantized: bool = False,
-    config: Any = None,
 ) -> Any:
     """A dense causal LM in `dtype`, in evaluation mode.
 
     A GGUF file is decoded to bfloat16 first: that is the precision of the checkpoints such files are made from, and
     what the perplexities of docs/results refer to. `config.tie_word_embeddings` says of the model what its weights say.
     Raises UserError if the model cannot be had, if its files lack a tensor, hold one too many or one of another shape,
-    or if it is quantized already (unless it `may_be_quantized`). `config` takes the place of the one in the files.
+    or if it is quantized already (unless it `may_be_quantized`).
     """
     import torch
 
@@ -243,7 +242,7 @@ def load_dense(
             for parameter in model.parameters():  # parameters only: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(target)
         else:
-            model = _from_pretrained(source, dtype=target, config=config)
+            model = _from_pretrained(source, dtype=target)
     model.config._name_or_path, model.config.dtype = source.name, target
     if source.splits:
         split_experts(model)

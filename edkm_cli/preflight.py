@@ -107,6 +107,11 @@ class RunPlan:
         return packs and not self.world.sharded and all(swap.name.startswith(inside) for swap in self.clustered)
 
     @property
+    def streams(self) -> bool:
+        """Whether such layers stay in the model's files until then, which packed ones cannot."""
+        return self.by_layer and not (self.config.dequantize and read_spec(self.source.location) is not None)
+
+    @property
     def clustering(self) -> Clustering:
         return part_of(Clustering, self.config, bits=self.spec.bits)
 

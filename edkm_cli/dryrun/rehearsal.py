@@ -63,7 +63,7 @@ class Rehearsal:
         self._seen: set[tuple[int, int]] = set()  # shapes that went through k-means
         self._tables: list[Tensor] = []  # of linears that wait for their turn
         # The start has one decoder layer's dense weights in memory, wherever it can.
-        self._streams = plan.by_layer and not plan.config.dequantize
+        self._streams = plan.streams
         if plan.by_layer and not plan.world.gpu:
             self._ledger.accounts[DEVICE].kept_below = HUGE_BYTES
         self._rounds = not plan.world.gpu and multiplies_bfloat16("cpu") and plan.dense_dtype == "float32"

@@ -12,7 +12,7 @@ from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.stored import StoredModel
-from edkm_cli.model_files import require_unquantized
+from edkm_cli.model_files import as_if_dense, require_unquantized
 from edkm_cli.nn.hooks import decoder_layers
 
 
@@ -44,15 +44,18 @@ def build_sharded(
     return model.eval()
 
 
-def open_layers(source: models.ModelSource, *, dtype: torch.dtype, device: str) -> Layers | None:
+def open_layers(
+    source: models.ModelSource, *, dtype: torch.dtype, device: str, dequantize: bool = False
+) -> Layers | None:
     """A causal LM in evaluation mode whose decoder layers stay in its files until they are needed; all else is read.
 
-    None where files hold the tensors under other names, or in another layout, than the model: such a one is loaded whole.
+    With `dequantize` files in FP8 and MXFP4 are decoded as they are read. None where files hold the tensors under other
+    names, or in another layout, than the model: such a one is loaded whole.
     Raises UserError for weights that do not belong to the configuration.
     """
     if source.gguf_file and not source.architecture:
         return None
-    model, reader, tied = _empty(source, dtype, trainable=True)
+    model, reader, tied = _empty(source, dtype, trainable=True, dequantize=dequantize)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     widened = dtype == torch.float16 and getattr(model, "_keep_in_fp32_modules", None)  # by transformers, from float16
     if widened or not all(name in reader for name in names - tied):
@@ -67,14 +70,18 @@ def open_layers(source: models.ModelSource, *, dtype: torch.dtype, device: str) 
     return Layers(model.eval(), read)
 
 
-def _empty(source: models.ModelSource, dtype: torch.dtype, *, trainable: bool) -> tuple[Any, StoredModel, set[str]]:
+def _empty(
+    source: models.ModelSource, dtype: torch.dtype, *, trainable: bool, dequantize: bool = False
+) -> tuple[Any, StoredModel, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory, trust = models.safetensors_directory(source), source.trust_remote_code
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust, local_files_only=True)
-    require_unquantized(source.name, architecture)
+    if not dequantize:
+        require_unquantized(source.name, architecture)
+    quantized = as_if_dense(source.name, architecture)
     model_files.check_model_files(directory)
     model_files.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
@@ -82,7 +89,7 @@ def _empty(source: models.ModelSource, dtype: torch.dtype, *, trainable: bool) -
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
-    reader = StoredModel(model, directory, split=source.splits)
+    reader = StoredModel(model, directory, split=source.splits, quantized=quantized)
     tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
     return model, reader, {name for name in tied if name not in reader}
 
