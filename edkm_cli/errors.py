@@ -1,4 +1,4 @@
-"""The exceptions that are shown as one line."""
+"""The exceptions that are shown as one line, and what other errors say, in one."""
 
 
 class UserError(Exception):
@@ -10,6 +10,12 @@ class UserError(Exception):
     def __init__(self, message: str, *, everywhere: bool = False):
         super().__init__(message)
         self.everywhere = everywhere
+
+
+def brief(error: object, most: int = 160) -> str:
+    """The beginning of what an error says, in one line."""
+    text = " ".join(str(error).split())
+    return text[:most] + "..." * (len(text) > most)
 
 
 class Preempted(Exception):

@@ -17,7 +17,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
@@ -173,8 +173,9 @@ def load(
         except UserError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{directory} cannot be loaded ({type(error).__name__}: {reason}); {AGAIN}") from error
+            raise UserError(
+                f"{directory} cannot be loaded ({type(error).__name__}: {brief(error)}); {AGAIN}"
+            ) from error
     return model.to(device).eval()
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.format import TORCH_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
-from edkm_cli.model_files import TensorFiles, check_numbers, no_larger_than
+from edkm_cli.model_files import TensorFiles, check_numbers, needs_trust, no_larger_than
 from edkm_cli.nn.swap import palettize_skeleton
 from edkm_cli.runtime.palettized import PALETTIZED
 
@@ -68,12 +68,9 @@ def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors a checkpoint stores, tied ones once, in the order in which `save_pretrained` fills shards."""
     tied = set(model.all_tied_weights_keys)
     state = model.state_dict()
-    return {name: state[name] for name in sorted(state, key=_natural_order) if name not in tied}
-
-
-def _natural_order(name: str) -> list[tuple[int, int | str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+    # Layer 2 comes before layer 10.
+    order = {name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")] for name in state.keys() - tied}
+    return {name: state[name] for name in sorted(order, key=order.__getitem__)}
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -90,14 +87,9 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 def _no_model(directory: Path, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
-        return UserError(
-            f"{directory} brings Python files of its own, which would be run; read them, and if you trust them give "
-            "--trust-remote-code (trust_remote_code=True)"
-        )
-    reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"{directory}/config.json does not describe a model that can be built ({type(error).__name__}: {reason}); {AGAIN}"
-    )
+        return needs_trust(str(directory))
+    rule = f"{directory}/config.json does not describe a model that can be built"
+    return UserError(f"{rule} ({type(error).__name__}: {brief(error)}); {AGAIN}")
 
 
 def expected_tensors(

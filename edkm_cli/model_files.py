@@ -1,8 +1,6 @@
 """What the files of a model say, before anything is built of them: no numbers that no model has, no file outside of the
 directory, no tensor in two places, no weights of integers. Whoever wrote the files may be careless, or hostile."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.distributed import ALONE, World, full
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.format import QUANT_METHOD, TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ class TensorFiles:
         with safe_open(self.directory / self.tensors[name].file, framework="pt") as file:
             yield file
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> "Tensor":
         """The tensor on the CPU as stored. Raises UserError where the files don't have it."""
         with self.opened(name) as file:
             return file.get_tensor(name)
@@ -159,6 +157,12 @@ def check_model_files(directory: Path) -> TensorFiles | None:
     return files
 
 
+def needs_trust(name: str) -> UserError:
+    """The error for a model that brings code."""
+    rule = f"{name} brings Python files of its own, which would be run"
+    return UserError(f"{rule}; read them, and if you trust them give --trust-remote-code (trust_remote_code=True)")
+
+
 def needs_safetensors(name: str) -> UserError:
     """For a model whose weights are in files of another kind."""
     return UserError(
@@ -189,7 +193,7 @@ def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:
         if names
     ]
     if report.get("error_msgs"):
-        problems.append(" ".join(str(report["error_msgs"]).split())[:200])
+        problems.append(brief(report["error_msgs"], 200))
     if problems:
         raise UserError(
             f"--model {name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}; "
@@ -207,11 +211,10 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
                 part = opened.get_slice(name)
                 yield name, str(part.get_dtype()), tuple(part.get_shape())
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{file} is not a whole safetensors file ({reason}); {remedy}") from error
+        raise UserError(f"{file} is not a whole safetensors file ({brief(error)}); {remedy}") from error
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], world: World = ALONE) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], world: World = ALONE) -> None:
     """Write a safetensors file of tensors that may be sharded, one after the other: without the copy of all of them that
     `safetensors.torch.save_file` makes. All processes call alike; the first one writes."""
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -15,7 +15,7 @@ import yaml
 
 from edkm_cli import model_files
 from edkm_cli.distributed import local
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.format import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.settings import cache_directory, configs_directory
@@ -113,18 +113,15 @@ def _require_local(source: ModelSource) -> None:
 def _loading_error(source: ModelSource, error: Exception) -> UserError:
     name, lines = source.name, " ".join(str(error).split())
     if "trust_remote_code" in lines:
-        return UserError(
-            f"--model {name} brings Python files of its own, which would be run; read them, and if you trust them give "
-            "--trust-remote-code"
-        )
+        return model_files.needs_trust(f"--model {name}")
     if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
         return model_files.needs_safetensors(name)
-    text = lines[:160] + ("..." if len(lines) > 160 else "")
     if source.is_local:
+        text = brief(error, 120)
         return UserError(f"--model {name} could not be read ({text}); the files may be damaged: fetch them again")
     return UserError(
-        f"--model {name} could not be loaded from the Hugging Face hub as {source.location} ({text}); check the name, "
-        "the network and `hf auth login`, or give a local directory"
+        f"--model {name} could not be loaded from the Hugging Face hub as {source.location} ({brief(error)}); check "
+        "the name, the network and `hf auth login`, or give a local directory"
     )
 
 
@@ -205,10 +202,9 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     except UserError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())
         raise UserError(
             f"--model {source.name} must be a causal language model that transformers can build, but its config.json "
-            f"describes none ({type(error).__name__}: {why[:160]}{'...' if len(why) > 160 else ''}); check it, or fetch "
+            f"describes none ({type(error).__name__}: {brief(error)}); check it, or fetch "
             "the files again"
         ) from error
 

@@ -64,7 +64,7 @@ training=("$PYTHON" scripts/bench_training.py --shape "$SHAPE" --device "$DEVICE
 : >"$work/parts"
 
 part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_gpu.py
-part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_kernels_lut_linear_cuda.py -k on_a_gpu
+part kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_runtime_lut_linear_cuda.py -k on_a_gpu
 if [ "$DEVICE" != cpu ]; then
     part kernels "$PYTHON" tests/test_kernels_triton.py "$DEVICE"
     part offload "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_memory_marshaling.py -k on_a_gpu

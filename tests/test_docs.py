@@ -52,6 +52,12 @@ def test_paths_of_code_that_pages_name_exist():
                 assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_tests_that_pages_and_scripts_name_exist():
+    for file in (*PAGES, *(ROOT / "scripts").iterdir(), ROOT / "Makefile"):
+        for path in re.findall(r"\btests/test_\w+\.py", file.read_text("utf-8") if file.is_file() else ""):
+            assert (ROOT / path).exists(), f"{file.name} names {path}"
+
+
 def explained():
     """The keys that docs/results.md names."""
     return set(re.findall(r"`(\w+)`", (ROOT / "docs" / "results.md").read_text(encoding="utf-8")))

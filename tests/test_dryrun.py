@@ -352,7 +352,9 @@ class TestMachine:
         config = CompressConfig(model=str(model_directory), device="cpu", **tokens)
         speed, small = dry_run(config), dry_run(replace(config, memory="small"))
         assert (speed["memory"], small["memory"]) == ("speed", "small")
-        assert speed["peak_memory_bytes"]["heap"] == small["peak_memory_bytes"]["heap"] == 0  # nothing waits at this peak
+        assert (
+            speed["peak_memory_bytes"]["heap"] == small["peak_memory_bytes"]["heap"] == 0
+        )  # nothing waits at this peak
         free = replace(config, assignments="free")
         assert dry_run(free)["peak_memory_bytes"]["heap"] > 0
         assert dry_run(replace(free, memory="small"))["peak_memory_bytes"]["heap"] == 0

@@ -55,7 +55,8 @@ def configured(
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         file = [] if build is None else [_parameter("config", _CONFIG)]
         parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in (*_options(kind), *file, *arguments)]
-        parameters.sort(key=_panel)
+        panels = {one.name: get_args(one.annotation)[1].rich_help_panel for one in parameters}
+        parameters.sort(key=lambda one: PANELS.index(panels[one.name]) if panels[one.name] else 0)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         parsed.__annotations__ = {one.name: one.annotation for one in parameters}
         parsed.__doc__, parsed.__name__ = command.__doc__, command.__name__
@@ -74,12 +75,6 @@ def _given(values: dict[str, Any], of: Field[Any]) -> Any:
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _panel(parameter: inspect.Parameter) -> int:
-    """The place of a parameter's panel in `--help`; of one without a panel the first."""
-    panel = get_args(parameter.annotation)[1].rich_help_panel
-    return PANELS.index(panel) if panel else 0
 
 
 def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:

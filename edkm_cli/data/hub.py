@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edkm_cli.data.sources import Source
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 
 # What a set's own text for measuring is called, the best first.
 _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
@@ -105,8 +105,7 @@ def _explained(source: Source, error: Exception) -> UserError:
         return UserError(f"{source} is a gated data set; ask for access on its page, then `hf auth login`")
     if type(error).__name__ == "DatasetNotFoundError":
         return UserError(f"{source} is not on the hub, or is private; check the name, or `hf auth login`")
-    short = text[:160] + ("..." if len(text) > 160 else "")
     return UserError(
-        f"{source} could not be loaded {where} ({type(error).__name__}: {short}); check the network, "
+        f"{source} could not be loaded {where} ({type(error).__name__}: {brief(error)}); check the network, "
         "or give a local file or 'builtin'"
     )

@@ -5,8 +5,6 @@ Of the experts of each block the first stands for all, since matrices of one sha
 rehearsed in the time of one. The tensors of that one say for how many they stand (`edkm_cli.dryrun.ledger.stands_for`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -63,7 +61,7 @@ class Gradients:
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]
             self._layers.update((id(parameter), own) for parameter in own)
 
-    def __enter__(self) -> Gradients:
+    def __enter__(self) -> "Gradients":
         if self._buckets:  # they are there from the beginning to the end, and gradients are views of them
             self._exits.enter_context(self._ledger.more(size_bytes(self._trained), GRADIENTS))
         for parameter in self._trained:

@@ -7,8 +7,6 @@ choose, since the generic one of the meta device keeps matrices that no GPU keep
 Storages are labelled with the part of memory they belong to, by hooks on the modules that make them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -50,7 +48,7 @@ class Stage:
         self._autocast: torch.dtype | None = None
         self._exits = ExitStack()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> "Stage":
         self._exits.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         functional: Any = torch.nn.functional
@@ -62,7 +60,7 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
 
-    def __deepcopy__(self, memo: Any) -> Stage:
+    def __deepcopy__(self, memo: Any) -> "Stage":
         return self  # hooks of a copied model belong to the same stage
 
     # What the meta device cannot tell.

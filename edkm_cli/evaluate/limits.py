@@ -28,15 +28,17 @@ def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
         )
 
 
-def require_ratio(text: Mapping[str, Any], limit: float, staging: Path) -> None:
-    """Raises UserError where the exported perplexity on a text is more than `limit` times the original's."""
-    original, exported = text["original"], text["exported"]
-    if limit and original is not None and exported is not None and exported > limit * original:
-        raise UserError(
-            f"the exported perplexity must be at most --max-perplexity-ratio {limit:g} times the original's, but is "
-            f"{exported:.4f} to {original:.4f} on {text['data']}, {exported / original:.2f} times; the result is in "
-            f"{staging}: train longer, use more bits, or allow more"
+def require_ratio(
+    figures: Mapping[str, Any], stages: tuple[str, str], limit: float, staging: Path, remedy: str, where: str = ""
+) -> None:
+    """Raises UserError where the later of two `stages` has more than `limit` times the perplexity of the earlier one."""
+    base, value = (figures[stage] for stage in stages)
+    if limit and base is not None and value is not None and value > limit * base:
+        rule = (
+            f"the {stages[1]} perplexity must be at most --max-perplexity-ratio {limit:g} times the {stages[0]} model's"
         )
+        found = f"is {value:.4f} to {base:.4f}{where}, {value / base:.3g} times; the result is in {staging}"
+        raise UserError(f"{rule}, but {found}: {remedy}")
 
 
 def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:

@@ -93,12 +93,10 @@ def layer_use(module: PalettizedLinear) -> dict[str, int]:
 
 def table_warnings(use: list[dict[str, Any]]) -> list[str]:
     """A line for each layer whose tables have collapsed, or with many entries that no weight takes."""
-    lines = []
-    for layer in use:
-        if layer["collapsed"]:
-            lines.append(
-                f"{layer['name']}: {layer['collapsed']} of {layer['tables']} tables have collapsed to one value"
-            )
-        elif layer["unused_entries"] > _UNUSED_WARNING * layer["entries"]:
-            lines.append(f"{layer['name']}: {layer['unused_entries']} of {layer['entries']} table entries are not used")
-    return lines
+    return [
+        f"{one['name']}: {one['collapsed']} of {one['tables']} tables have collapsed to one value"
+        if one["collapsed"]
+        else f"{one['name']}: {one['unused_entries']} of {one['entries']} table entries are not used"
+        for one in use
+        if one["collapsed"] or one["unused_entries"] > _UNUSED_WARNING * one["entries"]
+    ]

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.summaries import metrics_of
 
@@ -249,5 +249,4 @@ def _loading_error(name: str, manager: Any, folder: Path | None, error: Exceptio
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text[:200] + ("..." if len(text) > 200 else "")
+    return brief(f"{type(error).__name__}: {error}", 200)

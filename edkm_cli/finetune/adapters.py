@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.format import read_json
 from edkm_cli.runtime.experts import is_expert
 
@@ -38,7 +38,7 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"--target-modules cannot be adapted: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"--target-modules cannot be adapted: {brief(error, 300)}") from error
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -82,5 +82,6 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     except UserError:
         raise
     except Exception as error:  # peft, safetensors and json each have their own
-        told = " ".join(str(error).split())[:300]
-        raise UserError(f"--adapter {directory} does not fit the model ({type(error).__name__}: {told})") from error
+        raise UserError(
+            f"--adapter {directory} does not fit the model ({type(error).__name__}: {brief(error, 300)})"
+        ) from error

@@ -20,6 +20,7 @@ from edkm_cli import models
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
 from edkm_cli.errors import UserError
+from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.ownership import listing, read_object
@@ -158,7 +159,8 @@ class _Run(PackedSession):
         self.measure("merged", exported)
         report = self._report(staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
-        require_close(self.measured.perplexity, self.config.max_perplexity_ratio, staging)
+        limit = self.config.max_perplexity_ratio, staging, "give more --steps, keep the adapter, or allow more"
+        require_ratio(self.measured.perplexity, ("adapted", "merged"), *limit)
         title = f"{report['model']} with {report['adapter']} merged"
         made = "the adapter is part of the lookup tables and indices"
         page = card("checkpoint", report, title=title, made=made, file=REPORT)
@@ -191,18 +193,6 @@ class _Run(PackedSession):
             "model_bits_per_weight": size.model_bits_per_weight,
             **self.facts(self.config),
         }
-
-
-def require_close(perplexity: dict[str, float | None], limit: float, staging: Path) -> None:
-    """Raises UserError where the merged perplexity is more than `limit` times the adapter's."""
-    adapted, merged = perplexity["adapted"], perplexity["merged"]
-    if limit and adapted is not None and merged is not None and merged > limit * adapted:
-        raise UserError(
-            f"the merged perplexity must be at most --max-perplexity-ratio {limit:g} times the adapter's, but is "
-            f"{merged:.4f} to {adapted:.4f}, {merged / adapted:.3f} times (without the adapter: "
-            f"{perplexity['compressed']:.4f}); the result is in {staging}: give more --steps or --start-tokens, keep "
-            "the adapter as it is, or allow more"
-        )
 
 
 def cluster_again(model: PeftModel, clustering: Clustering) -> Any:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import (
-    build,
     columns_c,
     columns_torch,
     kmeans_c,

@@ -148,7 +148,7 @@ class MarshalSavedTensors:
         self._mover = Mover(self.statistics, prefetch=prefetch)
         self._store: Store = self._mover.store
         for codec in reversed(codecs):
-            self._store = partial(_offer, codec, self._store)
+            self._store = partial(lambda codec, rest, flat: codec.pack(flat, rest) or rest(flat), codec, self._store)
         self._table: dict[int, weakref.WeakSet[_Record]] = {}  # by the storage they came from
         self._marks = Marks()
         self._keep = {ref.cdata: ref for ref in (StorageWeakRef(t.untyped_storage()) for t in keep)}
@@ -232,8 +232,3 @@ class MarshalSavedTensors:
     def _forget(self, address: int) -> None:
         if not self._table.get(address):
             self._table.pop(address, None)
-
-
-def _offer(codec: Codec, rest: Store, flat: torch.Tensor) -> Stored:
-    """Store a tensor by a codec, or by `rest` where it is not for the codec."""
-    return codec.pack(flat, rest) or rest(flat)

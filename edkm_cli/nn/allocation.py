@@ -102,24 +102,19 @@ def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
     return _LUT_DTYPE
 
 
-def has_factors(config: CompressConfig) -> bool:
-    """Whether columns of embeddings get factors: where rows make up for their errors, and no engine's grid rules it out."""
-    few = int(config.embedding_bits) <= MOST_FACTORED_BITS
-    return few and config.palette == FREE and not config.embedding_group and config.importance != "none"
-
-
 def planned_spec(
     config: CompressConfig, swaps: Sequence[Swap], *, asked: CompressConfig
 ) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
     any that take the same room. What embeddings and tables save goes to the linears where their bits were not asked for."""
+    few = int(config.embedding_bits) <= MOST_FACTORED_BITS  # columns get factors where rows make up for their errors
     spec = part_of(
         QuantizationSpec,
         config,
         bits=math.floor(config.bits),
         embedding_bits=int(config.embedding_bits),
         embedding_group=config.embedding_group or None,
-        embedding_factors=has_factors(config),
+        embedding_factors=few and config.palette == FREE and not config.embedding_group and config.importance != "none",
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         split_experts=any(is_expert(swap.name) for swap in swaps),
     )

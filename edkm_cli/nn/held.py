@@ -6,8 +6,6 @@ dL/dW over the weights that chose it. Tables are rounded to the checkpoint's num
 passes straight through the rounding.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +37,7 @@ class HeldLinear(LutLayer):
         self.register_parameter("bias", None if layer.bias is None else nn.Parameter(layer.bias.detach()))
 
     @classmethod
-    def from_clustered(cls, layer: ClusteredLinear) -> HeldLinear:
+    def from_clustered(cls, layer: ClusteredLinear) -> "HeldLinear":
         """Each weight with the entry that it is nearest to now."""
         bits = layer.clustering.bits
         if layer.weight.is_meta:

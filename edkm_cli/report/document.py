@@ -4,6 +4,7 @@ the files of a run to what run.jinja lays out."""
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
@@ -275,11 +276,8 @@ def _running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, fl
     if len(points) < 30:
         return []
     half = _window(points) // 2
-    means = []
-    for index, (x, _) in enumerate(points):
-        near = points[max(0, index - half) : index + half + 1]
-        means.append((x, sum(y for _, y in near) / len(near)))
-    return means
+    near = (points[max(0, index - half) : index + half + 1] for index in range(len(points)))
+    return [(x, fmean(y for _, y in part)) for (x, _), part in zip(points, near, strict=True)]
 
 
 def _percent(value: float) -> str:

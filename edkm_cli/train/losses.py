@@ -1,7 +1,5 @@
 """What training minimizes: plain next-token prediction, or the KL divergence from the uncompressed model's logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,7 +51,7 @@ class _Weights:
     labels: Tensor
 
     @classmethod
-    def of(cls, labels: Tensor, *, taught: bool, label_weight: float, masked: bool) -> _Weights:
+    def of(cls, labels: Tensor, *, taught: bool, label_weight: float, masked: bool) -> "_Weights":
         """`labels` (tokens,) int64, -1 where there is none; `masked`: such places count for nothing."""
         known = (labels >= 0).float()
         mean = known / known.sum().clamp_min(1)

@@ -1,7 +1,5 @@
 """The record of each training step: a line in `metrics.jsonl`, and the same for the trackers of `--log-with`."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict
@@ -36,7 +34,7 @@ class Metrics:
         if self._accelerator is not None:
             self._accelerator.log({name: value for name, value in record.items() if name != "step"}, record["step"])
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """The settings of `edkm export`, and the number format of what has no lookup tables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +8,6 @@ from edkm_cli.settings import COMPRESSION, DATA, MODEL, faults, refuse, setting
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,14 +36,14 @@ class Options:
         """The dtype's name, where `auto` stands for the one given."""
         return auto if self.dtype == "auto" else self.dtype
 
-    def torch_dtype(self, auto: str = "float32") -> torch.dtype:
+    def torch_dtype(self, auto: str = "float32") -> "torch.dtype":
         """The dtype, where `auto` stands for the one given."""
         import torch
 
         return getattr(torch, self.dtype_name(auto))
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def rounded(tensor: "torch.Tensor", dtype: "torch.dtype", name: str) -> "torch.Tensor":
     """A tensor in `dtype`. Raises UserError where a number is too large for it."""
     result = tensor.to(dtype)
     if tensor.dtype != dtype and not bool(result.isfinite().all()):
