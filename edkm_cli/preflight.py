@@ -19,14 +19,7 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
-from edkm_cli.nn.allocation import (
-    SENSITIVITY,
-    bits_for_size,
-    choose_allocation,
-    choose_embedding_bits,
-    choose_lut_dtype,
-    planned_spec,
-)
+from edkm_cli.nn import allocation
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.hooks import decoder_layers, layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
@@ -118,7 +111,7 @@ class RunPlan:
     @property
     def average_bits(self) -> float | None:
         """What the linears' bits are to be on average, where they are still to be given by sensitivity."""
-        return self.average if self.config.allocation == SENSITIVITY and not self.allocated else None
+        return self.average if self.config.allocation == allocation.SENSITIVITY and not self.allocated else None
 
     @property
     def distills(self) -> bool:
@@ -162,7 +155,6 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     except UserError as error:
         raise UserError(str(error), everywhere=True) from error
     start = _start(config)
-    allocation = choose_allocation(config, start)
     labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, world.device, master=world.sharded)
     rounds = world.gpu and dtype == "float32"  # products of float32 weights
@@ -175,7 +167,7 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
         config,
         start=start,
         start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(world.size)),
-        allocation=allocation,
+        allocation=allocation.choose_allocation(config, start),
         label_weight=labels,
         assignments="held" if held else "free",
         dtype=dtype,
@@ -248,21 +240,21 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(asked.dtype, world.device)
-    few = choose_embedding_bits(replace(config, target_size=None), swaps)
-    config = replace(config, lut_dtype=choose_lut_dtype(replace(config, embedding_bits=few), swaps))
+    few = allocation.choose_embedding_bits(replace(config, target_size=None), swaps)
+    config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
         size = parse_bytes(config.target_size)
 
         def average_beside(embedding_bits: int) -> float:
             sized = replace(config, embedding_bits=embedding_bits)
-            return bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
+            return allocation.bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
 
-        config = replace(config, embedding_bits=choose_embedding_bits(config, swaps, average_beside))
+        config = replace(config, embedding_bits=allocation.choose_embedding_bits(config, swaps, average_beside))
         config = replace(config, bits=average_beside(int(config.embedding_bits)))
     else:
         config = replace(config, embedding_bits=few)
-    spec, average = planned_spec(config, swaps, asked=asked)
+    spec, average = allocation.planned_spec(config, swaps, asked=asked)
     model = (source, architecture, skeleton, swaps, spec)
     return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)
 
@@ -280,7 +272,7 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swa
             "--sharding full needs layers that each process calls alike, but experts are not; use --experts dense, or "
             "--sharding none"
         )
-    elif config.allocation == SENSITIVITY:
+    elif config.allocation == allocation.SENSITIVITY:
         uniform = "--allocation uniform" if isinstance(config.bits, int) else "a whole number of --bits"
         why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"
     elif tables_beside_weights and config.dtype != "float32":

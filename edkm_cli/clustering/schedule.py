@@ -26,9 +26,7 @@ def temperature_at(step: int, steps: int, *, schedule: str, start: float, end: f
         return start + (end - start) * progress
     if schedule == "cosine":
         return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    if schedule == "exponential":
-        return start * (end / start) ** progress
-    return start
+    return start * (end / start) ** progress if schedule == "exponential" else start
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float, *, last: float = 0.001) -> float:

@@ -157,9 +157,7 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+    return np.empty(0, dtype) if path.stat().st_size == 0 else np.memmap(path, dtype=dtype, mode="r")
 
 
 def combined(digests: Iterable[str]) -> str:

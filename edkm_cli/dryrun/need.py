@@ -56,9 +56,7 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
     device = "cuda" if named else choose_device(config.device)
     processes = gpus or launched()
     world = World(size=processes, device=device, sharded=wants_sharding(config.sharding, processes))
-    if gpu_memory is not None:
-        return Machine(world, parse_bytes(gpu_memory), None)
-    return this_machine(world)
+    return Machine(world, parse_bytes(gpu_memory), None) if gpu_memory is not None else this_machine(world)
 
 
 def this_machine(world: World) -> Machine:

@@ -27,8 +27,7 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
 
 def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """centroids[group, index] for indices (out, in) uint8, in `dtype`."""
-    positions = to_groups(indices, tile)
-    entries = centroids.to(dtype)
+    positions, entries = to_groups(indices, tile), centroids.to(dtype)
     dense = torch.empty(positions.shape, dtype=dtype, device=indices.device)
     for chunk in chunks(positions, 8):
         dense[chunk] = entries[chunk[0]].gather(1, positions[chunk].long())

@@ -72,9 +72,7 @@ class Region:
 
     def covers(self, view: View) -> bool:
         """Whether this view can be rebuilt from the region."""
-        if self.holes is None:
-            return self.low <= view.low and view.high <= self.high
-        return self.holes == view
+        return self.low <= view.low and view.high <= self.high if self.holes is None else self.holes == view
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The region as a 1-D tensor of `tensor`'s dtype. A view of the storage, or a packed copy if it has holes."""

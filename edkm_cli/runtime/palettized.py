@@ -373,9 +373,7 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
             indices, scale = indices.to(x.device), scale.to(x.device)
             packed = Packed(indices, scale, bias, bits, None)
         outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.columns)
-        if outs is not None:
-            return outs[0]
-        return row_scaled_linear(x, indices, scale, bias, bits=bits)
+        return outs[0] if outs is not None else row_scaled_linear(x, indices, scale, bias, bits=bits)
 
 
 PALETTIZED: tuple[type[nn.Module], ...] = (PalettizedLinear, PalettizedEmbedding, PalettizedHead)

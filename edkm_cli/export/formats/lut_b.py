@@ -169,6 +169,4 @@ def _factor(source: Compressed, name: str) -> float:
         return 1.0 / scale
     if name.endswith("embed_tokens.weight"):
         return 1.0 / scale
-    if _INNER_NORM.search(name) or (tied and name == "model.norm.weight"):
-        return scale
-    return 1.0
+    return scale if _INNER_NORM.search(name) or (tied and name == "model.norm.weight") else 1.0

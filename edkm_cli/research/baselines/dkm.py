@@ -21,21 +21,13 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import check_geometry, plan_swaps
-from edkm_cli.research.baselines.outcome import (
-    Outcome,
-    Task,
-    check_at_least,
-    check_bits,
-    check_positive,
-    decoder_linears,
-    stored_size,
-)
+from edkm_cli.research.baselines import outcome
 from edkm_cli.research.baselines.train import train
 from edkm_cli.train.losses import next_token_loss
 
 
 def quantize(
-    task: Task,
+    task: outcome.Task,
     *,
     granularity: str = "row:1",
     lut_dtype: str = "float16",
@@ -45,7 +37,7 @@ def quantize(
     iterations: int = 3,
     importance: str = "none",
     closed_form: bool = False,
-) -> Outcome:
+) -> outcome.Outcome:
     """Train a model's decoder linears in place, one batch of the task for each step.
 
     Args:
@@ -60,12 +52,12 @@ def quantize(
     Raises UserError for a value out of range, no text to train on, or a loss that is not finite.
     """
     bits, model = task.bits, task.model
-    check_bits(bits=bits)
-    check_at_least(0, steps=steps, iterations=iterations)
-    check_positive(learning_rate=learning_rate, temperature=temperature)
+    outcome.check_bits(bits=bits)
+    outcome.check_at_least(0, steps=steps, iterations=iterations)
+    outcome.check_positive(learning_rate=learning_rate, temperature=temperature)
     if steps and not task.batches:
         raise UserError("dkm trains on the calibration text, got none; give --data or steps 0")
-    layers = decoder_linears(model)
+    layers = outcome.decoder_linears(model)
     device = next(model.parameters()).device
     batches = [batch.to(device) for batch in task.batches]
     method = "edkm" if closed_form else "dkm"
@@ -73,7 +65,7 @@ def quantize(
     geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
     swaps = [swap for swap in plan_swaps(model) if swap.clustered]
     check_geometry(swaps, geometry)
-    size = stored_size(layers, bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
+    size = outcome.stored_size(layers, bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
     clustering = Clustering(bits, geometry, lut_dtype, method=method, mode="soft", iterations=iterations)
     recipe = Recipe(swaps, spec, clustering, temperature, importance)
     used = batches if importance != "none" else []
@@ -84,7 +76,7 @@ def quantize(
         layer.weight.data.copy_(model.get_submodule(name).hard_weight())
         model.set_submodule(name, layer)
     seen = sum(batches[step % len(batches)].numel() for step in range(steps))
-    return Outcome(*size, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
+    return outcome.Outcome(*size, training_tokens=seen, calibration_tokens=sum(batch.numel() for batch in used))
 
 
 def _train(model: Any, batches: list[Tensor], names: list[str], **how: Any) -> None:

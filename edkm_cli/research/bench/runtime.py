@@ -49,9 +49,7 @@ def _parse_shape(text: str) -> tuple[int, int]:
 def _seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> float:
     """The least time of a call, all those of `turn` one after the other; on a GPU ten turns, in a CUDA graph where they can
     be captured, which hides what launching them costs."""
-    if device.type == "cuda":
-        return _gpu_seconds(turn, device)
-    return _least_seconds(turn) / len(turn)
+    return _gpu_seconds(turn, device) if device.type == "cuda" else _least_seconds(turn) / len(turn)
 
 
 def _least_seconds(turn: Sequence[Callable[[], Any]], wait: Callable[[], Any] | None = None) -> float:
