@@ -72,10 +72,7 @@ def _about_bits(config: Any) -> list[str]:
         found.append(f"bits {bits:g} is an average; give a whole number, or allocation sensitivity")
     average = config.allocation == "sensitivity" or not isinstance(bits, int) or config.target_size
     if average and config.importance != "gradient":
-        found.append(
-            "allocation sensitivity compares matrices by squared gradients, but importance is "
-            f"{config.importance}; use importance gradient"
-        )
+        found.append(f"allocation sensitivity needs squared gradients, importance is {config.importance}; use gradient")
     if average and target is not None and TARGETS[target].mixes:
         if not 3 <= bits <= 4:  # others reach for 1 or 7 bits
             found.append(f"target {target} mixes 2 to 6 bits, 3 to 4 on average, got {bits:g}; use bits 3.5")

@@ -155,9 +155,7 @@ def launched() -> int:
 def wants_sharding(sharding: str, processes: int) -> bool:
     """What `--sharding` means: `auto` follows `accelerate launch --use_fsdp`. Raises UserError for DeepSpeed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise UserError(
-            "edkm shards by FSDP2, but accelerate is configured for DeepSpeed; launch with --use_fsdp, or --sharding full"
-        )
+        raise UserError("edkm shards by FSDP2, but accelerate is configured for DeepSpeed; use --sharding full")
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return processes > 1 and (sharding == "full" or (sharding == "auto" and asked))
 
@@ -205,8 +203,7 @@ def peers(world: World) -> Iterator[None]:
     def lost(reason: str) -> PeerLost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the line comes first
         return PeerLost(
-            f"process {world.rank} of {world.size} lost another one ({reason}); that one's own message says why; "
-            "start again with --resume"
+            f"process {world.rank} of {world.size} lost another one ({reason}), whose message says why; go on with --resume"
         )
 
     def ended(number: int, frame: object) -> None:

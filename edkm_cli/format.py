@@ -93,8 +93,7 @@ class QuantizationSpec:
             faults.append("skipped must be a list of module names")
         if not _is_within(self.format_version, versions[0], versions[-1]):
             faults.append(
-                f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: a newer edkm-cli "
-                "may read it"
+                f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: update edkm-cli"
             )
         group = self.embedding_group
         if group is not None and (not _is_within(group, 1) or not self.packs_embeddings):

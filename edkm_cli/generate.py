@@ -53,9 +53,7 @@ def load_writer(
     dispatch.forced_path()
     name, tokenizer = source.name, models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
-        raise UserError(
-            f"a conversation needs a chat template, but the tokenizer of {name} has none; give a prompt without --chat"
-        )
+        raise UserError(f"a conversation needs a chat template, but {name} has none; give a prompt without --chat")
     model = load_any(source, dtype=dtype, device=device)
     model_files.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)

@@ -34,7 +34,7 @@ MULTIPLES = {
     ("integers", 6): (16, -128, 127),
 }
 _PATTERN = re.compile(
-    r"^(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
+    r"(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
 )
 
 
@@ -134,9 +134,7 @@ class Granularity:
             return text
         match = _PATTERN.match(str(text).strip())
         if match is None:
-            raise UserError(
-                f"granularity must be 'tensor', 'row:G' or 'block:RxC' (for example row:1 or block:8x64), got {text!r}"
-            )
+            raise UserError(f"granularity must be 'tensor', 'row:G' or 'block:RxC' (row:1, block:8x64), got {text!r}")
         if match["tensor"]:
             return cls()
         if match["rows"]:

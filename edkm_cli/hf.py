@@ -173,9 +173,7 @@ def load(
         except UserError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise UserError(
-                f"{directory} cannot be loaded ({type(error).__name__}: {brief(error)}); {AGAIN}"
-            ) from error
+            raise UserError(f"{directory} does not load ({type(error).__name__}: {brief(error)}); {AGAIN}") from error
     return model.to(device).eval()
 
 
@@ -207,9 +205,7 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
         if method is not None:
             layers = open_layers(source, dtype=getattr(torch, dtype), device=device, dequantize=True)
             if layers is None:
-                rule = (
-                    f"--dequantize reads {method} matrix by matrix, which the files of {source.name} are not made for"
-                )
+                rule = f"--dequantize reads {method} matrix by matrix, which files of {source.name} do not allow"
                 raise UserError(f"{rule} in {dtype}; use --dtype bfloat16, or give the model that it was made from")
             for path in layers.paths:
                 with layers.whole(path):

@@ -29,10 +29,7 @@ _TIMES_STORED = 8
 FP8, MXFP4 = "fp8", "mxfp4"
 DECODABLE = (QUANT_METHOD, FP8, MXFP4)
 
-_DECODE_OUTSIDE = (
-    "decode it first, which --dequantize cannot: AutoModelForCausalLM.from_pretrained(...).dequantize() and "
-    "save_pretrained(...)"
-)
+_DECODE_OUTSIDE = "decode it first, which --dequantize cannot: from_pretrained(...).dequantize().save_pretrained(...)"
 
 
 class StoredTensor(NamedTuple):
@@ -243,9 +240,7 @@ def no_larger_than(
         too_many = count > _TIMES_STORED * tensors + 1000
         if too_many or (numbers is not None and size > _TIMES_STORED * numbers + 2**20):
             what = f"{tensors} tensors" if too_many else f"{numbers} weights"
-            raise UserError(
-                f"{directory}/config.json describes a model far larger than the {what} that the files hold; {remedy}"
-            )
+            raise UserError(f"{directory}/config.json describes a model far larger than its {what}; {remedy}")
 
     handle = register_module_parameter_registration_hook(registered)
     try:

@@ -268,10 +268,7 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swa
     elif any(source.needs_model for source in texts):
         why = "--data self is written by a model that is whole, but --sharding full divides it; give other --data"
     elif any(is_expert(swap.name) for swap in swaps):
-        why = (
-            "--sharding full needs layers that each process calls alike, but experts are not; use --experts dense, or "
-            "--sharding none"
-        )
+        why = "--sharding full needs layers that all processes call alike, but experts are not; use --experts dense"
     elif config.allocation == allocation.SENSITIVITY:
         uniform = "--allocation uniform" if isinstance(config.bits, int) else "a whole number of --bits"
         why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"

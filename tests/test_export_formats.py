@@ -277,9 +277,7 @@ def test_a_number_beyond_the_dtype_is_named_and_nothing_is_left(tmp_path):
 def test_the_output_is_kept_and_is_not_the_source(rows, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     assert "exists and is not empty" in refused("export", rows, "--to", "dense", "--output", tmp_path)
-    assert "must be another place than the source" in refused(
-        "export", rows, "--to", "dense", "--output", rows, "--overwrite"
-    )
+    assert "must be apart from the source" in refused("export", rows, "--to", "dense", "--output", rows, "--overwrite")
 
 
 def test_a_perplexity_that_drifts_is_refused():

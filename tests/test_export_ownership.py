@@ -148,7 +148,7 @@ def test_an_output_that_holds_is_or_lies_inside_an_input_is_refused(
         "packed/../models/base",
     ]
     for place in places:
-        assert "another place than the source" in refused(*compress, place), place
+        assert "apart from the source" in refused(*compress, place), place
     glob = ["compress", *SHORT, "--model", model_directory, "--data", f"{home}/texts/*.txt=2", "--overwrite", "-o"]
     assert "another place" in refused(*glob, "texts")
     assert "another place" in refused(

@@ -48,8 +48,8 @@ def divide(directory, *, twice=None, elsewhere=None, **places):
     ("changes", "message"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 100000, got 1000000000"),
-        ({"num_hidden_layers": 90_000}, "describes a model far larger than the 20 tensors that the files hold"),
-        ({"vocab_size": 10**12}, "describes a model far larger than the 15.* weights that the files hold"),
+        ({"num_hidden_layers": 90_000}, "describes a model far larger than its 20 tensors"),
+        ({"vocab_size": 10**12}, "describes a model far larger than its 15.* weights"),
         ({"hidden_act": "nosuch"}, "config.json describes none (KeyError: 'nosuch')"),
         ({"head_dim": -8}, "config.json describes none (RuntimeError"),
         ({"dtype": "int8"}, "config.json describes none (ValueError"),
@@ -117,7 +117,7 @@ def test_a_tokenizer_of_another_model_is_refused(directory, text_file, tmp_path)
     tokenizer["model"]["vocab"] = {token: number + 1000 for token, number in tokenizer["model"]["vocab"].items()}
     file.write_text(json.dumps(tokenizer))
     line = refused(*compress_arguments(directory, text_file, tmp_path / "out"))
-    assert "has token 1256, but the model has 257 rows of embeddings" in line
+    assert "has token 1256, the model has 257 embeddings" in line
 
 
 def test_added_tokens_that_nothing_uses_may_lie_beyond_the_model():

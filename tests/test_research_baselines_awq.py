@@ -209,7 +209,7 @@ def test_one_alpha_without_clipping_is_rounding_to_nearest():
 
 def test_decoders_that_scales_cannot_be_folded_into_are_refused():
     phi = PhiForCausalLM(PhiConfig(**{**SMALL, "hidden_size": 32})).eval()
-    with pytest.raises(UserError, match=r"decoder blocks like LLaMA's, but model\.layers\.0 is a PhiDecoderLayer"):
+    with pytest.raises(UserError, match=r"blocks like LLaMA's, but model\.layers\.0 is a PhiDecoderLayer"):
         quantized(awq, phi, texts(), bits=3, group_size=WIDTH)
     gemma = GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=4, head_dim=6)).eval()
     with torch.no_grad():

@@ -104,7 +104,7 @@ def test_a_gpu_that_is_not_there_is_a_user_error():
 def test_learners_that_do_not_finish_are_ended(monkeypatch):
     monkeypatch.setattr(ablate, "TIMEOUT_SECONDS", 0.0)
     before = set(torch.multiprocessing.active_children())
-    with pytest.raises(UserError, match="did not finish within"):
+    with pytest.raises(UserError, match="did not finish in"):
         ablate.run(
             Ablation(width=2048, learners=2, device="cpu"), log=lambda line: None
         )  # more than the second between two looks

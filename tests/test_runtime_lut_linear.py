@@ -304,7 +304,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
     packed, x = random_packed("row:1", 12, 40, 3), torch.randn(1, 40)
     for changed, rule in (
         (packed._replace(table=packed.table[:5]), "the table must be"),
-        (packed._replace(bits=4), "bytes a row"),
+        (packed._replace(bits=4), "bytes"),
         (packed._replace(tile=(5, 40)), "must divide"),
         (packed._replace(bias=torch.zeros(3)), "bias must be"),
         (packed._replace(indices=packed.indices.int()), "uint8"),

@@ -45,6 +45,7 @@ def compress_command(
         str | None, option(SCALE, "With --dry-run: memory of each GPU, such as 24GiB.", metavar="SIZE")
     ] = None,
     gpus: Annotated[int | None, option(SCALE, "With --dry-run: number of GPUs.", metavar="N")] = None,
+    timed: Annotated[bool, option(SCALE, "With --dry-run: how long, by a run of one decoder layer.", "--time")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
@@ -53,9 +54,9 @@ def compress_command(
     if dry_run:
         from edkm_cli.dryrun import plan
 
-        return tell("plan", plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus), json_file)
-    if gpu_memory is not None or gpus is not None:
-        raise UserError("--gpu-memory and --gpus describe a machine for --dry-run, which is not given; add it")
+        return tell("plan", plan.dry_run(settings, gpu_memory=gpu_memory, gpus=gpus, timed=timed), json_file)
+    if gpu_memory is not None or gpus is not None or timed:
+        raise UserError("--gpu-memory, --gpus and --time are for --dry-run, which is not given; add it")
     from edkm_cli.compress import compress
     from edkm_cli.dryrun.need import choose_memory
     from edkm_cli.preflight import RunPlan

@@ -29,10 +29,7 @@ def shortage(error: BaseException) -> UserError | None:
     torch_says = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
     text = (str(error).splitlines() or [""])[0][:300]
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says:
-        return UserError(
-            f"there is not enough memory ({text or 'MemoryError'}); --dry-run says what a run needs and what would need "
-            f"less; {_RESUME}"
-        )
+        return UserError(f"not enough memory ({text or 'MemoryError'}); --dry-run says what needs less; {_RESUME}")
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # libraries in Rust give it as text only: `No space left on device (os error 28)`
         number = next((known for known in _DISK if f"(os error {known})" in str(error)), None)

@@ -57,9 +57,7 @@ def non_finite(layer: str) -> UserError:
 def checked_importance(importance: Tensor | None, weight: Tensor, *, layer: str = "weight") -> Tensor | None:
     """The importance without its gradient. Raises UserError unless its shape is (in,) or (out, in)."""
     if importance is not None and importance.shape not in (weight.shape, weight.shape[1:]):
-        raise UserError(
-            f"importance of {layer} must be (in,) or (out, in) = {tuple(weight.shape)}, got {tuple(importance.shape)}"
-        )
+        raise UserError(f"importance of {layer} must be (in,) or {tuple(weight.shape)}, got {tuple(importance.shape)}")
     return None if importance is None else importance.detach()
 
 

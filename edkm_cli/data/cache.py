@@ -127,7 +127,7 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that tokenizes was killed, often for lack of memory; use fewer, with --data-workers 1"
+                "a process that tokenizes was killed, often for want of memory; use --data-workers 1"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -84,10 +84,8 @@ class Encoder:
         documents: list[Document] = []
         empty = 0
         for number, record in enumerate(part.load()):
-            rendered = render(
-                record, part.place(number), tokenizer=self.tokenizer, column=self.column, whole=self.whole
-            )
-            with_text = [one for one in rendered if one.text.strip() and (one.answers is None or one.answers)]
+            made = render(record, part.place(number), tokenizer=self.tokenizer, column=self.column, whole=self.whole)
+            with_text = [one for one in made if one.text.strip() and (one.answers is None or one.answers)]
             empty += not with_text
             documents += with_text
         begin, end = np.asarray(self._begin, self.dtype), np.asarray(self._end, self.dtype)

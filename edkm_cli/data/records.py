@@ -108,9 +108,7 @@ def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any
             return [Document(render_text(tokenizer, chat.messages, tools), templated=True)]
         rendered = render_chat(tokenizer, chat.messages, tools=tools, first_answer=chat.first_answer)
     except TemplateError as error:
-        raise UserError(
-            f"the model's chat template cannot render {where}: {error}; mend that record or leave it out"
-        ) from error
+        raise UserError(f"the model's chat template cannot render {where}: {error}; mend or leave it out") from error
     return [Document(text, answers, templated=True) for text, answers in rendered]
 
 
@@ -178,9 +176,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "from" in turn and "value" in turn:
         role = _ROLES.get(str(turn["from"]).lower())
         if role is None:
-            raise UserError(
-                f"a turn must be from one of {', '.join(_ROLES)}, but one in {where} is from {turn['from']!r}"
-            )
+            raise UserError(f"a turn must be from one of {', '.join(_ROLES)}, one in {where} is from {turn['from']!r}")
         turn = {"role": role, "content": turn["value"] or ""}
     message = {name: value for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):

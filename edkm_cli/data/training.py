@@ -135,9 +135,7 @@ def open_training_data(
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
     """
     for name, twice in repeated(sources).items():
-        say(
-            f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight for more of it"
-        )
+        say(f"WARNING: {twice} is read more than once, by --data {name}, too; give it once, with a weight")
     stores = []
     total = sum(source.weight or 1.0 for source in sources)
     for source in sources:

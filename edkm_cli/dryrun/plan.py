@@ -16,6 +16,7 @@ import torch
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
+from edkm_cli.dryrun.duration import seconds_by_phase
 from edkm_cli.dryrun.need import Machine, by_part, choose_machine, estimate, least, memory_of, process_bytes, with_heap
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, Override
@@ -24,17 +25,22 @@ from edkm_cli.nn.swap import EMBEDDING, decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, choose_dtype, plan_run
 
 
-def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None) -> dict[str, Any]:
+def dry_run(
+    config: CompressConfig, *, gpu_memory: str | None = None, gpus: int | None = None, timed: bool = False
+) -> dict[str, Any]:
     """The plan of a run as the JSON of `edkm compress --dry-run` (its keys: docs/results.md).
 
     Args:
         config: the run's settings.
         gpu_memory: plan for GPUs with that much memory each (`24GiB`), whatever this machine has.
         gpus: how many of them, each with a process.
+        timed: run one decoder layer to say how long all takes, here.
 
     `phases` are the highest totals of each phase, of tensors alone. Raises UserError for settings that no run could have.
     """
     machine = choose_machine(config, gpu_memory, gpus)
+    if timed and (gpu_memory is not None or machine.world.size > 1):
+        raise UserError("--time measures one process on this machine, got another to plan for; leave it out")
     plan = plan_run(config, machine.world)
     runtime_bytes = process_bytes(plan)
     need = estimate(plan, runtime_bytes)
@@ -48,6 +54,7 @@ def dry_run(config: CompressConfig, *, gpu_memory: str | None = None, gpus: int 
         "peak_memory_bytes": by_part(need.device),
         "phases": need.device.phases,
         **({"host_memory_bytes": by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
+        **({"seconds": seconds_by_phase(plan)} if timed else {}),
         **({"not_counted": need.not_counted} if need.not_counted else {}),
         **({"warnings": plan.warnings} if plan.warnings else {}),
         "memory": memory,

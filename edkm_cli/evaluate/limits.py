@@ -34,9 +34,7 @@ def require_ratio(
     """Raises UserError where the later of two `stages` has more than `limit` times the perplexity of the earlier one."""
     base, value = (figures[stage] for stage in stages)
     if limit and base is not None and value is not None and value > limit * base:
-        rule = (
-            f"the {stages[1]} perplexity must be at most --max-perplexity-ratio {limit:g} times the {stages[0]} model's"
-        )
+        rule = f"{stages[1]} perplexity must be at most --max-perplexity-ratio {limit:g} times the {stages[0]} one's"
         found = f"is {value:.4f} to {base:.4f}{where}, {value / base:.3g} times; the result is in {staging}"
         raise UserError(f"{rule}, but {found}: {remedy}")
 

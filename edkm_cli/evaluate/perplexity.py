@@ -79,9 +79,7 @@ def perplexity(
     width = min(context, tokens.numel())
     rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if rows is not None and int(tokens.max()) >= rows:
-        raise UserError(
-            f"the text has token {int(tokens.max())}, but the model has {rows} rows of embeddings; use its own tokenizer"
-        )
+        raise UserError(f"the text has token {int(tokens.max())}, the model has {rows} embeddings; use its tokenizer")
     windows = tokens[: tokens.numel() // width * width].view(-1, width)[:max_windows]
     start = time.perf_counter()
     total = torch.zeros(3, dtype=torch.float64)  # negative log-likelihood, KL, agreements

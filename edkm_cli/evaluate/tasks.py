@@ -52,9 +52,7 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
         if name not in manager.all_tasks:
             close = get_close_matches(name, manager.all_tasks, n=1)
             places = f"lm-evaluation-harness {harness_version()}" + (f" or {folder}" if folder else "")
-            remedy = (
-                f"did you mean {close[0]!r}?" if close else "see `lm-eval ls tasks`, or give --task-path with its file"
-            )
+            remedy = f"did you mean {close[0]!r}?" if close else "see `lm-eval ls tasks`, or give --task-path"
             raise UserError(f"--tasks must name tasks of {places}, got {name!r}; {remedy}")
         with chdir(folder) if folder else nullcontext(), _hub_metrics(settings.trust_remote_code) as refused:
             try:
@@ -103,7 +101,7 @@ def run_tasks(
             raise
         except Exception as error:
             raise UserError(
-                f"--tasks {name} does not fit its data or this model ({_one_line(error)}); check the task file"
+                f"--tasks {name} does not fit data or model ({_one_line(error)}); check its file"
             ) from error
         for task, metrics in outcome["results"].items():
             facts = {"num_fewshot": outcome["n-shot"].get(task), "version": outcome["versions"].get(task)}
@@ -157,9 +155,7 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
         try:
             node = yaml.compose(file.read_text(encoding="utf-8"))  # syntax only: nothing is constructed or run
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"--task-path file {file} is not YAML ({_one_line(error)}); correct or remove it"
-            ) from error
+            raise UserError(f"--task-path file {file} is not YAML ({_one_line(error)}); correct it") from error
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"--task-path file {file} must hold a mapping with 'task' or 'group'; correct or remove it")
     return folder
@@ -176,8 +172,7 @@ def _manager(names: Sequence[str], folder: Path | None) -> Any:
         TaskManager.load  # noqa: B018 - since 0.4.12
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} cannot be used "
-            f"({_one_line(error)}); {_INSTALL}"
+            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} is not ({_one_line(error)}); {_INSTALL}"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()

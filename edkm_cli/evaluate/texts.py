@@ -41,9 +41,7 @@ class Measurements:
             recorder = Recorder(model, folder)
             self.by_stage[ORIGINAL] = self._figures(model, ORIGINAL, world, seen=recorder.see)
             if world.any(recorder.failure is not None):
-                self._why_not = (
-                    recorder.failure or "another process could not keep the uncompressed model's predictions"
-                )
+                self._why_not = recorder.failure or "another process could not keep the original's predictions"
             else:
                 self._reference = RememberedPredictions(folder)
         return self._why_not

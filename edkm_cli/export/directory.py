@@ -79,9 +79,7 @@ class OutputDirectory:
             if not self._overwrite and not (self._resume and ownership.listing(self.path)):
                 raise UserError(f"--output {self.path} exists and is not empty; choose another, or give --overwrite")
             if self._overwrite:
-                ownership.require_ours(
-                    self.path, f"--overwrite removes only what edkm wrote: {self.path} is to be replaced"
-                )
+                ownership.require_ours(self.path, f"--overwrite removes only what edkm wrote: {self.path} is to go")
         parent = next(folder for folder in self.path.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output needs a directory that can be written to, but {parent} cannot; choose another")
@@ -117,7 +115,7 @@ class OutputDirectory:
             ownership.rehearse(folder, self.path.name)
         except OSError as error:
             raise UserError(
-                f"--output must be on a disk that can be written to, but {folder} cannot ({error}); choose another"
+                f"--output must be on a writable disk, {folder} is none ({error}); choose another"
             ) from error
         free = shutil.disk_usage(folder).free
         if free < needed_bytes:
@@ -143,9 +141,7 @@ class OutputDirectory:
         if changes and self._overwrite:
             return None
         if changes:
-            raise UserError(
-                f"--resume: {self.path} is finished, but {changes}; choose another --output, or give --overwrite"
-            )
+            raise UserError(f"--resume: {self.path} is finished, but {changes}; choose another --output or --overwrite")
         settle(self.path)
         return content
 
@@ -272,9 +268,7 @@ class Lock:
             holder = "another process"
             if {"process", "host", "since"} <= facts.keys():
                 holder = f"process {facts['process']} on {facts['host']} since {facts['since']}"
-            raise UserError(
-                f"--output {self._directory} is being written by {holder}; wait for it, or choose another directory"
-            ) from None
+            raise UserError(f"--output {self._directory} is written by {holder}; wait, or choose another") from None
         except OSError:
             return
         if self.path.stat().st_size and "process" not in ownership.read_object(self.path):

@@ -142,9 +142,7 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
             relation = "lies inside"
         else:
             continue
-        raise UserError(
-            f"{option} must be another place than the source, but {target} {relation} {name} {there}; choose another"
-        )
+        raise UserError(f"{option} must be apart from the source, but {target} {relation} {name} {there}")
 
 
 def cache_paths() -> list[tuple[str, Path]]:

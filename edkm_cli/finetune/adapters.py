@@ -62,8 +62,7 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter. Raises UserError where there is none."""
     if not (directory / _CONFIG).is_file() or not (directory / WEIGHTS).is_file():
         raise UserError(
-            f"--adapter must be a directory with {_CONFIG} and {WEIGHTS}, as edkm finetune and peft write it, but "
-            f"{directory} is not"
+            f"--adapter must be a directory with {_CONFIG} and {WEIGHTS}, as edkm finetune writes it, but {directory} is not"
         )
     config = read_json(directory / _CONFIG, remedy="save the adapter again")
     if (kind := str(config.get("peft_type"))[:40]) != "LORA":
@@ -82,6 +81,4 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     except UserError:
         raise
     except Exception as error:  # peft, safetensors and json each have their own
-        raise UserError(
-            f"--adapter {directory} does not fit the model ({type(error).__name__}: {brief(error, 300)})"
-        ) from error
+        raise UserError(f"--adapter {directory} does not fit ({type(error).__name__}: {brief(error, 300)})") from error

@@ -145,9 +145,7 @@ class Corrections:
             change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * self._crossing(inputs, exact)))
         else:
             crossed = _INPUTS * (weight @ self._crossing(inputs, exact))
-            crossed += _RESIDUAL * _sum(
-                inputs, lambda some: (self._error(stream, some), self._weighted(inputs[some], some))
-            )
+            crossed += _RESIDUAL * _sum(inputs, lambda at: (self._error(stream, at), self._weighted(inputs[at], at)))
             change = times_inverse(crossed)
         self.forget(layer)
         return (weight + change).to(layer.weight.dtype)

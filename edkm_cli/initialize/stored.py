@@ -76,9 +76,7 @@ def from_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
     """(..., 32 * n) in float32, of `blocks` (..., n, 16), uint8, the first of two numbers in the lower half of a byte, and
     `scales` (..., n), uint8, the exponents plus 127. Raises UserError, naming it, for a tensor that is none."""
     if blocks.shape[:-1] != scales.shape or {blocks.dtype, scales.dtype} != {torch.uint8}:
-        raise UserError(
-            f"{name} must have a byte of scale for each block of MXFP4, which it has not; fetch the files again"
-        )
+        raise UserError(f"{name} must have a byte of scale for each block of MXFP4, which it has not; fetch it again")
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(table[codes.int()], scales[..., None].int() - 127).flatten(-2)
@@ -90,9 +88,7 @@ def from_fp8(name: str, weight: Tensor, scale: Tensor, *, block: list[int] | Non
     shape = weight.shape[-2:]
     counts = [-(-size // each) for size, each in zip(shape, block or shape, strict=True)]
     if not scale.is_floating_point() or (list(scale.shape[-2:]) != counts if block else scale.numel() != 1):
-        raise UserError(
-            f"{name} must have a scale for each block of {block}, got {tuple(scale.shape)}; fetch the files again"
-        )
+        raise UserError(f"{name} must have a scale for each block of {block}, got {tuple(scale.shape)}; fetch it again")
     scale = scale.float()
     for dim, each in zip((-2, -1), block or (), strict=False):
         scale = scale.repeat_interleave(each, dim).narrow(dim, 0, shape[dim])

@@ -93,10 +93,7 @@ class _Key:
 
     def __init__(self, key: torch.Tensor) -> None:
         if key.dtype not in (torch.bfloat16, torch.float16, torch.int16):
-            raise UserError(
-                f"a key of Uniquify must be of a 16-bit dtype (bfloat16, float16, int16), got {key.dtype}; "
-                "cast the weight before it is clustered"
-            )
+            raise UserError(f"a key must be of bfloat16, float16 or int16, got {key.dtype}; cast the weight first")
         self._key = key
         self._codes: _Codes | None = None
 

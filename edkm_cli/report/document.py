@@ -70,9 +70,7 @@ def _target(run: RunFiles, output: str | Path | None) -> Path:
     else:
         target = Path(output).expanduser().absolute()
     if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise UserError(
-            f"--output must name a file in a directory that can be written to, got {target}; choose another"
-        )
+        raise UserError(f"--output must name a file in a writable directory, got {target}; choose another")
     require_replaceable("--output", target)
     return target
 

@@ -67,9 +67,7 @@ def verify(source: Compressed) -> dict[str, Any]:
             raise UserError(f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {AGAIN}")
         _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
     if len(source.names) != len(recorded):
-        raise UserError(
-            f"{directory / RECORD} lists {len(recorded)} tensors, the files hold {len(source.names)}; {AGAIN}"
-        )
+        raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, files hold {len(source.names)}; {AGAIN}")
     return {"tensors": len(recorded), "report": _check_report(source)}
 
 

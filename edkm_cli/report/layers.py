@@ -65,7 +65,7 @@ def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Tr
             weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
             if weight.shape != restored.shape:
                 raise UserError(
-                    f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} in the original: another model?"
+                    f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} originally: another model?"
                 )
             errors[name] = relative_squared_error(weight, restored)
             if name in sample:

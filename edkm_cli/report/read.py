@@ -164,8 +164,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
             if index == len(lines) - 1:
                 break
             raise UserError(
-                f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error}); "
-                "remove the line"
+                f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error})"
             ) from error
         flat: dict[str, Any] = {}
         for key, value in values.items():

@@ -36,7 +36,7 @@ def check(x_columns: int, packed: Packed) -> None:
         raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
     if indices.shape[1] != packed_width(x_columns, bits):
         raise ValueError(
-            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes a row, got {indices.shape[1]}"
+            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes, got {indices.shape[1]}"
         )
     if tile is None:
         groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1

@@ -71,9 +71,7 @@ class Piece:
 
     def _require(self, leaf: str, stored: Tensor, shape: tuple[int, int]) -> None:
         if tuple(stored.shape) != shape:
-            raise UserError(
-                f"{self.name}.{leaf} must be {shape}, got {tuple(stored.shape)}; copy or export the checkpoint again"
-            )
+            raise UserError(f"{self.name}.{leaf} must be {shape}, got {tuple(stored.shape)}; copy the checkpoint again")
 
 
 def piece_of(

@@ -49,9 +49,7 @@ class EdkmVllmConfig(QuantizationConfig):
         try:
             spec = QuantizationSpec.from_mapping(config)
             if spec.palette != FREE:
-                raise UserError(
-                    f"vllm serves free tables, got palette {spec.palette}, which is for another engine; see edkm export"
-                )
+                raise UserError(f"vllm serves free tables, not palette {spec.palette}; see edkm export")
             return cls(spec)
         except UserError as error:
             raise _logged(error) from None

@@ -46,10 +46,7 @@ def check(source: Compressed, options: Options) -> None:
         limit = min(limit, window)
     if last > limit:
         given = "is 1-1024 by default" if options.sequence_length == "1-1024" else f"is {options.sequence_length}"
-        raise UserError(
-            f"--sequence-length must end at {limit} at most, which the model's attention spans, but {given}; give "
-            f"--sequence-length 1-{limit}"
-        )
+        raise UserError(f"--sequence-length must end by {limit}, the attention's span, but {given}; give 1-{limit}")
     if options.verify == "perplexity" and not first <= options.context <= last:
         raise UserError(
             f"--verify perplexity measures windows of --context {options.context} tokens, but the program takes "
@@ -66,9 +63,7 @@ def lengths(options: Options) -> tuple[int, int]:
         first, last = int(parts[0]), int(parts[-1])
         if first <= last:
             return first, last
-    raise UserError(
-        f"--sequence-length must be a number of tokens, or a range such as 1-1024, got {options.sequence_length!r}"
-    )
+    raise UserError(f"--sequence-length must be a number, or a range such as 1-1024, got {options.sequence_length!r}")
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
@@ -153,10 +148,8 @@ def _function(folder: Path) -> tuple[Any, dict[str, str]]:
 
         model = ct.models.MLModel(str(folder / PACKAGE), skip_model_load=True)
         spec = model.get_spec()
-        program = load_program(
-            spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir
-        )
-        return program.functions["main"], dict(spec.description.metadata.userDefined)
+        loaded = load_program(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
+        return loaded.functions["main"], dict(spec.description.metadata.userDefined)
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:

@@ -49,9 +49,7 @@ class Program:
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, *, position: int = 0, **_: Any) -> Any:
         if position + input_ids.shape[1] > self._length:
-            raise UserError(
-                f"the program takes sequences of at most {self._length} tokens, got {position + input_ids.shape[1]}"
-            )
+            raise UserError(f"the program takes at most {self._length} tokens, got {position + input_ids.shape[1]}")
         known = {"input_ids": input_ids, "position": torch.tensor([position])}
         values: dict[str, Any] = {**self._constants, **{name: known[name] for name in self._inputs if name in known}}
         for operation in self._operations:

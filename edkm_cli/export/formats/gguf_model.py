@@ -88,15 +88,11 @@ def naming_of(config: Any) -> Naming:
     """Of a model by its configuration. Raises UserError for a family or rotary angles that are not known here."""
     architecture = _ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        raise UserError(
-            f"gguf is known for {', '.join(_ARCHITECTURES)}, not for {config.model_type}; choose another format"
-        )
+        raise UserError(f"gguf is known for {', '.join(_ARCHITECTURES)}, not for {config.model_type}; choose another")
     rope = _rope(config)
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
-        raise UserError(
-            f"gguf is known with rotary angles default, linear and llama3, not {kind}; choose another format"
-        )
+        raise UserError(f"gguf is known with rotary angles default, linear and llama3, not {kind}; choose another")
     frequencies = _frequencies(rope, _head_size(config)) if kind == "llama3" else None
     return Naming(architecture, config.num_attention_heads, config.num_key_value_heads, frequencies)
 

@@ -28,9 +28,7 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
     Raises UserError where the package is absent, or for a value out of range.
     """
     if importlib.util.find_spec("auto_round") is None:
-        raise UserError(
-            "autoround needs the package auto-round, which is not installed; pip install 'edkm-cli[autoround]'"
-        )
+        raise UserError("autoround needs the package auto-round; pip install 'edkm-cli[autoround]'")
     model, batches = task.model, task.batches
     check_at_least(0, iterations=iterations, learning_rate=learning_rate)
     check_at_least(1, batch_size=batch_size, calibration_samples=len(batches))

@@ -111,9 +111,7 @@ def _sites(block: Any, path: str) -> list[_Site]:
             sites.append(_Site(v, [o], o))
         return [*sites, _Site(block.post_attention_layernorm, [gate, up], mlp), _Site(up, [down], down)]
     except AttributeError as error:
-        raise UserError(
-            f"awq needs decoder blocks like LLaMA's, but {path} is a {type(block).__name__} ({error}); use gptq or rtn"
-        ) from error
+        raise UserError(f"awq needs blocks like LLaMA's, but {path} is a {type(block).__name__} ({error})") from error
 
 
 def _watch(

@@ -23,6 +23,4 @@ def quantize(
     Raises UserError for bits, a geometry, a LUT dtype or an importance that is unknown or does not fit.
     """
     outcome = dkm.quantize(task, steps=0, granularity=granularity, lut_dtype=lut_dtype, importance=importance)
-    return replace(
-        outcome, note={"activation": "weighted by squared inputs", "none": "not weighted"}.get(importance, "")
-    )
+    return replace(outcome, note={"activation": "by squared inputs", "none": "not weighted"}.get(importance, ""))

@@ -44,10 +44,7 @@ def train(
             loss = loss_at(step)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
-                raise UserError(
-                    f"the training loss must stay finite, but is {losses[-1]} at step {step}; "
-                    "use a smaller learning_rate"
-                )
+                raise UserError(f"loss must stay finite, but is {losses[-1]} at step {step}; lower learning_rate")
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
             before_step()

@@ -178,7 +178,7 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
             while not processes.join(timeout=1.0):
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"the {learners} learners did not finish within {TIMEOUT_SECONDS:.0f} seconds; use a smaller width"
+                        f"{learners} learners did not finish in {TIMEOUT_SECONDS:.0f} s; use a smaller width"
                     )
         except torch.multiprocessing.ProcessExitedException as error:
             raise UserError(

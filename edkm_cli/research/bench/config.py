@@ -33,25 +33,19 @@ class ClusteringBench(_Bench):
 class RuntimeBench(_Bench):
     """What `edkm bench runtime` measures: all combinations."""
 
-    shape: tuple[str, ...] = setting(
-        ("576x576", "1536x576", "4096x4096", "11008x4096"), "Rows and columns of a weight.", COMPRESSION
-    )
+    shape: tuple[str, ...] = setting(("576x576", "1536x576", "4096x4096", "11008x4096"), "Shapes.", COMPRESSION)
     tokens: tuple[int, ...] = setting((1, 16, 512), "Tokens that are multiplied at once.", DATA, minimum=1)
     bits: tuple[int, ...] = setting((3, 4), "Bits per weight.", COMPRESSION, minimum=1, maximum=8)
     granularity: tuple[str, ...] = setting(("row:1",), _TABLES, COMPRESSION)
     dtype: tuple[str, ...] = setting(("bfloat16",), "Number format of activations.", SCALE, choices=_FLOATS)
-    cold: bool = setting(
-        False, "Go through many matrices that no cache holds, or stay with one.", SCALE, "--cold/--warm"
-    )
+    cold: bool = setting(False, "Go through matrices that no cache holds, or stay with one.", SCALE, "--cold/--warm")
 
 
 @dataclass(frozen=True)
 class Ablation(_Bench):
     """What `edkm ablate` measures."""
 
-    width: int = setting(
-        4096, "Rows and columns of the weight (LLaMA-7B: 4096).", COMPRESSION, minimum=1, maximum=32768
-    )
+    width: int = setting(4096, "Rows and columns of the weight.", COMPRESSION, minimum=1, maximum=32768)
     bits: int = setting(3, "Bits per weight.", COMPRESSION, minimum=1, maximum=8)
     iterations: int = setting(1, "Clustering updates that gradients pass through.", COMPRESSION, minimum=1, maximum=64)
     learners: int = setting(8, "Number of processes, the paper's learners.", SCALE, minimum=1, maximum=256)

@@ -72,7 +72,7 @@ def compare(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--output must be a directory that can be written to, but {directory} is not ({error}); choose another"
+            f"--output must be a writable directory, {directory} is none ({error}); choose another"
         ) from error
     for name in (*(f"{entry.slug}.json" for entry in config.entries()), "compare.json", "compare.svg"):
         require_replaceable("--output", directory / name)

@@ -56,9 +56,7 @@ class CompareConfig:
     output: str = setting("out/compare", "Directory for results; finished ones are reused.", OUTPUT, "--output", "-o")
     bits: int = setting(3, "Bits per weight.", COMPRESSION, minimum=1, maximum=8)
     group_size: int = setting(64, "Weights of a row that share a scale; 0: the whole row.", COMPRESSION, minimum=0)
-    data: tuple[str, ...] = setting(
-        ("builtin",), "Text to calibrate and train on: wikitext2, alpaca, builtin or a file.", DATA
-    )
+    data: tuple[str, ...] = setting(("builtin",), "Text to calibrate and train on: wikitext2, builtin or a file.", DATA)
     eval_data: tuple[str, ...] = as_in_compress("eval_data")
     context: int = as_in_compress("context")
     eval_windows: int = as_in_compress("eval_windows", 8)
@@ -67,9 +65,7 @@ class CompareConfig:
     steps: int = setting(100, "Optimizer steps of the methods that train.", TRAINING, minimum=0)
     device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
     seed: int = setting(0, "Seed of calibration samples and training.", TRAINING, minimum=0)
-    seeds: int = setting(
-        1, "How often each row of edkm is measured, with seeds one after the other.", TRAINING, minimum=1
-    )
+    seeds: int = setting(1, "How often each row of edkm is measured, with other seeds.", TRAINING, minimum=1)
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
 
     def __post_init__(self) -> None:
@@ -122,9 +118,7 @@ class Entry:
         if kind == GGUF and file:
             method, parts = GGUF, [f"file={file}", *parts]
         if method not in METHODS:
-            raise UserError(
-                f"each method must be one of {', '.join(METHODS)} (with options: name:option=value), got {text!r}"
-            )
+            raise UserError(f"a method must be one of {', '.join(METHODS)} (options: name:option=value), got {text!r}")
         options = {}
         for part in parts:
             name, _, value = part.partition("=")
