@@ -147,7 +147,7 @@ def test_importance_that_does_not_fit_is_refused():
     ):
         with pytest.raises(UserError, match=f"q_proj.*{message}"):
             relative_importance(importance, weight, granularity="row:1", layer="q_proj")
-    with pytest.raises(UserError, match=r"\(in,\) or \(out, in\)"):
+    with pytest.raises(UserError, match=r"\(in,\) or \(4, 8\), got"):
         fused_dkm(weight, start, granularity="row:1", temperature=0.02, iterations=1, importance=torch.ones(4))
 
 

@@ -117,7 +117,7 @@ def test_a_tokenizer_of_another_model_is_refused(directory, text_file, tmp_path)
     tokenizer["model"]["vocab"] = {token: number + 1000 for token, number in tokenizer["model"]["vocab"].items()}
     file.write_text(json.dumps(tokenizer))
     line = refused(*compress_arguments(directory, text_file, tmp_path / "out"))
-    assert "has token 1256, the model has 257 embeddings" in line
+    assert "has token 1256, but the model has 257 rows of embeddings" in line
 
 
 def test_added_tokens_that_nothing_uses_may_lie_beyond_the_model():

@@ -327,7 +327,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (("--methods", "rtn,magic"), "each method must be one of fp16, rtn"),
+            (("--methods", "rtn,magic"), "a method must be one of fp16, rtn"),
             (("--methods", "rtn,rtn"), "names rtn twice"),
             (("--methods", "rtn:speed=9"), "rtn has the options bits, group_size"),
             (("--methods", "rtn:bits=x"), "bits must be a whole number, got 'x'"),
