@@ -22,7 +22,7 @@ from edkm_cli.preflight import RunPlan, needed_tokens
 from edkm_cli.progress import Observer, quiet_bars
 from edkm_cli.self_text import at_once, sequence_tokens, write_text
 
-_FEW_TOKENS, _MORE_TOKENS, _STEPS, _WRITTEN = 1024, 4096, 2, 8
+_FEW_TOKENS, _MORE_TOKENS, _STEPS, _WRITTEN = 1024, 8192, 2, 8
 _OF_LAYERS = ("reconstruction", "compensation", "k-means start")  # loops over decoder layers or their linears
 
 
@@ -43,7 +43,9 @@ def seconds_by_phase(plan: RunPlan) -> dict[str, float]:
         by_layer += more[loop] + tokens * max(0.0, more[loop] - few[loop])
         in_loops += more[loop]
     each, measured = across / _STEPS * config.steps, across * config.eval_windows * max(1, len(config.eval_data))
-    found = {"load": text + more["load"], "evaluate": measured * more["evaluate"], "teacher": each * more["teacher"]}
+    taught = max(few["teacher"], more["teacher"])  # the second run finds the first one's states
+    windows = sum(seconds for loop, seconds in more.items() if loop.startswith("perplexity"))
+    found = {"load": text + more["load"], "evaluate": measured * windows, "teacher": each * taught}
     found["start"] = len(layers) * by_layer + across * more["calibration"] + max(0.0, more["start"] - in_loops)
     found |= {"train": each * more["train"], "export": across * more["export"]}
     return {name: round(seconds, 3) for name, seconds in found.items() if seconds}
@@ -89,8 +91,10 @@ def _measured(plan: RunPlan, folder: Path, start_tokens: int) -> dict[str, float
 
     def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
         begin = time.perf_counter()
-        yield from items
-        seconds[description] += time.perf_counter() - begin
+        try:
+            yield from items
+        finally:  # also where a loop is left before its end
+            seconds[description] += time.perf_counter() - begin
 
     kept = ("bits", "embedding_bits", "label_weight", "assignments", "start", "allocation", "lut_dtype", "dtype")
     values: dict[str, Any] = {name: getattr(plan.config, name) for name in kept}
