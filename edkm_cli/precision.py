@@ -37,6 +37,13 @@ def _products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype that autocast, where it is on, has a linear multiply in: for operators that it does not know."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """left^T right, (n, m) float32, of matrices (tokens, n) and (tokens, m): a sum over tokens.
 

@@ -17,6 +17,7 @@ from edkm_cli.clustering.fused import Settings, gradients, iterated, open_passes
 from edkm_cli.clustering.palette import parse_lut_dtype, round_lut
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
+from edkm_cli.precision import as_autocast
 
 MODES = ("soft", "hard", "straight-through")
 
@@ -151,8 +152,6 @@ def clustered_linear(
     if new_centroids is not None and mode != "straight-through":
         final = new_centroids.detach().to(kernels.centroid_dtype(weight))
     mass = None if mode == "straight-through" else checked_importance(importance, weight, layer=name)
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
+    x = as_autocast(x)
     with _without_autocast(x):
         return _ClusteredLinear.apply(x, weight, centroids, bias, mass, final, options)

@@ -17,6 +17,7 @@ from edkm_cli.clustering.grids import stored_numbers
 from edkm_cli.granularity import FREE
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, LutLayer, clustered_layers, differentiable_lookup
 from edkm_cli.packing import pack, packed_width, unpack
+from edkm_cli.precision import as_autocast
 from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.runtime.palettized import PalettizedLinear
 
@@ -48,10 +49,8 @@ class HeldLinear(LutLayer):
         return cls(layer, packed, layer.centroids, layer.clustering, name=layer.name).train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         tile = self.clustering.granularity.tile(self.out_features, self.in_features, layer=self.name)
-        return lut_linear(x, self.indices, self._table(), self.bias, bits=self.clustering.bits, tile=tile)
+        return lut_linear(as_autocast(x), self.indices, self._table(), self.bias, bits=self.clustering.bits, tile=tile)
 
     def _table(self) -> Tensor:
         """`lut()`, differentiable."""

@@ -95,6 +95,12 @@ class Parts:
             return []
         return [parameter for parameter in self._shell.parameters() if parameter.requires_grad]
 
+    def round_linears(self) -> None:
+        """Keep the frozen second part's linears in bfloat16, to which autocast would round them at each call."""
+        for module in () if self._shell is None else self._shell.modules():
+            if type(module) is nn.Linear:
+                module.weight = nn.Parameter(_copy(module.weight.detach().bfloat16()), requires_grad=False)
+
     def release(self) -> None:
         """Let go of the model; `logits` is left."""
         self._model = self._decoder = None

@@ -19,6 +19,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.kernels.tiles import Tile
 from edkm_cli.packing import pack
+from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.runtime.packed import Packed
@@ -174,7 +175,7 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return self.lut.float() if scale is None else self.lut.float() * scale
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = self.packed()
+        packed, x = self.packed(), as_autocast(x)
         outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.in_features)
         if outs is not None:
             return outs[0]
@@ -368,7 +369,7 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
 
     def forward(self, x: Tensor) -> Tensor:
         indices, scale, bias, bits, _ = packed = self.packed()
-        x = self._times_factors(x)
+        x = self._times_factors(as_autocast(x))
         if indices.device != x.device:  # a device map may part it from the embedding
             indices, scale = indices.to(x.device), scale.to(x.device)
             packed = Packed(indices, scale, bias, bits, None)

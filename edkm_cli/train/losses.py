@@ -105,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = [torch.zeros_like(tensor) for tensor in (states, *head)] if differentiate else []
         for first in range(0, len(states), _CHUNK_TOKENS):
             part = slice(first, first + _CHUNK_TOKENS)
-            theirs = None if teacher is None or taught is None else teacher.logits(taught[None, part])[0]
+            theirs = None if teacher is None or taught is None else teacher.logits(taught[part][None])[0]
             with torch.set_grad_enabled(differentiate):
                 given = states[part].detach().requires_grad_(differentiate)
                 ours = logits(given[None])[0]

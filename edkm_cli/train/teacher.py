@@ -157,6 +157,8 @@ def remember(
             f"({error.strerror or error}); free some room there, or set EDKM_CACHE to another directory"
         ) from error
     parts.release()
+    if mixed_precision == "bf16":
+        parts.round_linears()
     return RememberedTeacher(path, rows, shape, dtype, parts)
 
 
