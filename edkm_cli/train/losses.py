@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from edkm_cli.data.blocks import NO_LABEL, Batch
 from edkm_cli.nn.parts import Parts
 
-_CHUNK_TOKENS = 128
+_CHUNK_TOKENS = 256
+_CACHED_NUMBERS = 1 << 20  # logits that become losses at once on a CPU: in float32 they stay in its caches
 Logits = Callable[[Tensor], Tensor]
 """States (1, tokens, n) -> logits (1, tokens, vocabulary)."""
 
@@ -61,10 +62,19 @@ class _Weights:
 
 
 def _loss_of_logits(student: Tensor, teacher: Tensor | None, weights: _Weights, part: slice) -> tuple[Tensor, Tensor]:
-    """(the loss of some tokens, its gradient in their logits): logits (tokens, vocabulary), computed in float32.
+    """(the loss of some tokens, its gradient in their logits): logits (tokens, vocabulary), computed in float32, on a CPU
+    some tokens at a time.
 
     Both losses end in the student's softmax p: with targets q that sum to one, the gradient of each is p - q.
     """
+    count = max(1, _CACHED_NUMBERS // student.shape[1])
+    if student.device.type == "cpu" and len(student) > count:
+        loss, gradient = torch.zeros(()), torch.empty_like(student)
+        for first in range(0, len(student), count):
+            rows, at = slice(first, first + count), slice(part.start + first, min(part.start + first + count, part.stop))
+            some = _loss_of_logits(student[rows], None if teacher is None else teacher[rows], weights, at)
+            loss, gradient[rows] = loss + some[0], some[1]
+        return loss, gradient
     log_student = student.float().log_softmax(1)
     loss, target, total = torch.zeros((), device=student.device), None, torch.zeros_like(log_student[:, 0])
     if teacher is not None and weights.divergence is not None:
