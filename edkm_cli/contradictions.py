@@ -20,9 +20,7 @@ def contradictions(config: Any) -> list[str]:
         if getattr(config, name) == value and not trains_whole_weights(config):
             found.append(f"{name} {value} is for mode straight-through without sharding; use {name} auto")
     if not config.distill and config.label_weight not in (None, 1.0):
-        found.append(
-            f"label_weight {config.label_weight:g} stands beside distillation, which distill false turns off; leave one out"
-        )
+        found.append(f"label_weight {config.label_weight:g} stands beside distillation; leave it or distill false out")
     if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
         found.append(
             f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "

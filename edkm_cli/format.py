@@ -202,10 +202,7 @@ class QuantizationSpec:
         group = self.embedding_group or columns
         if columns % group:
             fits = max(size for size in range(1, group) if columns % size == 0) if group > 1 else 1
-            raise UserError(
-                f"--embedding-group must divide the {columns} columns of the embeddings, got {group}; nearest below that "
-                f"fits: {fits}"
-            )
+            raise UserError(f"--embedding-group must divide the embeddings' {columns} columns, got {group}; use {fits}")
         indices = (torch.uint8, (rows, packed_width(columns, self.embedding_bits)))
         stored: Stored = {"indices": indices, "scale": (torch.float32, (rows, columns // group))}
         return stored | ({"factors": (torch.uint8, (columns,))} if self.embedding_factors else {})

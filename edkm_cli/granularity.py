@@ -83,9 +83,7 @@ class Override(NamedTuple):
         given = dict(part.strip().partition("=")[::2] for part in rest.split(","))
         bits, granularity = given.pop("bits", None), given.pop("granularity", None)
         if given or not pattern.strip() or bits not in (None, *"12345678"):
-            raise UserError(
-                f"overrides must be PATTERN: bits=N, granularity=G (one of both is enough, N 1 to 8), got {text!r:.100}"
-            )
+            raise UserError(f"overrides must be PATTERN: bits=N, granularity=G (or one, N 1 to 8), got {text!r:.100}")
         geometry = None if granularity is None else Granularity.parse(granularity)
         return cls(pattern.strip(), None if bits is None else int(bits), geometry)
 

@@ -193,9 +193,7 @@ def repeated_layers(modules: list[str]) -> tuple[str, str, list[str]]:
     for path in modules:
         match = _IN_LAYER.match(path)
         if match is None:
-            raise UserError(
-                f"any-precision holds linears of decoder layers, but {path} is none; leave it out with --skip {path}"
-            )
+            raise UserError(f"any-precision holds the decoder's linears, but {path} is none; add --skip {path}")
         layers.setdefault((match[1], match[2], match[3]), []).append(match[4])
     (model, name, _), names = next(iter(layers.items()))
     for (other, list_name, number), found in layers.items():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from edkm_cli.nn.held import hold
 from edkm_cli.nn.parts import Parts
 from families import FAMILIES, family
 from helpers import cluster, tiny_llama
@@ -23,6 +24,27 @@ def test_states_and_head_give_the_logits_of_the_model(name):
         for parameter in model.parameters():
             parameter.zero_()
         torch.testing.assert_close(parts.logits(states), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_head_that_is_kept_rounded_gives_what_autocast_gives(name):
+    parts = Parts(family(name).eval(), frozen=True)
+    states = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = parts.logits(states)
+        parts.round_linears()
+        assert torch.equal(parts.logits(states), wanted)
+
+
+def test_what_is_packed_multiplies_as_autocast_says(ids):
+    model, _ = cluster(tiny_llama())
+    hold(model)
+    wanted = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids).logits
+    assert logits.dtype == torch.bfloat16
+    assert wanted.dtype == torch.float32
+    torch.testing.assert_close(logits.float(), wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 
 def test_gradients_pass_both_parts_and_rounded_embeddings():

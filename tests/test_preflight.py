@@ -12,7 +12,7 @@ from edkm_cli.data import parse_sources
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import plan_run, resolve
+from edkm_cli.preflight import needed_tokens, plan_run, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
 from edkm_cli.summaries import summary
@@ -109,6 +109,17 @@ def test_nothing_is_left_open_and_what_is_resolved_stays():
 def test_processes_count_as_accumulation_does():
     four = resolved(World(size=4), steps=10, gradient_accumulation=1)
     assert four.start_tokens == resolved(steps=10, gradient_accumulation=4).start_tokens == 40 * 1024
+
+
+def test_no_more_text_is_written_than_is_allowed_but_enough_for_the_start(model_directory):
+    def written(**changes):
+        config = CompressConfig(model=str(model_directory), steps=100, start_tokens=20480, **changes)
+        return needed_tokens(plan_run(config, HERE))
+
+    assert written() == int(1.1 * 102_400) + 1024
+    assert written(text_tokens=51_200) == 51_200 + 1024
+    assert written(text_tokens=10_000) == 20_480 + 1024
+    assert written(text_tokens=51_200, data=("builtin",)) == written()  # of other text there is as much as there is
 
 
 @pytest.mark.parametrize(

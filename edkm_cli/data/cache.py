@@ -126,9 +126,7 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise UserError(
-                "a process that tokenizes was killed, often for want of memory; use --data-workers 1"
-            ) from error
+            raise UserError("a tokenizing process was killed, often for memory; use --data-workers 1") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -94,9 +94,7 @@ def _explained(source: Source, error: Exception) -> UserError:
         )
     if "split" in text.lower() and there:
         if "[" in (source.split or ""):
-            return UserError(
-                f"{source} is a part of a split, which must be of {there} and cannot be streamed; add --no-streaming"
-            )
+            return UserError(f"{source} is a part of a split: it must be of {there}, not streamed; add --no-streaming")
         return UserError(
             f"{source} has the splits {there}, but not {source.split or 'train'}; write one as "
             f"{source.name.partition('@')[0]}@{there.split(',')[0]}"

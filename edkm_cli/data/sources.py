@@ -73,9 +73,7 @@ def parse_sources(names: Iterable[str], option: str = "--data") -> list[Source]:
     sources = [parse_source(name, option) for name in names]
     unweighted = [source.name for source in sources if source.weight is None]
     if unweighted and len(unweighted) < len(sources):
-        raise UserError(
-            f"{option} needs a weight for each source or for none, but {unweighted[0]} has none; write {unweighted[0]}=0.5"
-        )
+        raise UserError(f"{option} needs a weight for each source or for none; write {unweighted[0]}=0.5")
     return sources
 
 

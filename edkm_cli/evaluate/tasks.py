@@ -100,9 +100,7 @@ def run_tasks(
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise
         except Exception as error:
-            raise UserError(
-                f"--tasks {name} does not fit data or model ({_one_line(error)}); check its file"
-            ) from error
+            raise UserError(f"--tasks {name} does not fit data or model ({_one_line(error)}); check it") from error
         for task, metrics in outcome["results"].items():
             facts = {"num_fewshot": outcome["n-shot"].get(task), "version": outcome["versions"].get(task)}
             results[task] = {**_metrics(metrics), "samples": metrics.get("sample_len"), **facts}

@@ -140,9 +140,7 @@ def require_parity(
 
 
 def _drift(name: str, what: str) -> UserError:
-    return UserError(
-        f"the export must read back as its source, but {name} {what}; nothing was put in place, please report it"
-    )
+    return UserError(f"the export must read back as its source, but {name} {what}; nothing was kept, please report it")
 
 
 # Both models multiply the same numbers; where the format rounds some, the perplexity may move in its third digit.

@@ -114,9 +114,7 @@ class OutputDirectory:
         try:
             ownership.rehearse(folder, self.path.name)
         except OSError as error:
-            raise UserError(
-                f"--output must be on a writable disk, {folder} is none ({error}); choose another"
-            ) from error
+            raise UserError(f"--output must be on a writable disk, {folder} is none ({error}); take another") from error
         free = shutil.disk_usage(folder).free
         if free < needed_bytes:
             raise UserError(

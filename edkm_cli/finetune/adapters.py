@@ -61,9 +61,7 @@ def save_adapter(model: PeftModel, directory: Path, *, base: str) -> None:
 def check_adapter(directory: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter. Raises UserError where there is none."""
     if not (directory / _CONFIG).is_file() or not (directory / WEIGHTS).is_file():
-        raise UserError(
-            f"--adapter must be a directory with {_CONFIG} and {WEIGHTS}, as edkm finetune writes it, but {directory} is not"
-        )
+        raise UserError(f"--adapter must be a directory with {_CONFIG} and {WEIGHTS} of edkm finetune, not {directory}")
     config = read_json(directory / _CONFIG, remedy="save the adapter again")
     if (kind := str(config.get("peft_type"))[:40]) != "LORA":
         raise UserError(f"--adapter must hold a LoRA adapter, but {directory} holds {kind!r}")

@@ -64,9 +64,7 @@ def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Tr
         for name in track(linears, "comparing layers", len(linears)):
             weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
             if weight.shape != restored.shape:
-                raise UserError(
-                    f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} originally: another model?"
-                )
+                raise UserError(f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} before: another model?")
             errors[name] = relative_squared_error(weight, restored)
             if name in sample:
                 histograms.append(_histogram(name, weight, compressed.table(name)))

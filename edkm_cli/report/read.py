@@ -163,9 +163,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if index == len(lines) - 1:
                 break
-            raise UserError(
-                f"{path} must hold a JSON object with 'step' in each line, but line {index + 1} does not ({error})"
-            ) from error
+            raise UserError(f"{path} must hold objects with 'step', but line {index + 1} is none ({error})") from error
         flat: dict[str, Any] = {}
         for key, value in values.items():
             flat |= {f"{key}: {name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}

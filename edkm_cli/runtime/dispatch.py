@@ -123,19 +123,18 @@ def input_gradient(grad: Tensor, packed: Packed, columns: int) -> Tensor:
 
 def table_gradient(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
     """dL/dlut (groups, 2**bits) for grad (..., out) = dL/dy and x (..., in): for each entry the sum of dL/dW = grad.T @ x
-    over the weights that chose it. dL/dW is made some rows at a time; sums are float32, or float64 where x is."""
+    over the weights that chose it. dL/dW is made some rows at a time, in float32, in float64 where x is, and in bfloat16
+    where both are: rounding it, too, changes no sum by more than rounding grad did, and takes a quarter of the time."""
     tile, columns = packed.tile, x.shape[-1]
     assert tile is not None
-    # bfloat16 factors: rounding dL/dW, too, changes each sum by less than rounding grad did, at four times the speed
-    kept = torch.bfloat16 if x.dtype == grad.dtype == torch.bfloat16 else torch.float32
-    kept = torch.float64 if x.dtype == torch.float64 else kept
+    kept = x.dtype if x.dtype == torch.float64 or x.dtype == grad.dtype == torch.bfloat16 else torch.float32
     flat, upstream = x.reshape(-1, columns).to(kept), grad.reshape(-1, grad.shape[-1]).to(kept)
     fast = kept != torch.float64 and forced_path() != "reference" and x.is_cpu and lut_linear_c.supports(packed)
     sum_by_code = (lut_linear_c if fast else lut_linear_torch).sum_by_code
     sums = flat.new_zeros(upstream.shape[1] // tile[0], columns // tile[1], 2**packed.bits, dtype=torch.float64)
     for rows in _row_ranges(upstream.shape[1], columns, x):
-        products = upstream[:, rows.start : rows.stop].t() @ flat
-        part = sum_by_code(products.to(sums.dtype if kept == torch.float64 else torch.float32), packed, columns, rows.start)
+        part = upstream[:, rows.start : rows.stop].t() @ flat
+        part = sum_by_code(part.float() if kept == torch.bfloat16 else part, packed, columns, rows.start)
         tiles = torch.arange(rows.start, rows.stop, device=x.device) // tile[0]
         sums.index_add_(0, tiles, part.double())
     return sums.flatten(0, 1).to(packed.table.dtype)

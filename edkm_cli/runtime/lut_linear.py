@@ -78,7 +78,8 @@ def _fake_gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, *
 
 @torch.library.register_fake("edkm::lut_linear_table_gradient", lib=_LIBRARY)
 def _fake_table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, *numbers: int) -> Tensor:
-    for tensor in (grad, x):  # what the kernel needs beside a part of dL/dW: both in float32
+    rounded = x.dtype == grad.dtype == torch.bfloat16
+    for tensor in () if rounded else (grad, x):  # what the kernel needs beside a part of dL/dW: both in float32
         torch.empty_like(tensor, dtype=torch.float32)
     return torch.empty_like(lut, memory_format=torch.contiguous_format)
 

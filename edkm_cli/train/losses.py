@@ -71,7 +71,8 @@ def _loss_of_logits(student: Tensor, teacher: Tensor | None, weights: _Weights, 
     if student.device.type == "cpu" and len(student) > count:
         loss, gradient = torch.zeros(()), torch.empty_like(student)
         for first in range(0, len(student), count):
-            rows, at = slice(first, first + count), slice(part.start + first, min(part.start + first + count, part.stop))
+            rows, begin = slice(first, first + count), part.start + first
+            at = slice(begin, min(begin + count, part.stop))
             some = _loss_of_logits(student[rows], None if teacher is None else teacher[rows], weights, at)
             loss, gradient[rows] = loss + some[0], some[1]
         return loss, gradient
@@ -165,7 +166,7 @@ class Objective:
 
     def loss(self, student: Any, batch: Batch | Tensor) -> Tensor:
         """Of one micro-batch, or of ids (batch, sequence) int64 alone: a scalar whose gradient goes to the student, a causal
-        LM or its `Parts`. Logits exist 128 tokens at a time.
+        LM or its `Parts`. Logits exist 256 tokens at a time.
 
         Where a batch has labels, every part of the objective is a mean over the places with a label.
         """

@@ -32,9 +32,7 @@ _KERNEL_WIDTH = 128  # columns and rows that one block of the project's kernels 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     narrow = sorted({tensor.shape for tensor in source.linears if any(side % _KERNEL_WIDTH for side in tensor.shape)})
-    notes = [
-        "SqueezeLLM's llama.py reads a file of torch.save: torch.save(safetensors.torch.load_file(FILE), 'model.pt')"
-    ]
+    notes = ["SqueezeLLM's llama.py wants torch.save(safetensors.torch.load_file(FILE), 'model.pt')"]
     if narrow:
         shapes = ", ".join(f"{rows} x {columns}" for rows, columns in narrow)
         notes.append(

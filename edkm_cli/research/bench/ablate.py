@@ -177,9 +177,7 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             while not processes.join(timeout=1.0):
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{learners} learners did not finish in {TIMEOUT_SECONDS:.0f} s; use a smaller width"
-                    )
+                    raise UserError(f"{learners} learners did not finish in {TIMEOUT_SECONDS:.0f} s; lower --width")
         except torch.multiprocessing.ProcessExitedException as error:
             raise UserError(
                 f"learner {error.error_index} of {learners} was ended from outside ({error}), often for lack of memory; "

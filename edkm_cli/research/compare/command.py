@@ -71,9 +71,7 @@ def compare(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"--output must be a writable directory, {directory} is none ({error}); choose another"
-        ) from error
+        raise UserError(f"--output must be a writable directory, not {directory} ({error}); choose another") from error
     for name in (*(f"{entry.slug}.json" for entry in config.entries()), "compare.json", "compare.svg"):
         require_replaceable("--output", directory / name)
         require_replaceable("--output", directory / f"{name}.tmp")
