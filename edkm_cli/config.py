@@ -226,7 +226,7 @@ class CompressConfig(TrainingSettings, TextSettings):
             **dict.fromkeys(("float32", "bfloat16", "float16"), ""),
         })
     mixed_precision: str = setting("auto", "Number format of matrix products.", SCALE,
-        choices={"auto": "bf16 for float32 weights on a GPU", "no": "that of the weights", "bf16": "bfloat16"})
+        choices={"auto": "bf16 for float32 weights where that is faster", "no": "that of the weights", "bf16": "bfloat16"})
     sharding: str = setting("auto", "What several processes divide.", SCALE,
         choices={
             "auto": "as accelerate is configured",

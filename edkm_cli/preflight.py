@@ -23,6 +23,7 @@ from edkm_cli.nn import allocation
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.hooks import decoder_layers, layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
+from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import parse_bytes, part_of
 from edkm_cli.targets import check_model
@@ -157,7 +158,7 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     start = _start(config)
     labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, world.device, master=world.sharded)
-    rounds = world.gpu and dtype == "float32"  # products of float32 weights
+    rounds = dtype == "float32" and multiplies_bfloat16("cuda" if world.gpu else "cpu")
     # A weight that changes its entry jumps by the distance of two; a gradient of few tokens is too noisy to make up for
     # that, and the start chose the entries together.
     alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt

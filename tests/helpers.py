@@ -177,6 +177,7 @@ def settings(model_directory, text_file, output, **changes):
         "learning_rate": 1e-3,
         "lut_learning_rate": 1e-3,
         "device": "cpu",
+        "mixed_precision": "no",  # the same on every processor
     }
     return CompressConfig(**{**values, **changes})
 

@@ -111,6 +111,13 @@ def test_processes_count_as_accumulation_does():
     assert four.start_tokens == resolved(steps=10, gradient_accumulation=4).start_tokens == 40 * 1024
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_products_are_rounded_where_that_is_faster(faster, monkeypatch):
+    monkeypatch.setattr("edkm_cli.preflight.multiplies_bfloat16", lambda device: faster)
+    assert resolved().mixed_precision == ("bf16" if faster else "no")
+    assert resolved(dtype="bfloat16").mixed_precision == resolved(mixed_precision="no").mixed_precision == "no"
+
+
 def test_no_more_text_is_written_than_is_allowed_but_enough_for_the_start(model_directory):
     def written(**changes):
         config = CompressConfig(model=str(model_directory), steps=100, start_tokens=20480, **changes)

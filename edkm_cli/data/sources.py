@@ -138,9 +138,7 @@ def _files(text: str, option: str) -> Source | None:
         if readme.is_file() and readme.read_bytes().partition(b"\n")[0].strip() == b"---":
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
         visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
-        files = sorted(
-            one for one in visible if suffix_of(one) in SUFFIXES and one.name not in _METADATA and one.is_file()
-        )
+        files = sorted(p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
         if not files:
             raise UserError(f"{option} names a directory without files that end in {endings}: {path}")
         return Source(text, "files", files=tuple(files))
