@@ -306,8 +306,6 @@ def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
     trained, fitted = int(1.1 * plan.training_tokens), config.start_tokens or 0
-    if plan.writes_text and config.text_tokens:
-        trained = min(trained, config.text_tokens)
     return max(trained, config.calibration_tokens, fitted) + config.sequence_length
 
 

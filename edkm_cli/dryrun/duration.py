@@ -44,7 +44,6 @@ def seconds_by_phase(plan: RunPlan) -> dict[str, float]:
         in_loops += more[loop]
     each, measured = across / _STEPS * config.steps, across * config.eval_windows * max(1, len(config.eval_data))
     taught = max(few["teacher"], more["teacher"])  # the second run finds the first one's states
-    taught *= min(
         1.0, needed_tokens(plan) / max(1, plan.training_tokens)
     )  # a text that is passed over twice is seen once
     windows = sum(seconds for loop, seconds in more.items() if loop.startswith("perplexity"))
