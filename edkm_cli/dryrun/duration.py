@@ -44,8 +44,6 @@ def seconds_by_phase(plan: RunPlan) -> dict[str, float]:
         in_loops += more[loop]
     each, measured = across / _STEPS * config.steps, across * config.eval_windows * max(1, len(config.eval_data))
     taught = max(few["teacher"], more["teacher"])  # the second run finds the first one's states
-        1.0, needed_tokens(plan) / max(1, plan.training_tokens)
-    )  # a text that is passed over twice is seen once
     windows = sum(seconds for loop, seconds in more.items() if loop.startswith("perplexity"))
     found = {"load": text + more["load"], "evaluate": measured * windows, "teacher": each * taught}
     found["start"] = len(layers) * by_layer + across * more["calibration"] + max(0.0, more["start"] - in_loops)
