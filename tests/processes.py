@@ -27,6 +27,7 @@ def argv(config):
         "--context", "64", "--eval-windows", "2", "--calibration-tokens", "256",
         "--start-tokens", str(config.start_tokens), "--device", "cpu", "--mode", config.mode,
         "--lr", "1e-3", "--lut-learning-rate", "1e-3", "--save-every", str(config.save_every), "--resume",
+        "--mixed-precision", config.mixed_precision,
     ]  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from helpers import byte_tokenizer, settings, weights_of
         {"granularity": "tensor", "dtype": "bfloat16"},
         {"granularity": "block:4x8", "lut_dtype": "float8_e4m3fn"},
         {"mixed_precision": "bf16"},
+        {"mixed_precision": "bf16", "mode": "soft"},
         {"embedding_bits": 16},
         {"importance": "none"},
         {"importance": "activation", "steps": 0},

@@ -143,7 +143,7 @@ def test_whether_a_hub_answers_is_told_at_once(monkeypatch):
 
 
 def test_a_part_of_a_split_is_not_streamed(hub):
-    with pytest.raises(UserError, match=r"must be of train, test and cannot be streamed; add --no-streaming"):
+    with pytest.raises(UserError, match=r"must be of train, test, not streamed; add --no-streaming"):
         open_training_data(
             parse_sources(["owner/name:en@train[:10%]"]), byte_tokenizer(), options=TextSettings(data_column="body")
         )

@@ -60,7 +60,7 @@ def test_weights_are_for_all_or_for_none(here):
         ("builtin", 0.1),
     ]
     assert [source.weight for source in parse_sources(["a.jsonl", "builtin"])] == [None, None]
-    with pytest.raises(UserError, match=r"builtin has none.*builtin=0\.5"):
+    with pytest.raises(UserError, match=r"for each source or for none; write builtin=0\.5"):
         parse_sources(["a.jsonl=0.7", "builtin"])
     for bad in ("a.jsonl=0", "a.jsonl=-1", "a.jsonl=nan", "a.jsonl=inf"):
         with pytest.raises(UserError, match="positive"):

@@ -36,6 +36,7 @@ SHORT = {
     "steps": 3,
     "save_every": 0,
     "allocation": "uniform",
+    "mixed_precision": "no",
 }
 FEW_TOKENS = {"calibration_tokens": 64, "start_tokens": 64}  # each sequence is rehearsed
 GPU = World(device="cuda")
@@ -75,6 +76,7 @@ CASES = [
     {"start_tokens": 4096},
     {"distill": False, "batch_size": 3},
     {"granularity": "tensor", "mode": "soft"},
+    {"mixed_precision": "bf16"},
 ]
 MORE_CASES = [
     {"dtype": "bfloat16"},
@@ -105,7 +107,7 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03, emp
 def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path):
     # Where the start needs the most: what its passes keep in bfloat16, if the processor has instructions for it, is
     # rehearsed in float32.
-    starts = {"start_tokens", "gradient_checkpointing", "label_weight", "assignments"} & changes.keys()
+    starts = {"start_tokens", "gradient_checkpointing", "label_weight", "assignments", "mixed_precision"} & changes.keys()
     within = 0.1 if starts or changes.get("steps") == 0 else 0.03
     check_against_a_run(models["llama"], changes, text_file, tmp_path, within=within)
 

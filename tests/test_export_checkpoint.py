@@ -215,7 +215,7 @@ class TestDamage:
             ({"lut_dtype": "float32"}, "must be float32"),
             ({"embedding_bits": None}, "must skip"),
             ({"format_version": 9}, "format_version"),
-            ({"format_version": 3, "embedding_group": 5}, "must divide the 24 columns"),
+            ({"format_version": 3, "embedding_group": 5}, "must divide the embeddings' 24 columns"),
             ({"format_version": 3, "embedding_group": 8}, r"must be float32 \(257, 3\)"),
             ({"format_version": 3, "module_bits": {"model.layers.0.mlp.up_proj": 4}}, "must be uint8"),
             ({"format_version": 3, "module_bits": {"model.norm": 4}}, "must name linears"),

@@ -42,7 +42,7 @@ def test_a_scale_of_one_fits_every_family():
 def test_layers_that_differ_are_named():
     with pytest.raises(UserError, match=r"but model\.layers\.1 differs from the first"):
         repeated_layers(["model.layers.0.a", "model.layers.0.b", "model.layers.1.a"])
-    with pytest.raises(UserError, match="but head is none; leave it out with --skip head"):
+    with pytest.raises(UserError, match="but head is none; add --skip head"):
         repeated_layers(["model.layers.0.a", "head"])
 
 

@@ -198,7 +198,8 @@ class _Training:
         require_finite("training loss", loss, step)
         hard = None
         if self._soft:
-            hard = hard_loss(self.model, self._parts, self.objective, last, step, config, world)
+            with self.accelerator.autocast():
+                hard = hard_loss(self.model, self._parts, self.objective, last, step, config, world)
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
         for layer in self._layers.values():
