@@ -107,7 +107,13 @@ def check_against_a_run(model, changes, text_file, tmp_path, *, within=0.03, emp
 def test_a_rehearsal_holds_what_a_run_holds(changes, models, text_file, tmp_path):
     # Where the start needs the most: what its passes keep in bfloat16, if the processor has instructions for it, is
     # rehearsed in float32.
-    starts = {"start_tokens", "gradient_checkpointing", "label_weight", "assignments", "mixed_precision"} & changes.keys()
+    starts = {
+        "start_tokens",
+        "gradient_checkpointing",
+        "label_weight",
+        "assignments",
+        "mixed_precision",
+    } & changes.keys()
     within = 0.1 if starts or changes.get("steps") == 0 else 0.03
     check_against_a_run(models["llama"], changes, text_file, tmp_path, within=within)
 
