@@ -26,6 +26,7 @@ from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import lut_layers
+from edkm_cli.nn.hooks import language_model
 from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
@@ -93,6 +94,8 @@ class Run(Session):
         if self.unfinished is not None:
             self.measured.by_stage.update(self.unfinished["measured"])
         staging = self.begin()
+        if language_model(self.plan.skeleton) and self.world.main:
+            models.copy_processor(self.plan.source, staging)
         teacher = self.remember(dense, sha256) if self.plan.distills else None
         model = self._start(dense, staging)
         del dense

@@ -157,10 +157,8 @@ class Granularity:
                 _nearest_divisor(out_features, tile_rows),
                 None if self.columns is None else _nearest_divisor(in_features, tile_columns),
             )
-            raise UserError(
-                f"granularity {self} does not divide {layer} of shape ({out_features}, {in_features}); "
-                f"the nearest that fits is {nearest}"
-            )
+            rule = f"granularity {self} does not divide {layer} of shape ({out_features}, {in_features})"
+            raise UserError(f"{rule}; the nearest that fits is {nearest}")
         return tile_rows, tile_columns
 
     def groups(self, out_features: int, in_features: int, *, layer: str = "weight") -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -21,7 +20,7 @@ from edkm_cli.errors import UserError, brief
 from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.model_files import header, quantization_method
+from edkm_cli.model_files import from_pretrained, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
@@ -167,7 +166,7 @@ def load(
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
     with quiet_bars():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = from_pretrained(
                 str(directory), dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
             )
         except UserError:

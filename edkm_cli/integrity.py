@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from edkm_cli.errors import UserError, brief
 from edkm_cli.format import TORCH_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
-from edkm_cli.model_files import TensorFiles, check_numbers, needs_trust, no_larger_than
+from edkm_cli.model_files import TensorFiles, build, check_numbers, needs_trust, no_larger_than
 from edkm_cli.nn.swap import palettize_skeleton
 from edkm_cli.runtime.palettized import PALETTIZED
 
@@ -49,7 +48,7 @@ def skeleton(
     """The palettized model of a configuration on the meta device, as loading builds it."""
     with torch.device("meta"):
         dtype = dtype or config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = build(config, dtype=dtype, trust_remote_code=trust_remote_code)
     palettize_skeleton(model, spec)
     return model
 

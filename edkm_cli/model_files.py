@@ -19,12 +19,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What belongs to a model beside its weights.
 BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-                  "vocab.*", "merges.txt", "*.model", "chat_template*", "*.py", "*.index.json")  # fmt: skip
+                  "vocab.*", "merges.txt", "*.model", "chat_template*", "*.py", "*.index.json",
+                  "*processor_config.json")  # fmt: skip
 FETCH_AGAIN = "fetch the files again"
 # What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
 _MAX_NUMBER = 2**48
 _TIMES_STORED = 8
+_WHERE = ("local_files_only", "trust_remote_code", "revision", "gguf_file")  # of a model's files
 # Our own checkpoints, weights in float8 with a scale for each block (DeepSeek's), and gpt-oss' experts in FP4.
 FP8, MXFP4 = "fp8", "mxfp4"
 DECODABLE = (QUANT_METHOD, FP8, MXFP4)
@@ -192,10 +194,8 @@ def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:
     if report.get("error_msgs"):
         problems.append(brief(report["error_msgs"], 200))
     if problems:
-        raise UserError(
-            f"--model {name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}; "
-            "fetch the files again, or check that config.json belongs to them"
-        )
+        rule = f"--model {name} must hold the tensors of a {type(model).__name__}, but there are {'; '.join(problems)}"
+        raise UserError(f"{rule}; fetch the files again, or check that config.json belongs to them")
 
 
 def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -254,9 +254,8 @@ def settle_ties(config: Any, directory: Path) -> None:
     its own, which differs from the input embedding, the two are not tied, whatever the flag. transformers decides so,
     too, while it loads; here it is known before, and for every way to read the files.
     """
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "tie_word_embeddings", False) and differing_head(directory) is not None:
-        text.tie_word_embeddings = config.tie_word_embeddings = False
+    if getattr(config, "tie_word_embeddings", False) and differing_head(directory) is not None:
+        config.get_text_config(decoder=True).tie_word_embeddings = config.tie_word_embeddings = False
 
 
 def differing_head(directory: Path) -> str | None:
@@ -283,6 +282,34 @@ def differing_head(directory: Path) -> str | None:
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"])
 _INPUTS = tuple([name, "weight"] for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "embedding"))
 _COMPARED_ROWS = 4096
+
+
+def auto_class(config: Any) -> Any:
+    """What of transformers makes the model of a configuration: a language model that reads images, too, is made whole.
+    Raises UserError for one of another kind."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as known
+
+    kind, named = getattr(config, "model_type", ""), getattr(config, "architectures", None) or [""]
+    texts, images = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if kind in images and (kind not in texts or images[kind] == named[0]):
+        return AutoModelForImageTextToText
+    if kind not in texts and not hasattr(config, "auto_map"):
+        raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
+    return AutoModelForCausalLM
+
+
+def build(config: Any, **options: Any) -> Any:
+    """The dense model of a configuration, with random weights. `options`: those of `from_config`."""
+    return auto_class(config).from_config(config, **options)
+
+
+def from_pretrained(location: str | Path, **options: Any) -> Any:
+    """What transformers loads from a directory or the hub. `options`: those of `from_pretrained`."""
+    from transformers import AutoConfig
+
+    where = {name: options[name] for name in options if name in _WHERE}
+    return auto_class(AutoConfig.from_pretrained(location, **where)).from_pretrained(location, **options)
 
 
 def quantization_method(config: Any) -> str | None:
@@ -323,7 +350,5 @@ def check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
     added = set(getattr(tokenizer, "added_tokens_decoder", ())) - {tokenizer.eos_token_id, tokenizer.bos_token_id}
     highest = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
     if rows is not None and highest >= rows:
-        raise UserError(
-            f"the tokenizer of {name} has token {highest}, but the model has {rows} rows of embeddings; give the "
-            "directory the tokenizer that belongs to the model"
-        )
+        rule = f"the tokenizer of {name} has token {highest}, but the model has {rows} rows of embeddings"
+        raise UserError(f"{rule}; give the directory the tokenizer that belongs to the model")

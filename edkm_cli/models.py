@@ -179,14 +179,10 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
     """
     import torch
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from edkm_cli.runtime.experts import split_experts
 
-    kind = getattr(config, "model_type", "")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
-        raise UserError(f"--model must be a causal language model, but transformers has none of the kind {kind!r}")
+    model_files.auto_class(config)
     directory = Path(source.location)
     stored = model_files.check_model_files(directory) if source.is_local and not source.gguf_file else None
     limit: Any = nullcontext()
@@ -195,18 +191,16 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     try:
         with torch.device("meta"), limit:
             own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
-            model = transformers.AutoModelForCausalLM.from_config(own, trust_remote_code=source.trust_remote_code)
+            model = model_files.build(own, trust_remote_code=source.trust_remote_code)
             if source.splits:
                 split_experts(model)
             return model
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"--model {source.name} must be a causal language model that transformers can build, but its config.json "
-            f"describes none ({type(error).__name__}: {brief(error)}); check it, or fetch "
-            "the files again"
-        ) from error
+        why = f"its config.json describes none ({type(error).__name__}: {brief(error)}); check it, or fetch the files again"
+        rule = f"--model {source.name} must be a causal language model that transformers can build"
+        raise UserError(f"{rule}, but {why}") from error
 
 
 def load_dense(
@@ -246,11 +240,9 @@ def load_dense(
 
 
 def _from_pretrained(source: ModelSource, **options: Any) -> Any:
-    import transformers
-
     try:
         with no_warnings():  # tables of what does not fit: it is named below, in one line
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            model, report = model_files.from_pretrained(
                 source.location,
                 use_safetensors=None if source.gguf_file else True,  # never a pickle
                 ignore_mismatched_sizes=True,
@@ -262,7 +254,7 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
         raise _loading_error(source, error) from error
     model_files.require_whole(source.name, model, report)
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
-    if getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False) and head is not None:
+    if getattr(model.config, "tie_word_embeddings", False) and head is not None:
         tied = getattr(head, "weight", None) is getattr(rows, "weight", ())
         model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = tied
     return model
@@ -338,6 +330,20 @@ def load_tokenizer(source: ModelSource) -> Any:
             return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
         except Exception as error:
             raise _loading_error(source, error) from error
+
+
+def copy_processor(source: ModelSource, directory: Path) -> None:
+    """Copy what says how a model gets images, where there is any. Raises UserError if it cannot be had."""
+    from transformers.utils import cached_file
+
+    where = {"revision": source.revision, "local_files_only": source.is_local}
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        try:
+            file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
+        except Exception as error:
+            raise _loading_error(source, error) from error
+        if file is not None:
+            shutil.copyfile(file, directory / name)
 
 
 class LateTokenizer:

@@ -215,10 +215,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         source = replace(source, splits=config.experts == "compressed")
         compressed = source.is_local and source.gguf_file is None and read_spec(source.location) is not None
         if compressed and not config.dequantize:
-            raise UserError(
-                f"--model {config.model} is compressed already; give the uncompressed model, or --dequantize to start "
-                "from what is left of it"
-            )
+            rule = f"--model {config.model} is compressed already"
+            raise UserError(f"{rule}; give the uncompressed model, or --dequantize to start from what is left of it")
         architecture = models.load_config(source, dequantize=config.dequantize)
         skeleton = models.skeleton(source, architecture)
     if config.start == "reconstructed" and not layers_form_a_chain(skeleton):

@@ -149,10 +149,8 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
     for layer, shape in layers.items():
         for what, side, unit in units:
             if shape[side] % unit:
-                raise UserError(
-                    f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {shape[side]}; leave it "
-                    f"uncompressed with --skip {layer}, or choose another format"
-                )
+                rule = f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {shape[side]}"
+                raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
     if name == "any-precision":
         repeated_layers(list(layers))
     if name == "coreml":

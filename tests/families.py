@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _SIZES = {
     "vocab_size": 257,
@@ -34,6 +34,13 @@ _LATENT = {
     "v_head_dim": 8,
 }
 _HEAD = {"head_dim": 8}
+_LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 # model type -> what its configuration has beside `_SIZES`.
@@ -94,11 +101,7 @@ FAMILIES: dict[str, dict] = {
         **_HEAD,
         "num_experts": 4,
         "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
+        **_LINEAR_ATTENTION,
     },
     "jamba": {"num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {**_HEAD, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
@@ -126,3 +129,54 @@ def family(model_type: str, dtype: torch.dtype = torch.float32, **sizes):
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+_IMAGE_TOKEN = 256
+_SEES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+_PATCHES = {**_SEES, "image_size": 16, "patch_size": 8}
+_SIGLIP = {"model_type": "siglip_vision_model", **_PATCHES}
+_GRID = {"depth": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 8}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+
+# model type -> (its language model, what sees, tokens an image takes, or 0 where no image is tried, what else is said).
+SEEING: dict[str, tuple[dict, dict, int, dict]] = {
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", **_PATCHES, "projection_dim": 32}, 4, {}),
+    "llava_next": ({"model_type": "mistral"}, {"model_type": "clip_vision_model", **_PATCHES}, 0, {}),
+    "gemma3": (_HEAD, _SIGLIP, 4, {"mm_tokens_per_image": 4}),
+    "paligemma": ({"model_type": "gemma", **_HEAD}, _SIGLIP, 4, {"projection_dim": 32}),
+    "aya_vision": ({"model_type": "cohere2", **_HEAD}, _SIGLIP, 1, {}),
+    "smolvlm": ({"model_type": "llama"}, _PATCHES, 1, {"scale_factor": 2}),
+    "idefics3": ({"model_type": "llama"}, _PATCHES, 0, {"scale_factor": 2}),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {**_SEES, "image_size": [16, 16], "patch_size": [8, 8]},
+        1,
+        {"downsample_ratio": 0.5},
+    ),
+    "mistral3": ({"model_type": "mistral", **_HEAD}, {"model_type": "pixtral", **_PATCHES, "head_dim": 8}, 0, {}),
+    "qwen2_5_vl": (_MROPE, _GRID, 0, {}),
+    "qwen3_vl": ({**_HEAD, **_MROPE}, {**_GRID, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}, 0, {}),
+    "glm4v": ({**_HEAD, **_MROPE}, {**_GRID, "image_size": 16}, 0, {}),
+    "llama4": (
+        {**FAMILIES["llama4_text"]},
+        {**_PATCHES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        0,
+        {},
+    ),
+    "qwen3_5": ({**_HEAD, **_LINEAR_ATTENTION}, {**_GRID, "num_position_embeddings": 16}, 0, {}),
+}
+
+
+def seeing_family(model_type: str):
+    """A tiny random model that reads images, too, and what it is called with beside ids of which some are an image."""
+    torch.manual_seed(0)
+    text, sees, tokens, more = SEEING[model_type]
+    marks = {"image_token_id": _IMAGE_TOKEN, "image_token_index": _IMAGE_TOKEN}
+    config = CONFIG_MAPPING[model_type](text_config={**_SIZES, **text}, vision_config=sees, **marks, **more)
+    ids = torch.randint(0, 255, (1, 12))
+    ids[:, 2 : 2 + tokens] = _IMAGE_TOKEN
+    pixels = torch.randn(1, 1, 3, 16, 16) if model_type == "smolvlm" else torch.randn(1, 3, 16, 16)
+    image = {"pixel_values": pixels} if tokens else {}
+    if model_type == "gemma3":
+        image["token_type_ids"] = (ids == _IMAGE_TOKEN).long()
+    return AutoModelForImageTextToText.from_config(config).eval(), ids, image

@@ -10,9 +10,10 @@ from edkm_cli import hf, models
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
+from edkm_cli.nn.hooks import language_model
 from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
-from families import FAMILIES, family
+from families import FAMILIES, SEEING, family, seeing_family
 from helpers import byte_tokenizer, cluster, export
 
 FAST = ("gemma", "gemma3_text", "minicpm3", "llama4_text", "deepseek_v3", "mixtral", "falcon", "olmo")
@@ -60,10 +61,44 @@ def test_a_tensor_that_a_family_keeps_in_float32_round_trips_in_bfloat16(tmp_pat
     check("deepseek_v3", torch.bfloat16, tmp_path)
 
 
+def check_seeing(model_type, folder):
+    """The language model is compressed, what sees stays as it is, and the result reads images, packed and decoded."""
+    model, ids, image = seeing_family(model_type)
+    result = run_with_default_data(model, folder, assignments="free")
+    assert {row["role"] for row in result["swapped"]} == {"linear", "embedding"} | {"head"} * (not is_tied(model))
+    inside = language_model(model)
+    assert all(row["role"] == "head" or row["name"].startswith(inside) for row in result["swapped"])
+    assert (folder / "out" / "preprocessor_config.json").is_file()
+    loaded = hf.load(folder / "out")
+    assert type(loaded) is type(model)
+    stored = loaded.state_dict()
+    kept = {name: value for name, value in model.state_dict().items() if not name.startswith((inside, "lm_head"))}
+    assert len(kept) > 20
+    assert all(torch.equal(stored[name], value) for name, value in kept.items())
+    with torch.no_grad():
+        packed = loaded(input_ids=ids, **image).logits
+        assert not image or (loaded(input_ids=ids).logits - packed).norm() > 0.1 * packed.norm()
+        loaded.save_pretrained(folder / "again")
+        assert torch.equal(hf.load(folder / "again")(input_ids=ids, **image).logits, packed)
+        loaded.dequantize()
+        assert (loaded(input_ids=ids, **image).logits - packed).norm() < 1e-5 * packed.norm()
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_a_model_that_reads_images_is_compressed_and_reads_them(model_type, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+    check_seeing(model_type, tmp_path)
+
+
 def check_default_data(model_type, folder):
     """A run as `edkm compress --model DIR`: on text that the model writes itself. Its result loads and writes."""
-    family(model_type).save_pretrained(folder / "model")
+    assert run_with_default_data(family(model_type), folder)["perplexity"]["exported"] > 0
+
+
+def run_with_default_data(model, folder, **changes):
+    model.save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "model" / "preprocessor_config.json").write_text("{}")
     config = CompressConfig(
         model=str(folder / "model"),
         output=str(folder / "out"),
@@ -74,8 +109,9 @@ def check_default_data(model_type, folder):
         calibration_tokens=64,
         start_tokens=128,
         save_every=0,
+        **changes,
     )
-    assert compress(config)["perplexity"]["exported"] > 0
+    return compress(config)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +126,9 @@ def test_a_family_is_compressed_with_default_data(model_type, tmp_path, monkeypa
 def test_all_families_are_compressed_with_default_data(tmp_path, monkeypatch):
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
     failed = {}
-    for model_type in FAMILIES:
+    for model_type in [*FAMILIES, *SEEING]:
         try:
-            check_default_data(model_type, tmp_path / model_type)
+            (check_seeing if model_type in SEEING else check_default_data)(model_type, tmp_path / model_type)
         except Exception as error:
             failed[model_type] = f"{type(error).__name__}: {error}"
     assert not failed

@@ -273,10 +273,8 @@ class Sequences:
             lengths = np.diff(ends, prepend=0)
             long = int(lengths[lengths > length].sum()) if long_records == DROP else 0
             dropped = f", of which {long} are in longer documents, which --long-records drop leaves out" if long else ""
-            raise UserError(
-                f"training data must have at least {length} tokens (one sequence), got {self._starts[-1]}{dropped}; "
-                f"give more --data or a {'larger' if long else 'smaller'} --sequence-length"
-            )
+            rule = f"training data must have at least {length} tokens (one sequence), got {self._starts[-1]}{dropped}"
+            raise UserError(f"{rule}; give more --data or a {'larger' if long else 'smaller'} --sequence-length")
 
     def __len__(self) -> int:
         return len(self.layout)

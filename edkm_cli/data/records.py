@@ -98,10 +98,8 @@ def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any
     if not chat.messages:
         return []
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"{where} is a conversation, but the model's tokenizer has no chat template; use an instruction-tuned model, "
-            "or records with 'prompt' and 'completion'"
-        )
+        rule = f"{where} is a conversation, but the model's tokenizer has no chat template"
+        raise UserError(f"{rule}; use an instruction-tuned model, or records with 'prompt' and 'completion'")
     tools = record.get("tools") or None
     try:
         if whole:

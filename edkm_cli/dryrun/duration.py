@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from edkm_cli.compress import compress
+from edkm_cli.model_files import build
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.preflight import RunPlan, needed_tokens
 from edkm_cli.progress import Observer, quiet_bars
@@ -64,7 +65,7 @@ def _write_one_layer(plan: RunPlan, folder: Path) -> Any:
         elif hasattr(config, name):
             setattr(config, name, value)
     architecture.bos_token_id, architecture.eos_token_id = None, 256
-    model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+    model = build(architecture, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate([*alphabet, "<eos>"])}, []))

@@ -111,10 +111,8 @@ def _require_same_words(source: models.ModelSource, reference: models.ModelSourc
     configs = (models.load_config(one, may_be_quantized=True) for one in (source, reference))
     ours, theirs = (config.get_text_config(decoder=True) for config in configs)
     if ours.vocab_size != theirs.vocab_size:
-        raise UserError(
-            f"--reference must have the model's vocabulary, {ours.vocab_size} tokens, got {theirs.vocab_size}; give the "
-            "model that was compressed"
-        )
+        rule = f"--reference must have the model's vocabulary, {ours.vocab_size} tokens, got {theirs.vocab_size}"
+        raise UserError(f"{rule}; give the model that was compressed")
 
 
 def _tensor_bytes(source: models.ModelSource) -> int | None:

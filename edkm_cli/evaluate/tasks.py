@@ -61,10 +61,8 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
                 if not refused:
                     raise _loading_error(name, manager, folder, error) from error
         if refused:
-            raise UserError(
-                f"--tasks {name} needs the metric {refused[0]!r}, which is code on the hub; give --trust-remote-code to "
-                "run it, or choose another task"
-            )
+            rule = f"--tasks {name} needs the metric {refused[0]!r}, which is code on the hub"
+            raise UserError(f"{rule}; give --trust-remote-code to run it, or choose another task")
         if not loaded[name]["tasks"]:
             raise UserError(f"--tasks {name} is a group with no tasks; choose another")
         for task in loaded[name]["tasks"].values():  # the number of examples by the harness's rule, and their seed

@@ -152,10 +152,8 @@ class OutputDirectory:
         facts = self.marked() if self._resume else None
         changes = differences(facts["fingerprint"], identity) if facts is not None else ""
         if changes:
-            raise UserError(
-                f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}; give the "
-                "same ones, or start again without --resume"
-            )
+            rule = f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}"
+            raise UserError(f"{rule}; give the same ones, or start again without --resume")
         return facts
 
     def marked(self) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ _MOST_BYTES = 2**28  # of a result that is read to see whose it is
 
 # Names of the files that a run writes into its unfinished result, as paths from there.
 _WRITTEN = re.compile(
-    r"(edkm-run|edkm-files|config|generation_config|(processor_|preprocessor_)config|tokenizer(_config)?|special_tokens_map"
+    r"(edkm-run|edkm-files|config|generation_config|((video_)?pre)?processor_config|tokenizer(_config)?|special_tokens_map"
     r"|added_tokens|vocab|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
     r"|model\.safetensors\.index)\.json(\.tmp)?"
     r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|(merges|vocab)\.txt"
@@ -92,10 +92,8 @@ def require_ours(directory: Path, why: str) -> None:
     names = foreign(directory)
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise UserError(
-            f"{why}, but holds something else: {names[0]}{more}, which no run of this edkm wrote as it is; move it away, or "
-            "choose another --output"
-        )
+        rule = f"{why}, but holds something else: {names[0]}{more}, which no run of this edkm wrote as it is"
+        raise UserError(f"{rule}; move it away, or choose another --output")
 
 
 def remove(directory: Path, below: str = "") -> None:

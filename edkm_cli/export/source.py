@@ -18,7 +18,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.stored import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
-from edkm_cli.model_files import TensorFiles
+from edkm_cli.model_files import TensorFiles, build
 from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
 
@@ -73,10 +73,8 @@ class Compressed:
 
     def dense_skeleton(self) -> Any:
         """The dense model of transformers on the meta device."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+            return build(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
     def names(self) -> list[str]:

@@ -149,10 +149,8 @@ class _Run(PackedSession):
         del model
         read = load_adapter(self.load_model(self.directory), staging)
         if not torch.equal(_logits(read, probe), expected):
-            raise UserError(
-                f"the adapter that was written must give the logits of the trained one, but {staging} does not; nothing was "
-                "put in place, please report it with the model's name"
-            )
+            rule = f"the adapter that was written must give the logits of the trained one, but {staging} does not"
+            raise UserError(f"{rule}; nothing was put in place, please report it with the model's name")
         self.measure("adapted", read, shared=False)
         return {}
 

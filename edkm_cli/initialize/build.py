@@ -331,7 +331,5 @@ def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None
     largest, scale = float(centroids.abs().max()), lut_scale(centroids, clustering.lut_dtype)
     reach = torch.finfo(getattr(torch, clustering.lut_dtype)).max * clustering.lut_scale
     if largest > reach:
-        raise UserError(
-            f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}; use "
-            f"--lut-scale {float(scale or 0):g}"
-        )
+        rule = f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}"
+        raise UserError(f"{rule}; use --lut-scale {float(scale or 0):g}")

@@ -12,7 +12,7 @@ from edkm_cli.distributed import World, shard
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.stored import StoredModel
-from edkm_cli.model_files import as_if_dense, require_unquantized
+from edkm_cli.model_files import as_if_dense, build, require_unquantized
 from edkm_cli.nn.hooks import decoder_layers
 
 
@@ -75,7 +75,7 @@ def _empty(
 ) -> tuple[Any, StoredModel, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     directory, trust = models.safetensors_directory(source), source.trust_remote_code
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust, local_files_only=True)
@@ -86,11 +86,11 @@ def _empty(
     model_files.settle_ties(architecture, directory)
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust)
+        model = build(architecture, dtype=dtype, trust_remote_code=trust)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
     reader = StoredModel(model, directory, split=source.splits, quantized=quantized)
-    tied = set(model.all_tied_weights_keys) if architecture.get_text_config(decoder=True).tie_word_embeddings else set()
+    tied = set(model.all_tied_weights_keys) if getattr(architecture, "tie_word_embeddings", False) else set()
     return model, reader, {name for name in tied if name not in reader}
 
 
@@ -103,10 +103,8 @@ def _read(
             continue
         tensor = reader.get(prefix + name)
         if tensor.shape != parameter.shape:
-            raise UserError(
-                f"{prefix}{name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}; the weights do not "
-                "belong to this config.json"
-            )
+            rule = f"{prefix}{name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
+            raise UserError(f"{rule}; the weights do not belong to this config.json")
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         # A copy: where a file holds it at an odd address, some processors' products differ in the last bit.
@@ -126,10 +124,8 @@ def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype, device: str,
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
     strangers = [name for name in reader.strangers() if not ignored.search(name)]
     if strangers:
-        raise UserError(
-            f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too; check that "
-            "config.json belongs to them"
-        )
+        rule = f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too"
+        raise UserError(f"{rule}; check that config.json belongs to them")
     model.tie_weights()
     for module in model.modules():
         for name, buffer in module._buffers.items():

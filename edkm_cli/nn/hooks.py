@@ -68,20 +68,29 @@ def frozen(model: nn.Module) -> Iterator[None]:
             model.get_parameter(name).requires_grad_(True)
 
 
+def language_model(model: Any) -> str:
+    """The path, with a dot at its end, of what computes with text in a model that reads images, too; "" in others."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next((f"{path}." for path, module in model.named_modules() if module is decoder and path), "")
+
+
 def decoder_layers(model: Any) -> dict[str, nn.Module]:
     """The model's decoder layers, in order: module path -> module.
 
     They are of the classes that its family names (`_no_split_modules`); where it names none, the one list of as many
     modules of one class as the configuration has layers. Raises UserError where there is no such list.
     """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    named = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    kinds, inside = set(getattr(model, "_no_split_modules", None) or ()), language_model(model)
+    modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
+    named = {name: module for name, module in modules.items() if type(module).__name__ in kinds}
     if named:
         return named
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and len(module) == count and len({type(layer) for layer in module}) == 1
     }
     if len(lists) != 1:

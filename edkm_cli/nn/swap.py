@@ -16,6 +16,7 @@ from torch import nn
 from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
+from edkm_cli.nn.hooks import language_model
 from edkm_cli.runtime import palettized
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from edkm_cli.targets import falls_back
@@ -61,7 +62,7 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
     left to compress.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    swaps, unused = [], set(skip)
+    inside, swaps, unused = language_model(model), [], set(skip)
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             swaps += _other_matrices(name, module)
@@ -70,6 +71,8 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
         unused -= hits
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
         reason = f"matches --skip {sorted(hits)[0]}" if hits else ""
+        if not reason and role != HEAD and not name.startswith(inside):
+            reason = "no part of the language model, which alone is compressed"
         if not reason and role != LINEAR and embedding_bits == DENSE_BITS:
             reason = "embedding_bits is 16: embeddings stay dense"
         if not reason and role == EMBEDDING and module is not embedding:
@@ -208,7 +211,7 @@ def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[s
     """
     if spec.split_experts:
         split_experts(model)
-    tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     skipped, unknown = set(spec.skipped), {*spec.module_bits, *spec.module_granularity}
     for name, module in list(model.named_modules()):
@@ -216,10 +219,8 @@ def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[s
             continue
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
         if (role == EMBEDDING and module is not embedding) or not _is_known(module):
-            raise UserError(
-                f"{name} is a {type(module).__name__}, which the format does not know; quantization_config must skip it, "
-                "or the file was altered"
-            )
+            rule = f"{name} is a {type(module).__name__}, which the format does not know"
+            raise UserError(f"{rule}; quantization_config must skip it, or the file was altered")
         if role != LINEAR and not spec.packs_embeddings:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         unknown -= {name} if role == LINEAR else set()

@@ -95,10 +95,8 @@ class EdkmVllmConfig(QuantizationConfig):
         directory = Path(model_name)
         try:
             if self.spec.split_experts and self._architecture not in RENAMED:
-                raise UserError(
-                    f"vllm serves packed experts of {' and '.join(RENAMED)}, got {self._architecture}; use transformers, "
-                    "edkm export --to dense, or compress with --experts dense"
-                )
+                rule = f"vllm serves packed experts of {' and '.join(RENAMED)}, got {self._architecture}"
+                raise UserError(f"{rule}; use transformers, edkm export --to dense, or compress with --experts dense")
             if not directory.is_dir():
                 return
             if "auto_map" in read_json(directory / "config.json", remedy=AGAIN):

@@ -20,6 +20,7 @@ from torch import Tensor
 from edkm_cli.export.formats.folder import in_memory, is_converted, read_tensors, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
+from edkm_cli.model_files import from_pretrained
 from edkm_cli.progress import Track, no_progress, quiet_bars
 from edkm_cli.runtime.experts import joined
 
@@ -80,10 +81,8 @@ def load(folder: Path, source: Compressed, options: Options) -> Any:
 
 
 def _from_pretrained(folder: Path, options: Options) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with quiet_bars():
-        return AutoModelForCausalLM.from_pretrained(
+        return from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=options.trust_remote_code
         )
 

@@ -15,7 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.format import read_json, safetensors_writer
-from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles
+from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles, build
 from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.targets import TARGETS, check_model, closest, misfits
@@ -208,12 +208,12 @@ def in_memory(
 ) -> Iterable[tuple[str, Tensor]]:
     """The `tensors` of files as transformers has them in memory. Of a family whose tensors it converts, as those of
     experts, they are those of the model that `load` gives, which gets it on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        empty = build(config, trust_remote_code=trust_remote_code)
     if not is_converted(empty):
         return tensors
     model = load(empty)
@@ -250,11 +250,11 @@ def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_rem
 
     Raises KeyError for a tensor that the model does not have.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     config.quantization_config = None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = build(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     places = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors:

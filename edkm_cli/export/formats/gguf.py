@@ -46,10 +46,8 @@ def check(source: Compressed, options: Options) -> None:
     naming_of(source.config)
     for tensor in source.tensors.values():
         if tensor.module and not tensor.linear and tensor.shape[1] % _BLOCK:
-            raise UserError(
-                f"gguf holds embeddings in blocks of {_BLOCK}, but {tensor.module} has rows of {tensor.shape[1]}; use "
-                "--embedding-bits 16"
-            )
+            rule = f"gguf holds embeddings in blocks of {_BLOCK}, but {tensor.module} has rows of {tensor.shape[1]}"
+            raise UserError(f"{rule}; use --embedding-bits 16")
 
 
 def _type(source: Compressed) -> str:

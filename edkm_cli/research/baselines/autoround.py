@@ -63,10 +63,8 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
     for name, weight in before.items():
         model.set_submodule(name, tuned.get_submodule(name))
         if torch.equal(model.get_submodule(name).weight.cpu(), weight.cpu()):
-            raise UserError(
-                f"autoround must quantize all linears, but left {name} {tuple(weight.shape)} as it is; auto-round skips "
-                "widths that are not multiples of 32"
-            )
+            rule = f"autoround must quantize all linears, but left {name} {tuple(weight.shape)} as it is"
+            raise UserError(f"{rule}; auto-round skips widths that are not multiples of 32")
     return form.outcome(
         linears,
         training_tokens=iterations * min(batch_size, len(batches)) * length,

@@ -25,10 +25,8 @@ def _blocks(model: Any) -> dict[str, nn.Module]:
     blocks = decoder_layers(model)
     for name in decoder_linears(model):
         if not any(name.startswith(f"{path}.") for path in blocks):
-            raise UserError(
-                f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside; "
-                "use rtn or kmeans for this model"
-            )
+            rule = f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside"
+            raise UserError(f"{rule}; use rtn or kmeans for this model")
     return blocks
 
 

@@ -87,10 +87,8 @@ class Uniform:
         layers = decoder_linears(model)
         for name, layer in layers.items():
             if self.group_size < 0 or (self.group_size and layer.in_features % self.group_size):
-                raise UserError(
-                    f"group_size must divide the {layer.in_features} columns of {name}, got {self.group_size}; "
-                    "choose a divisor, or 0 for one group per row"
-                )
+                rule = f"group_size must divide the {layer.in_features} columns of {name}, got {self.group_size}"
+                raise UserError(f"{rule}; choose a divisor, or 0 for one group per row")
         return layers
 
     def fit(self, groups: Tensor) -> Grid:
