@@ -5,8 +5,8 @@ frees and takes all its tensors anew. glibc takes a block from the system and re
 large, and what counts as large grows to 32 MB with the blocks it sees; it also trims the end of its heap. The rest comes
 from one heap, which freed neighbours leave full of holes.
 
-`speed` takes everything from the heap and never trims it, or, where weights stay packed, everything but blocks from 4 MB
-on: that costs a step a twentieth of its time, and without it freed pieces are half as much again as what is in use. `small`
+`speed` takes everything from the heap and never trims it, or, where weights stay packed, everything but blocks from 16 MB
+on: without that freed pieces are half as much again as what is in use, and from 4 MB on a start is a twelfth slower. `small`
 takes all blocks from 256 KB on from the system: the peak is then what the tensors need. What each costs is in docs/log.md.
 Between phases, and between the layers of a start, free blocks go back wherever they are (`return_free_blocks`).
 """
@@ -16,7 +16,7 @@ import os
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_LARGE_BYTES, HUGE_BYTES = 256 * 1024, 4 * 2**20
+_LARGE_BYTES, HUGE_BYTES = 256 * 1024, 16 * 2**20
 _NEVER = 2**31 - 1
 # What a user may have set in the environment, which then stays: the variables' and the tunables' names.
 _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
@@ -24,8 +24,9 @@ _LIMITS = ("mmap_threshold", "trim_threshold", "mmap_max")
 
 def keep_freed_blocks(*, huge: bool = True) -> None:
     """Have freed blocks wait for reuse, from now on: no more page faults than the peak has pages. Without `huge`, those of
-    4 MB and more go back to the system. Only glibc can."""
-    _set({_M_TRIM_THRESHOLD: _NEVER} | ({_M_MMAP_MAX: 0} if huge else {_M_MMAP_THRESHOLD: HUGE_BYTES}))
+    16 MB and more go back to the system, and the end of the heap from 64 MB on. Only glibc can."""
+    some = {_M_TRIM_THRESHOLD: 4 * HUGE_BYTES, _M_MMAP_THRESHOLD: HUGE_BYTES}
+    _set({_M_TRIM_THRESHOLD: _NEVER, _M_MMAP_MAX: 0} if huge else some)
 
 
 def return_large_blocks() -> None:

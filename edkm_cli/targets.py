@@ -145,6 +145,9 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
         layers: module path -> (rows, columns) of each compressed linear.
         lut_scale: the one scale of its float8 tables; 1 without.
     """
+    if architecture.get_text_config(decoder=True) is not architecture and TARGETS[name].form != "compressed-tensors":
+        rule = f"{name} holds language models alone, but {architecture.model_type} reads images, too"
+        raise UserError(f"{rule}; choose compressed-tensors, or --to dense")
     units = (("columns", 1, TARGETS[name].columns), ("rows", 0, TARGETS[name].rows))
     for layer, shape in layers.items():
         for what, side, unit in units:
@@ -165,10 +168,8 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
             if found not in known:
                 raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
     if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
-        raise UserError(
-            f"lut-b has no scale, and moving one into other weights is known for {_listed(SCALED_FAMILIES)}, not for "
-            f"{architecture.model_type}; compress with --lut-scale 1"
-        )
+        rule = f"lut-b has no scale, which moves into other weights of {_listed(SCALED_FAMILIES)}, not"
+        raise UserError(f"{rule} of {architecture.model_type}; compress with --lut-scale 1")
 
 
 def falls_back(name: str | None, columns: int, width: int | None) -> str:

@@ -65,7 +65,6 @@ def check_seeing(model_type, folder):
     """The language model is compressed, what sees stays as it is, and the result reads images, packed and decoded."""
     model, ids, image = seeing_family(model_type)
     result = run_with_default_data(model, folder, assignments="free")
-    assert {row["role"] for row in result["swapped"]} == {"linear", "embedding"} | {"head"} * (not is_tied(model))
     inside = language_model(model)
     assert all(row["role"] == "head" or row["name"].startswith(inside) for row in result["swapped"])
     assert (folder / "out" / "preprocessor_config.json").is_file()

@@ -97,6 +97,9 @@ class EdkmVllmConfig(QuantizationConfig):
             if self.spec.split_experts and self._architecture not in RENAMED:
                 rule = f"vllm serves packed experts of {' and '.join(RENAMED)}, got {self._architecture}"
                 raise UserError(f"{rule}; use transformers, edkm export --to dense, or compress with --experts dense")
+            if hasattr(hf_config, "vision_config"):
+                rule = f"vllm serves packed language models alone, but {self._architecture} reads images, too"
+                raise UserError(f"{rule}; use transformers, or edkm export --to dense")
             if not directory.is_dir():
                 return
             if "auto_map" in read_json(directory / "config.json", remedy=AGAIN):
