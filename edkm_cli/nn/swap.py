@@ -71,12 +71,12 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
         unused -= hits
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
         reason = f"matches --skip {sorted(hits)[0]}" if hits else ""
-        if not reason and role != HEAD and not name.startswith(inside):
-            reason = "no part of the language model, which alone is compressed"
         if not reason and role != LINEAR and embedding_bits == DENSE_BITS:
             reason = "embedding_bits is 16: embeddings stay dense"
         if not reason and role == EMBEDDING and module is not embedding:
             reason = "an embedding that is not the token embedding"
+        if not reason and role != HEAD and not name.startswith(inside):
+            reason = "no part of the language model, which alone is compressed"
         if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
         parent, _, leaf = name.rpartition(".")
