@@ -196,6 +196,8 @@ class CompressConfig(TrainingSettings, TextSettings):
     start_tokens: int | None = setting(None,
         "Training tokens used for --start compensated and reconstructed; default: as many as train, 20480 to 61440.",
         COMPRESSION, minimum=2)
+    text_tokens: int | None = setting(None,
+        "Most tokens that --data self writes: more steps pass over them again; default: as many as train.", DATA, minimum=2)
     start_passes: int = setting(0, "How often --start reconstructed also trains each decoder layer on its tokens.",
         COMPRESSION, minimum=0)
     assignments: str = setting("auto", "Whether weights may leave the table entries that the start gave them.",

@@ -155,6 +155,8 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
         config = replace(config, sharding=sharding)
     except UserError as error:
         raise UserError(str(error), everywhere=True) from error
+    if config.text_tokens and not any(text.needs_model for text in texts):
+        raise UserError("--text-tokens is how much --data self writes, but --data names no self; leave it out")
     start = _start(config)
     labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, world.device, master=world.sharded)
@@ -304,6 +306,8 @@ def needed_tokens(plan: RunPlan) -> int:
     """Training tokens that a run has a use for, some more for sequences that are not filled."""
     config = plan.config
     trained, fitted = int(1.1 * plan.training_tokens), config.start_tokens or 0
+    if plan.writes_text and config.text_tokens:
+        trained = min(trained, config.text_tokens)
     return max(trained, config.calibration_tokens, fitted) + config.sequence_length
 
 

@@ -12,7 +12,7 @@ from edkm_cli.data import parse_sources
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.errors import UserError
-from edkm_cli.preflight import plan_run, resolve
+from edkm_cli.preflight import needed_tokens, plan_run, resolve
 from edkm_cli.progress import Observer
 from edkm_cli.report.read import read_run
 from edkm_cli.summaries import summary
@@ -98,6 +98,20 @@ def test_layers_that_get_more_of_a_text_than_hidden_states_are_compensated(tmp_p
     assert plan_run(config, HERE, like=plan).config == plan.config
     with pytest.raises(UserError, match=r"which Gemma3nForCausalLM is not known to be; use --start compensated"):
         plan_run(replace(config, start="reconstructed"), HERE)
+
+
+def test_more_steps_pass_over_less_text_again(model_directory):
+    settings = {
+        "model": str(model_directory),
+        "steps": 40,
+        "start_tokens": 2048,
+        "sequence_length": 64,
+        "calibration_tokens": 64,
+    }
+    plans = [plan_run(CompressConfig(**settings, text_tokens=tokens), HERE) for tokens in (1024, None)]
+    assert [needed_tokens(plan) for plan in plans] == [2048 + 64, int(1.1 * 40 * 64) + 64]
+    with pytest.raises(UserError, match="--data names no self"):
+        resolved(text_tokens=1024, data=("builtin",))
 
 
 def test_nothing_is_left_open_and_what_is_resolved_stays():

@@ -152,11 +152,8 @@ class Session:
         path = self.output.partial / CHECKPOINTS / SELF_TEXT
         text = kept_text(path) if self.world.main else None
         if not self.world.on_main(lambda: text is not None and digest([("", text)]) == sha256):
-            raise UserError(
-                f"--resume needs the text that the model wrote for this run, but {path} is damaged or missing; start "
-                "again with --overwrite",
-                everywhere=True,
-            )
+            rule = f"--resume needs the text that the model wrote for this run, but {path} is damaged or missing"
+            raise UserError(f"{rule}; start again with --overwrite", everywhere=True)
         return self.world.broadcast_whole(text)
 
     def take_text(self, text: Tensor) -> None:

@@ -86,11 +86,8 @@ class Reference:
         self.sha256 = model_digest(self._source, architecture, session.world)
 
     def _refuse(self, why: str) -> None:
-        raise UserError(
-            f"--reference must be the uncompressed model that DIR was made of, but {self._name} {why}; name that one, or "
-            "leave it out",
-            everywhere=True,
-        )
+        rule = f"--reference must be the uncompressed model that DIR was made of, but {self._name} {why}"
+        raise UserError(f"{rule}; name that one, or leave it out", everywhere=True)
 
     def open(self) -> Layers:
         """The model, layer by layer where its files can be read so."""

@@ -249,11 +249,8 @@ class _Training:
 def require_finite(what: str, value: float, step: int) -> None:
     """Raises UserError for NaN or Inf, which all processes have at once."""
     if not math.isfinite(value):
-        raise UserError(
-            f"the {what} must stay finite, but is {value} at step {step + 1}; lower --learning-rate, or use "
-            "--dtype float32",
-            everywhere=True,
-        )
+        rule = f"the {what} must stay finite, but is {value} at step {step + 1}"
+        raise UserError(f"{rule}; lower --learning-rate, or use --dtype float32", everywhere=True)
 
 
 def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:

@@ -117,11 +117,8 @@ def remember(
         with evaluating(model), torch.no_grad(), rounded:
             states = parts.states(**inputs_of(batch)).to(dtype)
         if not bool(states.isfinite().all()):
-            raise UserError(
-                f"the uncompressed model's states must be finite in {dtype}, but are not; its weights are broken, or it "
-                "needs --dtype bfloat16",
-                everywhere=True,
-            )
+            rule = f"the uncompressed model's states must be finite in {dtype}, but are not"
+            raise UserError(f"{rule}; its weights are broken, or it needs --dtype bfloat16", everywhere=True)
         return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
     try:
