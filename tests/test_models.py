@@ -26,7 +26,7 @@ def test_every_alias_knows_its_architecture():
     from transformers import AutoConfig
 
     for name, entry in models.aliases().items():
-        assert AutoConfig.for_model(**entry["architecture"]).num_hidden_layers > 0, name
+        assert AutoConfig.for_model(**entry["architecture"]).get_text_config(decoder=True).num_hidden_layers > 0, name
 
 
 @pytest.mark.parametrize("name", ["", "gpt", "/no/such/place", "a/b/c", "no.gguf"])
@@ -171,7 +171,9 @@ def test_a_model_of_pickles_is_told_that_it_needs_safetensors_and_how_to_convert
 def test_aliases_are_what_their_names_say():
     for name in models.aliases():
         architecture = models.resolve(name).architecture
-        assert transformers.AutoConfig.for_model(**architecture).vocab_size == architecture["vocab_size"], name
+        text = architecture.get("text_config", architecture)
+        made = transformers.AutoConfig.for_model(**architecture).get_text_config(decoder=True)
+        assert made.vocab_size == text["vocab_size"], name
     with torch.device("meta"):
         config = models.load_config(models.resolve("qwen3-30b-a3b"))
         config.num_hidden_layers = 1

@@ -1,17 +1,17 @@
 """What export formats can hold of a model, known from its configuration and shapes alone."""
 
-from types import SimpleNamespace
-
 import pytest
+from transformers import AutoConfig
 
 from edkm_cli.errors import UserError
 from edkm_cli.targets import TARGETS, check_model, closest, repeated_layers
 
 LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def architecture(kind="llama", **more):
-    return SimpleNamespace(model_type=kind, **more)
+    return AutoConfig.for_model(kind, **more)
 
 
 @pytest.mark.parametrize("name", ["squeezellm", "any-precision", "coreml", "lut-b"])
@@ -26,8 +26,8 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("any-precision", architecture(), {"model.layers.0.a": (24, 64)}, "rows are a multiple of 16"),
         ("coreml", architecture("gemma2"), LAYERS, "knows decoders of llama, mistral and qwen2, got gemma2"),
         ("coreml", architecture(hidden_act="gelu"), LAYERS, "knows activation silu, got gelu"),
-        ("coreml", architecture(rope_parameters={"rope_type": "dynamic"}), LAYERS, "got dynamic"),
-        ("lut-b", architecture("qwen3"), LAYERS, "not for qwen3; compress with --lut-scale 1"),
+        ("coreml", architecture(rope_parameters=DYNAMIC), LAYERS, "got dynamic"),
+        ("lut-b", architecture("qwen3"), LAYERS, "not of qwen3; compress with --lut-scale 1"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
