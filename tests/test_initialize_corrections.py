@@ -114,3 +114,18 @@ def test_a_layer_that_sees_other_tokens_keeps_its_weight():
         layer(torch.randn(1, 5, HIDDEN))
     for inputs in (torch.randn(5, HIDDEN), torch.randn(2, 5, HIDDEN)):
         assert corrections.target(layer, inputs, lambda rows: rows, 0.2) is layer.weight
+
+
+def test_a_token_that_is_huge_in_the_compressed_model_alone_counts_no_more(exact_products):
+    layer = a_linear()
+    layer.dense = True
+    corrections = Corrections(nn.Sequential(layer), [layer])
+    exact = torch.randn(2, 10, HIDDEN, generator=torch.Generator().manual_seed(0))
+    now = exact.clone()
+    now[1, 3] *= 1000
+    with torch.no_grad(), corrections.recording():
+        layer(exact[:1]), layer(exact[1:])
+    corrections.weigh([torch.ones(1, 10, HIDDEN)] * 2)
+    torch.testing.assert_close(corrections.hessian(layer, now), corrections.hessian(layer, exact))
+    now[1, 3] = 0  # one that lost what it had is not lifted
+    assert corrections.hessian(layer, now).isfinite().all()

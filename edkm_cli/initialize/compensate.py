@@ -204,7 +204,7 @@ class Compensation:
                 self._hessian = x.t() @ x
                 del x
             else:
-                self._hessian = self._corrections.hessian(inputs[0])
+                self._hessian = self._corrections.hessian(layer, inputs[0])
             self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
             self._factor = inverse_factor(
                 self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32

@@ -7,7 +7,8 @@ calibration of GPTAQ (arXiv 2504.02692); R carries errors across matrices and la
 the text is short and a part of what it shows is its own noise.
 
 Each token counts by its own norm: the first token of a text has activations a hundred times as large as all others, and an
-unweighted regression would spend the matrices on the errors of that one.
+unweighted regression would spend the matrices on the errors of that one. A token that gets such activations in the compressed
+model alone would count for more than all others: each counts by the larger of its two inputs (docs/log.md).
 
 Which matrices add to a residual stream is not known by name but found on one text: the stream before, plus the output,
 is what another module gets or what the layer returns, bit by bit.
@@ -43,7 +44,8 @@ class Corrections:
         self._adds_to: dict[ClusteredLinear, nn.Module] = {}
         self._exact: dict[nn.Module, HiddenStates] = {}  # what modules got in the uncompressed model
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
-        self._weights: Tensor | None = None  # (batch, sequence, 1)
+        self._by_output: Tensor | None = None  # (batch, sequence, 1)
+        self._weights: Tensor | None = None  # the same, for the matrix at hand
         self._shared: tuple[Tensor | None, Any] = (None, None)  # inputs X, and what was computed of them
 
     def find_residuals(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
@@ -97,10 +99,15 @@ class Corrections:
         """Let tokens count by what the uncompressed layer gave for them, (1, sequence, hidden) each: those of more than the
         median norm by their relative error, so that none counts for more than the others."""
         norms = torch.cat([outputs[text].float().norm(dim=-1, keepdim=True) for text in range(len(outputs))])
-        self._weights = (norms.median() / norms.clamp_min(1e-30)).clamp_max_(1.0)
+        self._weights = self._by_output = (norms.median() / norms.clamp_min(1e-30)).clamp_max_(1.0)
 
-    def hessian(self, inputs: Tensor) -> Tensor:
-        """X X^T, (in, in), of inputs (..., in) as `_weighted` gives them."""
+    def hessian(self, layer: ClusteredLinear, inputs: Tensor) -> Tensor:
+        """X X^T, (in, in), of a matrix's inputs (..., in) as `_weighted` gives them from now on."""
+        exact, self._weights = self._exact.get(layer), self._by_output
+        if self._weights is not None and exact is not None and inputs.shape[:-1] == self._weights.shape[:-1]:
+            pairs = ((exact[text].float().norm(dim=-1, keepdim=True), inputs[text][None]) for text in range(len(exact)))
+            shares = [was / now.float().norm(dim=-1, keepdim=True).clamp_min_(1e-30) for was, now in pairs]
+            self._weights = self._weights * torch.cat(shares).clamp_max_(1.0)
         return _sum(inputs, lambda some: (self._weighted(inputs[some], some),) * 2)
 
     def _weighted(self, inputs: Tensor, some: slice = slice(None)) -> Tensor:

@@ -214,8 +214,7 @@ class ClusteredLinear(LutLayer):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Once per optimizer step: make the iterated centroids the next step's warm start. Nothing to do where they
-        are trained by gradient."""
+        """Once per optimizer step: the iterated centroids start the next one. Nothing to do where gradients train them."""
         if not self.clustering.trains_luts:
             # Of sharded parameters only a forward sees the whole: what it computed is taken.
             sharded = local(self.weight) is not self.weight

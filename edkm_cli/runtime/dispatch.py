@@ -93,8 +93,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
 
 
 def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products | None:
-    """`lut_linear_c.products` of matrices that have one input, where it is the way; None where the C kernel does not take
-    them all."""
+    """`lut_linear_c.products` of matrices that have one input; None where that is not the way for all of them."""
     first = matrices[0]
     alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
     asked = alike and forced_path() in ("auto", "kernel")
@@ -166,8 +165,7 @@ def lookup_rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -
 
 
 class Ready:
-    """A module's matrices as the kernel reads them, which makes a product cheap to call: made again when a tensor has
-    moved."""
+    """A module's matrices as the kernel reads them, so that a call costs little: made again when a tensor has moved."""
 
     def __init__(self) -> None:
         self._matrices: tuple[Packed, ...] = ()

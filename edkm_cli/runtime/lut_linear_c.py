@@ -49,8 +49,7 @@ def level() -> int:
 
 
 def supports(packed: Packed) -> bool:
-    """Whether the kernel takes this matrix: in host memory, contiguous, of dtypes it reads, with one scale a row at most,
-    and a compiler was there."""
+    """Whether the kernel is there and takes this matrix: on the host, contiguous, of dtypes it reads, a scale a row at most."""
     indices, table, bias = packed[:3]
     plain = indices.device.type == "cpu" and indices.is_contiguous() and table.is_contiguous() and not packed.grouped
     known = table.dtype in _TABLE_DTYPES and (bias is None or (bias.dtype in DTYPES and bias.is_contiguous()))
@@ -138,8 +137,7 @@ def _calls() -> ModuleType | None:
 
 
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether nobody watches: no gradient, no tracing. Then the dispatcher, which costs more than a small product, is
-    left out."""
+    """No gradient, no tracing: then the dispatcher, which costs more than a small product, is left out."""
     if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling():
         return False
     depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
