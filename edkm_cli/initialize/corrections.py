@@ -7,8 +7,8 @@ calibration of GPTAQ (arXiv 2504.02692); R carries errors across matrices and la
 the text is short and a part of what it shows is its own noise.
 
 Each token counts by its own norm: the first token of a text has activations a hundred times as large as all others, and an
-unweighted regression would spend the matrices on the errors of that one. A token that gets such activations in the compressed
-model alone would count for more than all others: each counts by the larger of its two inputs (docs/log.md).
+unweighted regression would spend the matrices on the errors of that one. A token that gets such activations in the
+compressed model alone would count for more than all others: each counts by the larger of its two inputs (docs/log.md).
 
 Which matrices add to a residual stream is not known by name but found on one text: the stream before, plus the output,
 is what another module gets or what the layer returns, bit by bit.

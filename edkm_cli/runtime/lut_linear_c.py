@@ -49,7 +49,7 @@ def level() -> int:
 
 
 def supports(packed: Packed) -> bool:
-    """Whether the kernel is there and takes this matrix: on the host, contiguous, of dtypes it reads, a scale a row at most."""
+    """Whether the kernel is there and takes this matrix: on the host, contiguous, of its dtypes, one scale a row at most."""
     indices, table, bias = packed[:3]
     plain = indices.device.type == "cpu" and indices.is_contiguous() and table.is_contiguous() and not packed.grouped
     known = table.dtype in _TABLE_DTYPES and (bias is None or (bias.dtype in DTYPES and bias.is_contiguous()))
