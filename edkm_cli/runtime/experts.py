@@ -126,8 +126,7 @@ class Experts(nn.Module):
 
 
 def split_experts(model: nn.Module) -> bool:
-    """Give each matrix of each expert a module of its own, in place. What is no expert of a known layout stays. Returns
-    whether there was any."""
+    """Give each matrix of each expert a module of its own, in place; other layouts stay. Returns whether there was any."""
     fused = [(name, module) for name, module in model.named_modules() if _is_fused(module)]
     for name, module in fused:
         model.set_submodule(name, Experts(module))
