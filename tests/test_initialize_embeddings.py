@@ -51,7 +51,7 @@ def test_levels_are_those_of_the_reference(tied, damping):
     swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
     rounding = compensating_rounding(swaps, {"lm_head": moment})
     assert list(rounding) == ["embed" if tied else "lm_head"]
-    found = next(iter(rounding.values())).levels(weight, scale, 7)
+    found, _ = next(iter(rounding.values())).levels(weight, scale, 7)
     assert torch.equal(found, one_by_one(weight, moment, scale, 7, damping))
 
 
@@ -63,7 +63,7 @@ def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
         difference = levels * scale - weight
         return float(((difference @ moment) * difference).sum())
 
-    assert error(rounding.levels(weight, scale, 7)) < 0.6 * error(to_nearest(weight, scale, 7))
+    assert error(rounding.levels(weight, scale, 7)[0]) < 0.6 * error(to_nearest(weight, scale, 7)[0])
 
 
 def test_without_inputs_or_with_a_dense_head_numbers_are_rounded_by_themselves():
@@ -114,6 +114,23 @@ def test_large_columns_get_factors_that_make_all_others_finer():
     assert torch.equal(with_them.factors, factors)
     assert set(without.factors.tolist()) == {1}
     assert error(with_them) < 0.7 * error(without)
+
+
+def test_each_row_takes_the_step_that_keeps_its_logits_best():
+    weight, moment, _ = problem(3)
+    weight[:, 0] *= 3  # of which a step of the largest number makes a coarse one
+    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
+    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(16)
+
+    def errors(head):
+        difference = head.dequantize() - weight
+        return ((difference @ damped) * difference).sum(1)
+
+    heads = [packed_head(weight, rounding._replace(factors=None, tops=(top,))) for top in rounding.tops]
+    found = packed_head(weight, rounding._replace(factors=None))
+    best = torch.stack([errors(head) for head in heads]).min(0).values
+    torch.testing.assert_close(errors(found), best, rtol=1e-4, atol=0)
+    assert float(best.sum()) < 0.95 * float(errors(heads[rounding.tops.index(1.0)]).sum())
 
 
 def test_equal_columns_get_no_factors():

@@ -205,7 +205,7 @@ class Rehearsal:
         """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
         held in another order, and the result twice."""
 
-        def rounded(held: Tensor, weight: Tensor, scale: Tensor, top: int) -> Tensor:
+        def rounded(held: Tensor, weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
             with self._ledger.more(3 * size_bytes([weight]), CLUSTERING):
                 return to_nearest(weight, scale, top)
 

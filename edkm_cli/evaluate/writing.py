@@ -7,6 +7,8 @@ how near the models are, and how the rest reads is counted: whether it repeats i
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -72,7 +74,7 @@ def compare_writing(
     identical count whole), `by_kind` (the same), of `model` and `reference` each `repetition` (share of 4 tokens in a row
     that stood in the text before), `stopped` (share of texts that ended) and `tokens` (mean length), and some `examples`.
     """
-    ends, parted = _ends(model), [_equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+    ends, parted = _ends(model), [sum(takewhile(bool, map(eq, a, b))) for a, b in zip(ours, theirs, strict=True)]
     same = [a == b for a, b in zip(ours, theirs, strict=True)]
     kinds = list(dict.fromkeys(prompt.kind for prompt in asked))
     places = {kind: [index for index, prompt in enumerate(asked) if prompt.kind == kind] for kind in kinds}
@@ -117,12 +119,6 @@ def _ends(model: Any) -> list[int]:
     """The tokens that end a text."""
     given = model.generation_config.eos_token_id
     return given if isinstance(given, list) else [] if given is None else [given]
-
-
-def _equal(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _repetition(text: list[int]) -> float:

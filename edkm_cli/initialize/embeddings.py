@@ -2,8 +2,8 @@
 
 Of an embedding's error the output feels nearly all: each token is compared with every row. With final hidden states X the
 error of the logits is tr((W - Q) H (W - Q)^T), H = X^T X, and columns are rounded one after the other as in
-`edkm_cli.initialize.compensate` (GPTQ, arXiv 2210.17323), to the levels of the row's scale. At 6 bits that halves the KL
-that rounding SmolLM2's embedding costs (docs/log.md).
+`edkm_cli.initialize.compensate` (GPTQ, arXiv 2210.17323), to the levels of the row's scale, of which several are tried. At 6
+bits that halves the KL that rounding SmolLM2's embedding costs (docs/log.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from edkm_cli.runtime.palettized import Rounding
 _LAZY_COLUMNS = 64
 _ROWS = 4096  # that factors of columns are chosen on
 _SHARE_TRIED = 8  # one of so many columns may have a factor
+_TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
 _DAMPING = 0.01
 _DAMPING_TIED = 0.1  # the input embedding's use of the same rows is served by small errors, whatever their direction
 
@@ -46,8 +47,11 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
     factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
     passed_on = (factor / factor.diagonal()[:, None]).float()
 
-    def rounded(weight: Tensor, scale: Tensor, top: int) -> Tensor:
-        """Levels -top..top of a weight, whose numbers each have a scale; all (rows, columns) float32."""
+    effect = torch.empty_like(by_size, dtype=torch.float32)
+    effect[by_size] = factor.diagonal().pow(-2).float()
+
+    def rounded(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """Levels -top..top of a weight, whose numbers each have a scale, all (rows, columns) float32; the logits' error."""
         passing, order = passed_on.to(weight.device), by_size.to(weight.device)
         scales = scale.t()[order].contiguous()
 
@@ -59,11 +63,11 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
             return errors
 
         before = rounded_in_order(weight, passing, order, round_block, lazy_columns=_LAZY_COLUMNS)
-        return (before / scale).round_().clamp_(-top, top)
+        levels = (before / scale).round_().clamp_(-top, top)
+        errors = before.sub_(levels * scale).square_() @ effect.to(before.device)[:, None]
+        return levels, errors
 
-    effect = torch.empty_like(by_size, dtype=torch.float32)
-    effect[by_size] = factor.diagonal().pow(-2).float()
-    return Rounding(rounded, partial(column_factors, effect=effect))
+    return Rounding(rounded, partial(column_factors, effect=effect), _TOPS)
 
 
 def column_factors(weight: Tensor, effect: Tensor) -> Tensor:

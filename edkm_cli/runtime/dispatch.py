@@ -172,10 +172,7 @@ class Ready:
         self._addresses: tuple[int, ...] = ()
         self._products: lut_linear_c.Products | None = None
 
-    def __deepcopy__(self, memo: dict) -> "Ready":
-        return Ready()
-
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple:  # of copies, too
         return Ready, ()
 
     def product(self, x: Tensor, matrices: tuple[Packed, ...], columns: int) -> list[Tensor] | None:

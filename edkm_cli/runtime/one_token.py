@@ -72,10 +72,7 @@ class _Shortcut:
         self._norms: list[tuple[Tensor, int]] = []
         self._refused = False
 
-    def __deepcopy__(self, memo: dict) -> "_Shortcut":
-        return _Shortcut()
-
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple:  # of copies, too
         return _Shortcut, ()
 
     def forward(self, decoder: Any, given: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ a row. Buffers, not parameters: nothing here trains, and `model.to(dtype)` must 
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
 from edkm_cli.runtime.packed import Packed
 
-_FILL_ROWS = 4096
+_FILL_ROWS = 2048
 _UNCHANGED = (
     "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
     "model.dequantize() makes"
@@ -186,21 +187,25 @@ class PalettizedLinear(_Packed, nn.Linear):  # type: ignore[misc, override]
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.granularity}"
 
 
-def to_nearest(weight: Tensor, scale: Tensor, top: int) -> Tensor:
-    """Each number rounded by itself."""
-    return (weight / scale).round_().clamp_(-top, top)
+def to_nearest(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Each number rounded by itself; the error is that of the weight."""
+    levels = (weight / scale).round_().clamp_(-top, top)
+    return levels, (levels * scale).sub_(weight).square_().sum(1, keepdim=True)
 
 
 class Rounding(NamedTuple):
     """How an embedding's weight (rows, columns) is rounded.
 
     Attributes:
-        levels: (some rows in float32, the scale of each of their numbers, the last level) -> levels -last..last, float32.
+        levels: (some rows in float32, the scale of each of their numbers, the last level) -> (levels -last..last, float32;
+            the error of each row, (rows, 1)).
         factors: the weight -> the factor of each column's scales, (columns,) uint8; None: 1 for all.
+        tops: shares of the largest magnitude that the last level is tried at; each row takes that of the least error.
     """
 
-    levels: Callable[[Tensor, Tensor, int], Tensor] = to_nearest
+    levels: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = to_nearest
     factors: Callable[[Tensor], Tensor] | None = None
+    tops: tuple[float, ...] = (1.0,)
 
 
 NEAREST = Rounding()
@@ -237,7 +242,7 @@ class _RowScaled(_Packed):
 
     def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
-        gets the last level.
+        or a share of it, gets the last level.
 
         Some rows at a time, since a vocabulary's weight may be larger than a decoder layer.
         """
@@ -249,11 +254,14 @@ class _RowScaled(_Packed):
         for first in range(0, self.rows, _FILL_ROWS):
             rows = slice(first, first + _FILL_ROWS)
             part = weight[rows].detach().float()
-            scale = (part / factors).unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
-            scale.clamp_min_(torch.finfo(self.scale_dtype).tiny)
-            scale = scale.to(self.scale_dtype).float()
-            levels = rounding.levels(part, scale.repeat_interleave(self.columns // scale.shape[1], 1) * factors, top)
-            self.scale[rows] = scale
+            largest = (part / factors).unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
+            best = [torch.zeros_like(largest), torch.zeros_like(part), torch.full_like(largest[:, :1], math.inf)]
+            for share in rounding.tops:
+                scale = (largest * share).clamp_min_(torch.finfo(self.scale_dtype).tiny).to(self.scale_dtype).float()
+                steps = scale.repeat_interleave(self.columns // scale.shape[1], 1) * factors
+                found = (scale, *rounding.levels(part, steps, top))
+                best = [torch.where(found[2] > best[2], *two) for two in zip(best, found, strict=True)]
+            self.scale[rows], levels, _ = best
             self.indices[rows] = pack(levels.add_(2 ** (self.bits - 1)).to(torch.uint8), self.bits)
 
     def extra_repr(self) -> str:
