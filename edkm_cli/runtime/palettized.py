@@ -242,7 +242,7 @@ class _RowScaled(_Packed):
 
     def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
-        or a share of it, gets the last level. Some rows at a time, since a vocabulary's weight may be larger than a decoder layer.
+        or a share of it, gets the last level. Some rows at a time: a vocabulary's weight may be larger than a decoder layer.
         """
         top = 2 ** (self.bits - 1) - 1
         factors = torch.ones(self.columns, device=weight.device)
