@@ -12,7 +12,8 @@ from edkm_cli import hf
 from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model, require_parity, require_same_perplexity
-from edkm_cli.export.formats import any_precision, find, lut_b, squeezellm
+from edkm_cli.export.formats import any_precision, find, lut_b
+from edkm_cli.export.formats.folder import codes_in
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.packing import pack
@@ -166,7 +167,7 @@ def test_a_word_of_squeezellm_is_what_its_packing_loop_makes():
     index = [(7 * i + i * i) % 8 for i in range(32)]
     value = sum(one << (3 * place) for place, one in enumerate(index))
     words = torch.tensor([[value >> shift & 0xFFFFFFFF] for shift in (0, 32, 64)]).to(torch.int32)
-    assert squeezellm._indices_of_words(words, 3)[0].tolist() == index
+    assert codes_in(words.t(), 3, 32)[0].tolist() == index
 
 
 @pytest.mark.parametrize("columns", [32, 96, 1024, 1056, 2080])

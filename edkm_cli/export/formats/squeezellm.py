@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import Entry, read_packed, row_tables
+from edkm_cli.export.formats.folder import Entry, codes_in, read_packed, row_tables
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
 
@@ -65,17 +65,8 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model, by the project's rules for words."""
     bits = json.loads((folder / "quant_config.json").read_text(encoding="utf-8"))["wbits"]
-    return read_packed(
-        folder, "qweight", "lookup_table", lambda words, table: table.gather(1, _indices_of_words(words, bits))
-    )
 
+    def decode(words: Tensor, table: Tensor) -> Tensor:
+        return table.gather(1, codes_in(words.t(), bits, words.shape[0] * _WORD_BITS // bits))
 
-def _indices_of_words(words: Tensor, bits: int) -> Tensor:
-    """(out, in) int64 from (in / 32 * bits, out) int32: bit by bit, as a number's bits follow each other over words."""
-    unsigned = words.long() & 0xFFFFFFFF
-    columns = words.shape[0] * _WORD_BITS // bits
-    indices = torch.zeros(words.shape[1], columns, dtype=torch.int64)
-    for bit in range(bits):
-        place = torch.arange(columns) * bits + bit
-        indices |= ((unsigned[place // _WORD_BITS].t() >> (place % _WORD_BITS)) & 1) << bit
-    return indices
+    return read_packed(folder, "qweight", "lookup_table", decode)

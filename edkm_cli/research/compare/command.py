@@ -8,12 +8,10 @@ the same settings, continues what was interrupted, and measures the rest. If a m
 
 import inspect
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,7 +21,7 @@ from typing import Any, get_type_hints
 from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
-from edkm_cli.config import CompressConfig, TextSettings
+from edkm_cli.config import TextSettings, build_config
 from edkm_cli.data import parse_sources, tokenize, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
@@ -33,12 +31,13 @@ from edkm_cli.format import digest, write_json
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load
-from edkm_cli.research.compare.config import GGUF, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.research.compare.config import FILES, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED, CompareConfig, Entry
+from edkm_cli.research.compare.others import facts_of
 from edkm_cli.research.compare.table import draw
-from edkm_cli.settings import coerce, command_line, from_mapping, part_of
+from edkm_cli.settings import coerce, command_line, part_of
+from edkm_cli.targets import TARGETS
 from edkm_cli.train.loop import preemption
 
-_GGUF_DECODER = re.compile(r"blk\.\d+\..*weight")
 _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "eval_data", "device", "trust_remote_code")
 _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
@@ -131,8 +130,9 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     elif entry.method == UNCOMPRESSED:
         if entry.options:
             raise UserError(f"{UNCOMPRESSED} has no options, got {entry.label!r}")
-    elif entry.method == GGUF:
-        settings |= _gguf_settings(entry)
+    elif entry.method in FILES:
+        path, facts = facts_of(entry)
+        settings |= {"file": str(path), "file_state": _model_files(str(path)), "facts": facts}
     else:
         settings |= _baseline_settings(entry, config)
     return json.loads(json.dumps(settings))
@@ -145,57 +145,12 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         if name in options:
             raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
     shared = ("model", "data", "bits", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code")
+    grid = TARGETS[options["target"]].settings if options.get("target") in TARGETS else {}
     try:
-        arguments = from_mapping(CompressConfig, {**{name: getattr(config, name) for name in shared}, **options})
+        arguments = build_config(None, {**{name: getattr(config, name) for name in shared}, **grid, **options})
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
     return {name: value for name, value in asdict(arguments).items() if name != "output"}
-
-
-def _gguf_settings(entry: Entry) -> dict[str, Any]:
-    """The file, and the facts of a row that its header gives."""
-    options = dict(entry.options)
-    if set(options) != {"file"}:
-        raise UserError(f"{GGUF} must be written {GGUF}:FILE, without options, got {entry.label!r}")
-    file = Path(options["file"]).expanduser().absolute()
-    if file.suffix != ".gguf" or not file.is_file():
-        raise UserError(f"{GGUF}:FILE must name a .gguf file, but {file} is none; check the path")
-    return {"file": str(file), "file_state": _model_files(str(file)), "facts": file_facts(file)}
-
-
-def file_facts(path: str | Path) -> dict[str, Any]:
-    """`bits`, `granularity` (the commonest tensor type), `decoder_bits_per_weight`, `weights_bytes` and a `note`.
-
-    A type's blocks hold their scales, so bits per weight are the bytes of the decoder's matrices by their weights.
-    Raises UserError for a file that is no GGUF.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(Path(path))
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"gguf:FILE must name a file of llama.cpp, but {path} cannot be read ({error})") from error
-    matrices = [one for one in reader.tensors if len(one.shape) > 1 and _GGUF_DECODER.fullmatch(one.name)]
-    if not matrices:
-        raise UserError(f"gguf:FILE must hold a language model, but {path} has no matrices blk.N.*")
-    weights: Counter[str] = Counter()
-    for one in matrices:
-        weights[one.tensor_type.name] += int(one.n_elements)
-    common = weights.most_common(1)[0][0]
-    bits = re.search(r"Q(\d)", common)
-    bits_per_weight = 8 * sum(int(one.n_bytes) for one in matrices) / sum(weights.values())
-    mixed = ", ".join(f"{count / sum(weights.values()):.0%} {kind}" for kind, count in weights.most_common())
-    ends = ("token_embd.weight", "output.weight")
-    others = sorted({one.tensor_type.name for one in reader.tensors if one.name in ends})
-    note = f"decoder {mixed}; embeddings {', '.join(others)}; decoded to bfloat16"
-    matrix = reader.fields.get("quantize.imatrix.dataset")
-    return {
-        "bits": int(bits[1]) if bits else round(bits_per_weight),
-        "granularity": common,
-        "decoder_bits_per_weight": bits_per_weight,
-        "weights_bytes": sum(int(one.n_bytes) for one in reader.tensors),
-        "note": note + (f"; importance matrix from {matrix.contents()}" if matrix is not None else ""),
-    }
 
 
 def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A method is written `name` or `name:option=value:option=value`, in YAML also as 
 
     methods: [rtn, "rtn:bits=4", {method: edkm, steps: 100, granularity: "row:1"}, "gguf:model-Q3_K_S.gguf"]
 
-`gguf:FILE` is a file of llama.cpp of the same model, measured as it is.
+`gguf:FILE` is a file of llama.cpp of the same model, `mlx:DIR` a directory of mlx-lm, both measured as they are.
 
 Nothing here imports torch.
 """
@@ -36,8 +36,9 @@ from edkm_cli.settings import (
     shown,
 )
 
-UNCOMPRESSED, OURS, GGUF = "fp16", "edkm", "gguf"
-METHODS = (UNCOMPRESSED, *BASELINES, GGUF, OURS)
+UNCOMPRESSED, OURS, GGUF, MLX = "fp16", "edkm", "gguf", "mlx"
+FILES = (GGUF, MLX)  # other engines' models
+METHODS = (UNCOMPRESSED, *BASELINES, *FILES, OURS)
 TOKENS, PREDICTIONS = "tokens.safetensors", "predictions"  # in the folder that all workers read
 
 
@@ -49,7 +50,7 @@ class CompareConfig:
     methods: tuple[str, ...] = setting(
         (UNCOMPRESSED, "rtn", "gptq", "awq", "kmeans", OURS),
         f"Methods to compare, with commas: {', '.join(METHODS)}; with options as name:option=value. gguf:FILE is a file of "
-        "llama.cpp of the same model.",
+        "llama.cpp of the same model, mlx:DIR a directory of mlx-lm.",
         COMPRESSION,
         check=lambda text: Entry.parse(text),
     )
@@ -115,8 +116,8 @@ class Entry:
         """
         method, *parts = re.split(r":(?=[a-zA-Z_-]+=)", text.strip())
         kind, _, file = method.partition(":")
-        if kind == GGUF and file:
-            method, parts = GGUF, [f"file={file}", *parts]
+        if kind in FILES and file:
+            method, parts = kind, [f"file={file}", *parts]
         if method not in METHODS:
             raise UserError(f"a method must be one of {', '.join(METHODS)} (options: name:option=value), got {text!r}")
         options = {}
@@ -126,7 +127,7 @@ class Entry:
             if name in options:
                 raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
-                options[name] = value if method == GGUF else yaml.safe_load(value)
+                options[name] = value if method in FILES else yaml.safe_load(value)
             except yaml.YAMLError:
                 options[name] = value
         return cls(method, tuple(sorted(options.items())))
@@ -134,8 +135,8 @@ class Entry:
     @property
     def label(self) -> str:
         """The canonical text, that `parse` reads."""
-        if self.method == GGUF and [name for name, _ in self.options] == ["file"]:
-            return f"{GGUF}:{self.options[0][1]}"
+        if self.method in FILES and [name for name, _ in self.options] == ["file"]:
+            return f"{self.method}:{self.options[0][1]}"
         return ":".join([self.method, *(f"{name}={_text(value)}" for name, value in self.options)])
 
     @property

@@ -33,7 +33,8 @@ from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Progress, Track
 from edkm_cli.research.baselines import SHARED, load
 from edkm_cli.research.baselines.outcome import Task, decoder_linears
-from edkm_cli.research.compare.config import GGUF, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED
+from edkm_cli.research.compare.config import FILES, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED
+from edkm_cli.research.compare.others import opened_model
 from edkm_cli.settings import from_mapping
 
 # What a method trains.
@@ -55,8 +56,8 @@ def measure(
         model = _dense(settings)
         size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
         row = {**FREE, "bits": 16, "granularity": "", "decoder_bits_per_weight": 16.0, "weights_bytes": size}
-    elif settings["method"] == GGUF:
-        row, model = _gguf(settings)
+    elif settings["method"] in FILES:
+        row, model = {**FREE, **settings["facts"]}, opened_model(settings)
     else:
         row, model = _baseline(settings, tokens["training"], track)
     measured = []
@@ -88,20 +89,6 @@ def remember(settings: dict[str, Any], tokens: dict[str, Tensor], predictions: P
         perplexity(model, ids, seen=recorder.see, **windows)
     if recorder.failure:
         raise UserError(recorder.failure)
-
-
-def _gguf(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A file of llama.cpp, decoded."""
-    source = models.resolve(settings["file"])
-    configs = [models.load_config(one).get_text_config() for one in (models.resolve(settings["model"]), source)]
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        wanted, given = (getattr(config, name, None) for config in configs)
-        if wanted != given:
-            raise UserError(
-                f"{settings['file']} must be a file of {settings['model']}, but its {name} is {given}, not {wanted}"
-            )
-    model = models.load_dense(source, dtype="float32", device=settings["device"], progress=False)
-    return {**FREE, **settings["facts"]}, model
 
 
 def _dense(settings: dict[str, Any]) -> Any:
