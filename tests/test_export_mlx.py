@@ -49,7 +49,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_positions_have_the_names_that_mlx_lm_reads(kind, ids, tmp_path):
+def test_positions_have_the_names_that_mlx_lm_and_older_engines_read(kind, ids, tmp_path):
     rope, names = NAMES[kind]
     kinds = (
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8} if kind == "gemma3_text" else {}
@@ -59,6 +59,8 @@ def test_positions_have_the_names_that_mlx_lm_reads(kind, ids, tmp_path):
     export_model(directory, "mlx", tmp_path / "out", options=Options())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: config.get(name) for name in names} == names
+    export_model(directory, "dense", tmp_path / "dense", options=Options())
+    assert {name: json.loads((tmp_path / "dense" / "config.json").read_text()).get(name) for name in names} == names
     # The older names change nothing for those who read the newer ones.
     logits = logits_of(read_model(tmp_path / "out", mlx.read(tmp_path / "out", Options())))(ids)
     torch.testing.assert_close(logits, logits_of(model)(ids), atol=1e-3, rtol=1e-3)

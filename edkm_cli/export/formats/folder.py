@@ -232,9 +232,26 @@ def write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None
     config = read_json(source / "config.json", remedy="copy or export the checkpoint again")
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)  # the older name of `dtype`
-    text = json.dumps({**config, **changes}, indent=2, sort_keys=True) + "\n"
+    text = json.dumps({**_with_older_names(config), **changes}, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     copy_beside(source, folder)
+
+
+def _with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with what `rope_parameters` says by the names from before transformers 5, too: engines that read no
+    others, as most families of mlx-lm, take a base of their own where they are missing, in silence."""
+    rope, kinds = config.get("rope_parameters") or {}, config.get("layer_types") or []
+    names = {}
+    if "sliding_attention" in rope:  # by the layers' kinds, as Gemma 3 has them
+        names["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
+        names["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope.get("full_attention", {})
+    names |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if (kind := rope.get("rope_type", "default")) != "default":
+        names["rope_scaling"] = {**rope, "type": kind}
+    if isinstance(inner := config.get("text_config"), dict):  # of a model that reads images, too
+        names["text_config"] = _with_older_names(inner)
+    return config | names
 
 
 def copy_beside(source: Path, folder: Path) -> None:

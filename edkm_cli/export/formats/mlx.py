@@ -76,25 +76,7 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
     packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
     usual = {**_layout(source, source.linears[0]), "bits": source.spec.bits}
     others = {path: layout for path, layout in packed.items() if layout != usual}
-    names = _older_names(source.config)
-    return {**names, "dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}}
-
-
-def _older_names(config: Any) -> dict[str, Any]:
-    """What `rope_parameters` says, by the names that configurations had before transformers 5: most families of mlx-lm read
-    no others, and without them take a base of their own, in silence."""
-    rope, kinds = getattr(config, "rope_parameters", None) or {}, getattr(config, "layer_types", None) or []
-    names = {}
-    if "full_attention" in rope:  # by the layers' kinds, as Gemma 3 has them
-        names["sliding_window_pattern"] = (
-            kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-        )
-        names["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    names |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    if (kind := rope.get("rope_type", "default")) != "default":
-        names["rope_scaling"] = {**rope, "type": kind}
-    return names
+    return {"dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}}
 
 
 def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:
