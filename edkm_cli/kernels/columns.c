@@ -1,11 +1,12 @@
 /* Columns of a weight rounded one after the other, each error passed on to the columns still to come: columns_torch.py.
  *
- * Rows are independent, so 16 of them go side by side in the lanes of a vector, with all columns of a block in the first
+ * Rows are independent, so some of them go side by side in the lanes of a vector, with all columns of a block in the first
  * cache: a few vector operations an entry to find the nearest, and one a later column to pass the error on.
  */
 #include "lanes.h"
 
 #define MAX_COLUMNS 128
+#define ROWS 16 /* of a unit */
 
 INLINE vf some(const float *from, int64_t count) {
     if (count == LANES) return *(const vfu *)from;
@@ -23,7 +24,7 @@ void edkm_round_columns(
 ) {
     vf w[MAX_COLUMNS];
     const vi magnitude = splat_int(0x7fffffff);
-    for (int64_t row = first * LANES; row < smaller(last * LANES, rows); row += LANES) {
+    for (int64_t row = first * ROWS; row < smaller(last * ROWS, rows); row += LANES) {
         int64_t count = smaller(LANES, rows - row);
         for (int64_t j = 0; j < columns; j++) w[j] = some(block + j * rows + row, count);
         for (int64_t j = 0; j < columns; j++) {

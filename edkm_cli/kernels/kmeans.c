@@ -13,11 +13,13 @@
 
 #define LIMIT 65536
 #define LLOYD_STEPS 200
-#define SHORT 64 /* beginnings that may be tried one after the other for eight ends at once */
+#define SHORT 64 /* beginnings that may be tried one after the other for a vector of ends at once */
 
-typedef double vd __attribute__((vector_size(64), aligned(64)));
-typedef int64_t vl __attribute__((vector_size(64), aligned(64)));
-typedef double vdu __attribute__((vector_size(64), aligned(8)));
+#define DOUBLES (LANES / 2)
+
+typedef double vd __attribute__((vector_size(8 * DOUBLES), aligned(8 * DOUBLES)));
+typedef int64_t vl __attribute__((vector_size(8 * DOUBLES), aligned(8 * DOUBLES)));
+typedef double vdu __attribute__((vector_size(8 * DOUBLES), aligned(8)));
 
 typedef struct {
     uint32_t key;
@@ -66,6 +68,12 @@ INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE double explained(double moment, double mass) { return moment * moment / (mass > 1e-300 ? mass : 1e-300); }
 
+INLINE vl numbers_from(int64_t first) {
+    vl numbers;
+    for (int l = 0; l < DOUBLES; l++) numbers[l] = first + l;
+    return numbers;
+}
+
 /* The best beginning m in [low, high] of the last interval ending at i. */
 static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high, double *value) {
     const double *mass = work->cut_mass, *moment = work->cut_moment, *previous = work->previous;
@@ -74,9 +82,8 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
     if (high - low >= 15) {
         const vd tiny = 1e-300 - (vd){};
         vd top = -1.0 - (vd){};
-        vl where = {}, index = {0, 1, 2, 3, 4, 5, 6, 7};
-        index += low;
-        for (; m + 8 <= high + 1; m += 8, index += 8) {
+        vl where = {}, index = numbers_from(low);
+        for (; m + DOUBLES <= high + 1; m += DOUBLES, index += DOUBLES) {
             vd s1 = moment[i] - *(const vdu *)(moment + m), s0 = mass[i] - *(const vdu *)(mass + m);
             vl some = s0 > tiny;
             s0 = (vd)(((vl)s0 & some) | ((vl)tiny & ~some));
@@ -85,7 +92,7 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
             top = (vd)(((vl)candidate & better) | ((vl)top & ~better));
             where = (index & better) | (where & ~better);
         }
-        for (int l = 0; l < 8; l++)
+        for (int l = 0; l < DOUBLES; l++)
             if (top[l] > best || (top[l] == best && where[l] < at)) best = top[l], at = where[l];
     }
     for (; m <= high; m++) {
@@ -96,13 +103,12 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
     return (int32_t)at;
 }
 
-/* Eight consecutive ends from `first` on, as far as `last`, a lane each: where ranges are short, this is what costs least. */
+/* Consecutive ends from `first` on, as far as `last`, a lane each: where ranges are short, this is what costs least. */
 static void fill_lanes(Work *work, int32_t *from, int64_t first, int64_t last, int64_t low, int64_t high) {
     const double *mass = work->cut_mass, *moment = work->cut_moment;
     const vd tiny = 1e-300 - (vd){}, mass_to = *(const vdu *)(mass + first), moment_to = *(const vdu *)(moment + first);
     vd top = -1.0 - (vd){};
-    vl where = low - (vl){}, end = {0, 1, 2, 3, 4, 5, 6, 7};
-    end += first;
+    vl where = low - (vl){}, end = numbers_from(first);
     for (int64_t m = low; m <= smaller(high, last); m++) {
         vd s1 = moment_to - moment[m], s0 = mass_to - mass[m];
         vl some = s0 > tiny;
@@ -118,7 +124,7 @@ static void fill_lanes(Work *work, int32_t *from, int64_t first, int64_t last, i
 /* The best beginnings for all ends in [first, last], which lie in [low, high] and not below those for an interval less. */
 static void fill(Work *work, int32_t *from, const int32_t *fewer, int64_t first, int64_t last, int64_t low, int64_t high) {
     while (first <= last) {
-        if (last - first < 8 && high - low < SHORT) {
+        if (last - first < DOUBLES && high - low < SHORT) {
             fill_lanes(work, from, first, last, larger(low, fewer[first]), high);
             return;
         }

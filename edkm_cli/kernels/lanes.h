@@ -1,4 +1,4 @@
-/* What all CPU kernels share: 16 float lanes, the rectangles of a tiled matrix, loads and stores in three dtypes.
+/* What all CPU kernels share: 16 float lanes, with AVX2 eight, the rectangles of a tiled matrix, loads and stores in three dtypes.
  *
  * Vectors are GNU C vector extensions, which gcc and clang lower to whatever the machine has; two operations that
  * plain C cannot name (minimum, half to float) use AVX-512 where it is.
@@ -13,15 +13,21 @@
 #include <immintrin.h>
 #endif
 
+#ifndef LANES /* compilers put vectors of two registers into memory; kernels whose layout has 16 lanes say so first */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define LANES 8
+#else
 #define LANES 16
+#endif
+#endif
 #define BLOCK 1024 /* weights worked on at a time: 4 KiB, and the length of float32 sums before they go to double */
 #define MAX_K 256
 #define INLINE static inline __attribute__((always_inline))
 #define LOG2E 1.4426950408889634
 
-typedef float vf __attribute__((vector_size(64), aligned(64)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
-typedef float vfu __attribute__((vector_size(64), aligned(4)));
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
+typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4)));
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -102,6 +108,8 @@ INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float 
 #ifdef __AVX512F__
         for (; i + LANES <= count; i += LANES)
             _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#elif defined(__F16C__) && defined(__AVX__)
+        for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
 #endif
         for (; i < count; i++) to[i] = half_to_float(from[i]);
     }
@@ -208,7 +216,8 @@ INLINE void restore(unsigned before) {
 
 /* Lanes of vector number `v` that hold one of `count` weights. */
 INLINE vi valid(int64_t v, int64_t count) {
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
     return lane < splat_int((int32_t)(count - v * LANES));
 }
 

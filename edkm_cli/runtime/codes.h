@@ -2,12 +2,14 @@
  *
  * Sixteen b-bit codes are 2b bytes. A lane needs a window of two of them (a code crosses at most one byte border) and a
  * shift: byte shuffle, variable shift. A table of up to 16 float32 entries is a register or two, looked up by a permute
- * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache.
+ * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache (AVX2 has
+ * loops of its own: lut_octets.c).
  * With AVX-512 VBMI 64 codes are unpacked by one byte permute and one multishift.
  */
 #ifndef EDKM_CODES
 #define EDKM_CODES
 
+#define LANES 16
 #include "lanes.h"
 #ifdef __ARM_NEON
 #include <arm_neon.h>
@@ -68,14 +70,6 @@ INLINE vi codes16(const Unpacker *u, const uint8_t *p) {
     __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
     bytes = _mm512_shuffle_epi8(bytes, _mm512_load_si512(u->window));
     return (vi)_mm512_srlv_epi32(bytes, _mm512_load_si512(u->shift));
-#elif defined(__AVX2__)
-    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
-    __m256i low = _mm256_shuffle_epi8(bytes, _mm256_load_si256((const __m256i *)u->window));
-    __m256i high = _mm256_shuffle_epi8(bytes, _mm256_load_si256((const __m256i *)(u->window + 32)));
-    union { __m256i half[2]; vi all; } codes;
-    codes.half[0] = _mm256_srlv_epi32(low, _mm256_load_si256((const __m256i *)u->shift));
-    codes.half[1] = _mm256_srlv_epi32(high, _mm256_load_si256((const __m256i *)(u->shift + 8)));
-    return codes.all;
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     uint8x16_t bytes = vld1q_u8(p);
     union { int32x4_t part[4]; vi all; } codes;
@@ -144,15 +138,6 @@ INLINE vf small_table(const void *lut, int64_t dtype, int64_t group, int bits) {
 INLINE vf small_entries(vf table, vi codes) {
 #if defined(__AVX512F__)
     return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
-#elif defined(__AVX2__)
-    union { vf all; __m256 half[2]; } entries = {.all = table}, out;
-    union { vi all; __m256i half[2]; } in = {.all = codes};
-    for (int h = 0; h < 2; h++) /* bit 3 of the code chooses the upper eight: moved to the sign, where blendv looks */
-        out.half[h] = _mm256_blendv_ps(
-            _mm256_permutevar8x32_ps(entries.half[0], in.half[h]), _mm256_permutevar8x32_ps(entries.half[1], in.half[h]),
-            _mm256_castsi256_ps(_mm256_slli_epi32(in.half[h], 28))
-        );
-    return out.all;
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     union { vf all; uint8x16x4_t bytes; } entries = {.all = table};
     union { vi all; uint32x4_t part[4]; } in = {.all = codes};

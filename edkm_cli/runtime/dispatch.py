@@ -36,8 +36,8 @@ def forced_path() -> str:
 
 
 def most_tokens(dtype: torch.dtype) -> int:
-    """Up to how many tokens the C kernel computes: all where vectors are wide, else as many as it was measured to be the
-    faster one for, with AVX2. What is measured on the machine itself, in C, changes no bit of a result."""
+    """Up to how many tokens the C kernel computes: all where its loops are written for the processor's vectors, else as many
+    as it was measured to be the faster one for. What is measured on the machine itself, in C, changes no bit of a result."""
     wide = lut_linear_c.level() or forced_path() == "kernel"
     return _ALL_TOKENS if wide else 8 if dtype == torch.bfloat16 else 32
 

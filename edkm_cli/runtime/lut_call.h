@@ -12,6 +12,11 @@
 #else
 #define HAS_PAIRS 0
 #endif
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
+#define HAS_OCTETS 1
+#else
+#define HAS_OCTETS 0
+#endif
 
 #define NOINLINE static __attribute__((noinline)) void
 #define MOST_PARTS 8
@@ -90,6 +95,13 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
 int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]);
 /* x for few tokens. */
 void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
+#endif
+
+#if HAS_OCTETS
+/* `decode_row`, `few_floats` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
+void edkm_octets_decode(const Strip *s, int64_t row, float *to);
+void edkm_octets_few(Strip *s);
+void edkm_octets_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
 #endif
 
 #endif

@@ -97,6 +97,12 @@ typedef void Few(const Strip *, const float *x, vf sums[][UNIT]);
 LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
 
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
+static void decode(const Strip *s, int64_t row, float *to) {
+#if HAS_OCTETS
+    if (even_tiles(s->call, s->part)) return edkm_octets_decode(s, row, to);
+#endif
+    DECODE[s->call->meaning](s, row, to);
+}
 static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
 /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
@@ -105,6 +111,9 @@ INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5
 /* A strip with all tokens, up to four at a time. */
 static void few_floats(Strip *s) {
     const Call *call = s->call;
+#if HAS_OCTETS
+    if (even_tiles(call, s->part)) return edkm_octets_few(s);
+#endif
     for (int64_t token = 0; token < call->tokens; token += 4) {
         vf sums[4][UNIT];
         int tokens = (int)smaller(4, call->tokens - token);
@@ -117,7 +126,7 @@ static void few_floats(Strip *s) {
 }
 
 static int64_t decode_floats(const Strip *s, Decoded *w) {
-    for (int r = 0; r < s->count; r++) DECODE[s->call->meaning](s, s->row + r, w->floats[r]);
+    for (int r = 0; r < s->count; r++) decode(s, s->row + r, w->floats[r]);
     return s->end - s->from;
 }
 
@@ -218,12 +227,12 @@ static void lay_out_panels(const Call *call, const char *x, int64_t x_row, char 
     }
 }
 
-/* What this build can do: 0 plain or AVX2 or NEON, 1 AVX-512, 2 AVX-512 with products of bfloat16 pairs. */
+/* What this build can do: 0 plain or NEON, 1 AVX2 or AVX-512, 2 AVX-512 with products of bfloat16 pairs. */
 int edkm_lut_linear_level(void) {
 #ifdef __AVX512F__
     return 1 + HAS_PAIRS;
 #else
-    return 0;
+    return HAS_OCTETS;
 #endif
 }
 
@@ -241,6 +250,9 @@ int edkm_lut_linear(
     call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
     call.few = tokens < panels_from(&call) ? few_floats : NULL;
     call.lay_out_row = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
+#if HAS_OCTETS
+    call.add = edkm_octets_add;
+#endif
     int64_t rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0, units = 0;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
@@ -278,7 +290,8 @@ static void decode_units(const void *job, int64_t first, int64_t last) {
     float w[DEPTH + LANES] __attribute__((aligned(64)));
     Unpacker u;
     Table table;
-    Strip s = {.call = call, .part = part, .u = &u, .table = &table};
+    Strip s = {.call = call, .part = part, .u = &u, .table = &table, .bits = call->bits};
+    s.limit = part->indices + part->rows * row_bytes(call);
     table.group = -1;
     prepare(&u, call->bits, part->indices + part->rows * row_bytes(call));
     for (int64_t i = first * UNIT; i < smaller(last * UNIT, rows->count); i++) {
@@ -286,7 +299,7 @@ static void decode_units(const void *job, int64_t first, int64_t last) {
         vf scale = call->meaning >= LEVEL ? splat(((const float *)part->lut)[row]) : splat(1);
         for (s.from = rows->from; s.from < rows->end; s.from = s.end) {
             s.end = smaller(s.from + DEPTH, rows->end);
-            DECODE[call->meaning](&s, row, w);
+            decode(&s, row, w);
             for (int64_t c = s.from; c < s.end; c += LANES)
                 write_lanes(
                     rows->out, call->out_dtype, i * width + c - rows->from, load_x(w + c - s.from) * scale,
@@ -318,6 +331,7 @@ typedef struct {
     int64_t first, count;
 } Sums;
 
+#ifdef __AVX512F__
 /* Codes of at most four bits: all sums are in registers. `count` columns from byte `p` on. */
 INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float *values, int64_t count, float *sums) {
     vf acc[16] = {}, part;
@@ -329,6 +343,7 @@ INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float
     }
     for (int j = 0; j < 1 << bits; j++) sums[j] = (float)total(acc[j]);
 }
+#endif
 
 static void sum_rows(const void *job, int64_t first, int64_t last) {
     const Sums *job_of = job;
@@ -336,21 +351,25 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
     const Part *part = call->parts;
     int bits = call->bits, k = 1 << bits;
     int64_t tile = part->tile_columns, across = call->columns / tile;
+#ifdef __AVX512F__
     Unpacker u;
     prepare(&u, bits, part->indices + part->rows * row_bytes(call));
+#endif
     for (int64_t row = first * UNIT; row < smaller(last * UNIT, job_of->count); row++) {
         const uint8_t *bytes = part->indices + (job_of->first + row) * row_bytes(call);
         const float *values = job_of->values + row * call->columns;
         float *sums = job_of->sums + row * across * k;
         for (int64_t from = 0; from < call->columns; from += tile, values += tile, sums += k) {
-            const uint8_t *p = bytes + from * bits / 8;
+#ifdef __AVX512F__ /* elsewhere sums in registers take longer than sums in memory */
             if (bits <= 4 && even_tiles(call, part)) {
+                const uint8_t *p = bytes + from * bits / 8;
                 if (bits == 1) sum_small(1, &u, p, values, tile, sums);
                 else if (bits == 2) sum_small(2, &u, p, values, tile, sums);
                 else if (bits == 3) sum_small(3, &u, p, values, tile, sums);
                 else sum_small(4, &u, p, values, tile, sums);
                 continue;
             }
+#endif
             memset(sums, 0, (size_t)k * sizeof *sums);
             for (int64_t i = 0; i < tile; i++) sums[code_at(bytes, from + i, bits)] += values[i];
         }

@@ -43,7 +43,7 @@ def library() -> Any:
 
 @functools.cache
 def level() -> int:
-    """What the compiled kernels can do: 0 plain, AVX2 or NEON; 1 AVX-512; 2 AVX-512 BF16."""
+    """What the compiled kernels can do: 0 plain or NEON; 1 AVX2 or AVX-512; 2 AVX-512 BF16."""
     compiled = library()
     return 0 if compiled is None else int(compiled.edkm_lut_linear_level())
 

@@ -2,6 +2,9 @@
 #ifndef EDKM_VECTORS
 #define EDKM_VECTORS
 
+#ifndef LANES
+#define LANES 16
+#endif
 #include "lanes.h"
 
 INLINE vf load_x(const float *x) { return *(const vf *)x; }
