@@ -7,6 +7,7 @@ models arXiv 2404.10830): each document, the longest first, goes into the fulles
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -71,13 +72,13 @@ class Blocks:
         """
         stores, self._length = _stores(tokens), sequence_length
         self._packing, self._cycle = packing, cycle
-        self._seed = seed * 1_000_003
         self._sources = [
             Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
             for together in ([stores] if weights is None else [[store] for store in stores])
         ]
         self._shares = _shares(weights, cycle) if weights is not None else None
-        self._orders: dict[int, tuple[int, Tensor]] = {}
+        # Kept are the order of the cycle, and of each source that of the pass.
+        self._shuffled = lru_cache(len(self._sources) + 1)(partial(_shuffled, seed * 1_000_003))
 
     def __len__(self) -> int:
         """Sequences in one pass over all sources."""
@@ -111,8 +112,9 @@ class Blocks:
     def _row(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`Sequences.row` at a place of the seeded order."""
         source, number = self._source(position)
-        epoch, offset = divmod(number, len(self._sources[source]))
-        return self._sources[source].row(int(self._order(source, epoch)[offset]))
+        sequences = self._sources[source]
+        epoch, offset = divmod(number, len(sequences))
+        return sequences.row(int(self._shuffled(len(sequences), epoch + 7_919 * source)[offset]))
 
     def _source(self, position: int) -> tuple[int, int]:
         """(source, how many of its sequences come before) at a place: in each cycle every source has its exact share."""
@@ -123,16 +125,10 @@ class Blocks:
         source = int(order[offset])
         return source, cycle * int(self._shares[source]) + int((order[:offset] == source).sum())
 
-    def _shuffled(self, count: int, number: int) -> Tensor:
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + number))
 
-    def _order(self, source: int, epoch: int) -> Tensor:
-        """The order of a source's sequences in a pass; the last one asked for is kept."""
-        kept = self._orders.get(source)
-        if kept is None or kept[0] != epoch:
-            kept = epoch, self._shuffled(len(self._sources[source]), epoch + 7_919 * source)
-            self._orders[source] = kept
-        return kept[1]
+def _shuffled(seed: int, count: int, number: int) -> Tensor:
+    """The order of so many things that has this number."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed + number))
 
 
 def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenStore]:
@@ -148,8 +144,7 @@ def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
     exact = np.array(weights, np.float64) / sum(weights) * cycle
     shares = np.maximum(np.floor(exact).astype(np.int64), int(cycle >= len(weights)))
     by_rest = np.argsort(-(exact - np.floor(exact)), kind="stable")
-    for step in range(int(cycle - shares.sum())):
-        shares[by_rest[step % len(shares)]] += 1
+    shares[by_rest[: max(0, cycle - shares.sum())]] += 1
     while shares.sum() > cycle:
         shares[np.argmax(shares)] -= 1
     return shares
@@ -184,8 +179,6 @@ def plain_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPL
     if lengths.sum() == total and lengths.size:  # one stretch
         starts, lengths = np.zeros(1, np.int64), np.array([total])
     used = int(lengths.sum()) // sequence_length * sequence_length
-    if not used:
-        return Layout(np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64), total, 0)
     # Cut the kept stretches at every sequence border.
     at = np.concatenate([[0], np.cumsum(lengths)])
     borders = np.unique(np.concatenate([at[at < used], np.arange(0, used + 1, sequence_length)]))
@@ -199,16 +192,14 @@ def packed_layout(ends: np.ndarray, sequence_length: int, long_records: str = SP
     """Whole documents packed by best fit. Longer ones than a sequence are cut into sequences, their rest is packed with
     the others; or they are dropped."""
     starts, lengths, total, split = _documents(ends, sequence_length, long_records)
-    if split:
-        starts, lengths = _cut(starts, lengths, sequence_length)
+    starts, lengths = _cut(starts, lengths, sequence_length)
     order, counts = [], []
     for low in range(0, len(lengths), _WINDOW):
         for members in best_fit(lengths[low : low + _WINDOW], sequence_length):
             order += [low + member for member in members]
             counts.append(len(members))
     picks = np.array(order, np.int64)
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Layout(starts[picks], lengths[picks], first, total - int(lengths.sum()), split)
+    return Layout(starts[picks], lengths[picks], np.cumsum([0, *counts]), total - int(lengths.sum()), split)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -51,10 +51,6 @@ def cached_store(
     root = token_cache_directory()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     directory = root / key
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, root) from error
     with locked(root / f"{key}.lock", say):
         store = None if options.rebuild_cache else open_store(directory, settings)
         if store is not None:
@@ -111,8 +107,7 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
     """The parts encoded, in order, by `workers` processes of a core each; a bounded number is under way at any time."""
     if workers <= 1:
         with _one_thread():
-            for part in parts:
-                yield encoder.encode(part)
+            yield from map(encoder.encode, parts)
         return
     # A fork shares the tokenizer and the libraries; it touches neither torch nor a GPU. Windows and macOS start anew.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -168,11 +163,12 @@ def _encode(part: Part) -> Encoded:
 
 
 @contextmanager
-def locked(path: Path, say: Say = lambda text: None) -> Iterator[None]:
+def locked(path: Path, say: Say) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends. Where the file system has none, two runs may do the work
     twice; the rename then lets the first one win."""
     lock = FileLock(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:

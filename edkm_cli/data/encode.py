@@ -111,13 +111,11 @@ class Encoder:
     def _tokens(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Ids without what begins and ends a document, and which of them are learnt, for each document."""
         ids = [np.empty(0, self.dtype) for _ in documents]
-        trained = [np.empty(0, bool) for _ in documents]
         plain = [index for index, document in enumerate(documents) if document.answers is None]
         pieces = [(index, piece) for index in plain for piece in split_long(documents[index].text)]
         for (index, _), row in zip(pieces, self._ids([piece for _, piece in pieces]), strict=True):
             ids[index] = np.concatenate([ids[index], np.asarray(row, self.dtype)])
-        for index in plain:
-            trained[index] = np.ones(ids[index].size, bool)
+        trained = [np.ones(row.size, bool) for row in ids]
         answered = [index for index, document in enumerate(documents) if document.answers is not None]
         for index, (row, mask) in zip(answered, self._answers([documents[i] for i in answered]), strict=True):
             ids[index], trained[index] = np.asarray(row, self.dtype), mask

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from edkm_cli.data.sources import Source
@@ -39,8 +39,6 @@ def rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, A
         with _without_retries(source):
             loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
         yield from loaded
-    except UserError:
-        raise
     except Exception as error:
         raise _explained(source, error) from error
 
@@ -55,14 +53,11 @@ def _without_retries(source: Source) -> Iterator[None]:
     import huggingface_hub
 
     modules: list[Any] = [datasets.config, huggingface_hub.constants]
-    kept = [module.HF_HUB_OFFLINE for module in modules]
-    for module in modules:
-        module.HF_HUB_OFFLINE = True
-    try:
+    with ExitStack() as restored:
+        for module in modules:
+            restored.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+            module.HF_HUB_OFFLINE = True
         yield
-    finally:
-        for module, value in zip(modules, kept, strict=True):
-            module.HF_HUB_OFFLINE = value
 
 
 def _answers() -> bool:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -180,18 +181,12 @@ def line_ranges(path: Path, start: int = 0, *, option: str = "--data") -> Iterat
 def _text_parts(path: Path, *, alone: bool, begins: bool, option: str) -> Iterator[Part]:
     """A text in pieces; as lines, or as rows where it is WikiText."""
     joint = "\n\n" if is_wikitext(path) else ""
-    part: Part | None = None
     with _opened(path) as file:
-        for piece in _pieces(io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")):
-            if part is not None:
-                yield part
+        pieces = _pieces(io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n"))
+        for number, (piece, following) in enumerate(pairwise(chain(pieces, [""]))):
             records = wikitext_rows(piece) if is_wikitext(path) else piece.splitlines(keepends=True)
-            continues = part is not None
-            part = Part(
-                str(path), 0, records, joint=joint, continues=continues, begins=begins and not continues, option=option
-            )
-        if part is not None:
-            yield replace(part, ends=not alone)
+            part = Part(str(path), records=records, joint=joint, continues=number > 0, option=option)
+            yield replace(part, begins=begins and number == 0, ends=not following and not alone)
 
 
 def _pieces(text: io.TextIOWrapper) -> Iterator[str]:

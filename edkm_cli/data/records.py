@@ -89,9 +89,8 @@ def render(
         return []
     documents = [content] if isinstance(content, Document) else _rendered(content, record, where, tokenizer, whole)
     # Halves of surrogate pairs, which JSON can hold and UTF-8 cannot, are replaced.
-    texts = [one.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for one in documents]
-    clean = [replace(one, text=text) for one, text in zip(documents, texts, strict=True)]
-    return [replace(one, answers=None) for one in clean] if whole else clean
+    clean = [(one, one.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")) for one in documents]
+    return [replace(one, text=text, answers=None if whole else one.answers) for one, text in clean]
 
 
 def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
@@ -266,14 +265,11 @@ def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = tokenizer.get_chat_template(None, tools)
     texts, spans = render_jinja_template(
         conversations=[messages],
         tools=tools,
-        chat_template=template,
+        chat_template=tokenizer.get_chat_template(None, tools),
         return_assistant_tokens_mask=True,
-        continue_final_message=False,
-        add_generation_prompt=False,
         **tokenizer.special_tokens_map,
     )
     if texts[0] != whole or not spans or not spans[0]:

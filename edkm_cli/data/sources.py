@@ -52,10 +52,8 @@ class Source:
 
 def suffix_of(path: Path) -> str:
     """`.jsonl` for `a.jsonl` and `a.jsonl.gz`; lower case."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        return suffixes[-2] if len(suffixes) > 1 else ""
-    return suffixes[-1] if suffixes else ""
+    suffixes = ["", *map(str.lower, path.suffixes)]
+    return suffixes[-2 if suffixes[-1] in _COMPRESSED else -1]
 
 
 def is_compressed(path: Path) -> bool:

@@ -61,9 +61,8 @@ def read_split(source: Source, split: str, options: TextSettings = TextSettings(
 
 def _hub_parts(source: Source, split: str, options: TextSettings) -> tuple[Iterator[Part], bool]:
     """The parts of a hub set, and whether it has a split of its own for what is measured."""
-    streaming = options.streaming
-    if streaming is None:
-        streaming = source.name.partition("@")[0] not in (WIKITEXT2, ALPACA)
+    is_small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
+    streaming = not is_small if options.streaming is None else options.streaming
     measured = hub.held_out_split(source) if split != ALL else None
     chosen = (measured if split == TEST else None) or source.split or "train"
     rows = hub.rows(source, chosen, streaming=streaming)
@@ -128,10 +127,9 @@ def _texts_whole(parts: list[Part]) -> list[Part]:
     joined: list[Part] = []
     for part in parts:
         if part.continues:
-            joined[-1].records.extend(part.records)
-            joined[-1] = replace(joined[-1], ends=part.ends)
+            joined[-1] = replace(joined[-1], records=joined[-1].records + part.records, ends=part.ends)
         else:
-            joined.append(replace(part, records=list(part.records)))
+            joined.append(part)
     return joined
 
 
@@ -148,10 +146,8 @@ def _lines_split(source: Source, split: str, options: TextSettings) -> Iterator[
         yield from first
         return
     held_out = sum(characters(part.load()) for part in first)
-    for part in chain(
-        line_ranges(path, cut, option=source.option),
-        read_files(replace(source, files=source.files[1:]), options.data_column),
-    ):
+    others = replace(source, files=source.files[1:])
+    for part in chain(line_ranges(path, cut, option=source.option), read_files(others, options.data_column)):
         yield replace(part, held_out=held_out)
         held_out = 0
 

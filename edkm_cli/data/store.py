@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ class TokenStore:
     marks: np.ndarray
     counts: Counts
     sampled: bool = False
-    _sha256: str = ""
 
     @property
     def has_masks(self) -> bool:
@@ -61,13 +61,10 @@ class TokenStore:
         bits = np.unpackbits(self._trained[start // 8 : -(-stop // 8)], bitorder="little")
         return bits[start % 8 : start % 8 + stop - start].astype(bool)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """A digest of tokens, masks and documents: the same for a store in memory and on disk."""
-        if not self._sha256:
-            parts = [self._tokens, self.ends] + ([] if self._trained is None else [self._trained])
-            self._sha256 = combined(map(digest, parts))
-        return self._sha256
+        return combined(map(digest, [self._tokens, self.ends] + ([] if self._trained is None else [self._trained])))
 
 
 def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
@@ -91,14 +88,13 @@ class StoreWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._marks: list[np.ndarray] = []
         self._bits = np.empty(0, bool)
-        self.counts, self._masked = Counts(), False
+        self.counts = Counts()
 
     def append(self, part: Encoded) -> None:
         self._files[TOKENS].write(part.ids.astype(self._dtype).tobytes())
         ends = self.counts.tokens + np.cumsum(part.lengths)
         self._files[ENDS].write(ends.astype("<i8").tobytes())
         learnt = np.ones(part.ids.size, bool) if part.trained is None else part.trained
-        self._masked |= part.trained is not None
         bits = np.concatenate([self._bits, learnt])
         whole = bits.size // 8 * 8
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
@@ -114,7 +110,7 @@ class StoreWriter:
         self.abandon()
         marks = np.unique(np.concatenate([np.empty(0, np.uint64), *self._marks]))
         marks.astype("<u8").tofile(self._directory / MARKS)
-        if not self._masked:
+        if not self.counts.masked:
             os.unlink(self._directory / TRAINED)
         files = {}
         for name in (TOKENS, TRAINED, ENDS, MARKS):
@@ -150,7 +146,7 @@ def open_store(directory: Path, settings: dict[str, Any]) -> TokenStore | None:
         if len(tokens) != counts.tokens or len(ends) != counts.documents:
             return None
         store = TokenStore(tokens, trained, ends, marks, counts, sampled=settings.get("sampled", False))
-        store._sha256 = combined(digests[name] for name in (TOKENS, ENDS, TRAINED) if name in digests)
+        store.sha256 = combined(digests[name] for name in (TOKENS, ENDS, TRAINED) if name in digests)
         return store
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -39,7 +39,6 @@ def load_documents(
             raise UserError(f"{source} is measured, which takes no weight; leave out ={source.weight:g}")
         split = measured_split(source)
     texts: list[str] = []
-    size = 0
     for part in read_split(source, split, options):
         for number, record in enumerate(part.load()):
             column = options.data_column if isinstance(record, Mapping) and options.data_column in record else None
@@ -48,8 +47,7 @@ def load_documents(
                 texts[-1] += documents[0].text
             else:
                 texts += [document.text for document in documents]
-        size = sum(map(len, texts)) if characters is not None else 0
-        if characters is not None and size > max(characters, WHOLE_BYTES):
+        if characters is not None and sum(map(len, texts)) > max(characters, WHOLE_BYTES):
             break
     if not any(text.strip() for text in texts):
         raise UserError(f"{source.option} must hold text, but {source.name} has none; give a source with text")

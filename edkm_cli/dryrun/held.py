@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from edkm_cli.data import Batch
 from edkm_cli.distributed import World
@@ -65,8 +66,7 @@ class Gradients:
         if self._buckets:  # they are there from the beginning to the end, and gradients are views of them
             self._exits.enter_context(self._ledger.more(size_bytes(self._trained), GRADIENTS))
         for parameter in self._trained:
-            handle = parameter.register_post_accumulate_grad_hook(self._arrived)
-            self._exits.callback(handle.remove)
+            self._exits.enter_context(parameter.register_post_accumulate_grad_hook(self._arrived))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ class Taught:
 
 
 class OneExpert:
-    """`plan` with one expert a block. As a context manager: what optimizers hold of that one, they hold of all."""
+    """`plan` with one expert a block."""
 
     def __init__(self, plan: RunPlan, ledger: Ledger):
         skeleton = with_one_expert(plan.skeleton)
@@ -138,11 +138,9 @@ class OneExpert:
                 setattr(tensor, STANDS_FOR, stands_for(parameter))
                 self._ledger.move([tensor], OPTIMIZER if training else CLUSTERING)
 
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+    def counted(self) -> RemovableHandle:
+        """As long as the block lasts, what optimizers hold of that one, they hold of all."""
+        return register_optimizer_step_post_hook(self._stepped)
 
 
 def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:

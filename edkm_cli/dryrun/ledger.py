@@ -25,10 +25,6 @@ STANDS_FOR = "stands_for"  # attribute of a tensor: how many like it there are i
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 def stands_for(tensor: Tensor) -> int:
     """How many tensors of a run this one stands for."""
     return getattr(tensor, STANDS_FOR, 1)
@@ -91,7 +87,7 @@ class Ledger(TorchDispatchMode):
     """Use as a context manager around the code; then read `accounts`.
 
     Args:
-        call: runs an operation, `call(func, args, kwargs)`.
+        call: runs an operation, `call(func, args, kwargs)`; by default as it is.
         part_of: the part of a new storage, from a tensor on it; by default the current `part`.
         granule: sizes are rounded up to this many bytes, as the device's allocator does.
 
@@ -101,13 +97,14 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(
-        self, *, call: Call = _plain, part_of: Callable[[Tensor], str] | None = None, granule: int = 1
+        self, *, call: Call | None = None, part_of: Callable[[Tensor], str] | None = None, granule: int = 1
     ) -> None:
         super().__init__()
         self.accounts = {DEVICE: Account(), HOST: Account()}
         self.part, self.place, self.share = "other", DEVICE, 1.0
         self.phase = "start"
-        self._call, self._granule = call, granule
+        self._call = call or (lambda func, args, kwargs: func(*args, **kwargs))
+        self._granule = granule
         self._part_of = part_of or (lambda tensor: self.part)
         self._counting = True
         self._entries: dict[int, _Entry] = {}

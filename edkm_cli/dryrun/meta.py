@@ -49,8 +49,7 @@ class Stage:
         self._exits = ExitStack()
 
     def __enter__(self) -> "Stage":
-        self._exits.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        self._exits.enter_context(warnings.catch_warnings(action="ignore"))
         functional: Any = torch.nn.functional
         attention = self._attention(functional.scaled_dot_product_attention)
         self._exits.enter_context(changed(functional, scaled_dot_product_attention=attention))

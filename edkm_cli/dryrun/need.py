@@ -47,8 +47,7 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
     """The GPUs that are named, else what this machine has. Raises UserError where these contradict each other."""
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus must be at least 1, got {gpus}")
-    present = torch.cuda.is_available()
-    if gpus is not None and gpu_memory is None and not present:
+    if gpus is not None and gpu_memory is None and not torch.cuda.is_available():
         raise UserError("--gpus needs --gpu-memory on a machine without a GPU, got none; add for example 24GiB")
     named = gpu_memory is not None or gpus is not None
     if named and config.device == "cpu":
@@ -153,15 +152,14 @@ def memory_of(config: CompressConfig, need: Need, machine: Machine) -> str:
 
 def _static(plan: RunPlan) -> Peak:
     config, world = plan.config, plan.world
-    full = config.steps > 0 and config.assignments != "held"
     dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.config.dtype)
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
-    clustered = int(weights * trained.itemsize * world.share)
     whole = int(plan.parameters * dense.itemsize * world.share)
     if plan.by_layer and not plan.writes_text:
         whole = int(plan.parameters * plan.spec.bits / 8)
     parts = {"weights": whole}
-    if full:
+    if config.steps > 0 and config.assignments != "held":
+        clustered = int(weights * trained.itemsize * world.share)
         parts = {"weights": clustered, "gradients": clustered, "optimizer": 2 * clustered}
     return Peak("training", parts, {"training": sum(parts.values())})
 

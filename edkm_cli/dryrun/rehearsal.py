@@ -70,7 +70,7 @@ class Rehearsal:
 
     def run(self) -> dict[str, Peak]:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
-        with self._stage, self._experts:
+        with self._stage, self._experts.counted():
             if self.plan.writes_text:
                 self._write(self._load(whole=True))
             dense = self._load(whole=not self._streams)
@@ -341,13 +341,12 @@ class Rehearsal:
     def _export(self, model: Any) -> None:
         """A layer's indices at a time. The exported model, which is loaded next, is smaller than the one it came from."""
         self._ledger.begin("export")
-        seen = set()
+        first_of_shape: dict[tuple[int, int], Any] = {}
         for layer in clustered_layers(model).values():
-            shape = layer.out_features, layer.in_features
-            if shape not in seen:
-                seen.add(shape)
-                with self._ledger.under(CLUSTERING), self._gathered(model):
-                    pack(layer.snapped()[0], layer.clustering.bits)
+            first_of_shape.setdefault((layer.out_features, layer.in_features), layer)
+        for layer in first_of_shape.values():
+            with self._ledger.under(CLUSTERING), self._gathered(model):
+                pack(layer.snapped()[0], layer.clustering.bits)
 
     def _gathered(self, model: Any) -> AbstractContextManager[None]:
         """Where parameters are sharded, the decoder layers that are whole for the moment."""

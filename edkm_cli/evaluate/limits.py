@@ -18,9 +18,7 @@ def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
     `text` is a row of the report's `texts`."""
     before = "start" if text["trained"] is None else "trained"
     expected, exported = text[before], text["exported"]
-    if expected is None or exported is None:
-        return
-    if abs(exported - expected) > _TOLERANCE[dtype] * expected:
+    if expected is not None and exported is not None and abs(exported - expected) > _TOLERANCE[dtype] * expected:
         raise UserError(
             f"the exported model must have the perplexity of the {before} one, but {before} is {expected:.4f} and exported "
             f"{exported:.4f}: the files do not hold the model; nothing was put in place, please report it with the model's "

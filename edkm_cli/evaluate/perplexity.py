@@ -115,8 +115,7 @@ def _figures(states: Tensor, labels: Tensor, parts: Parts, reference: Iterable[T
     `Perplexity.predictions` has them, or (tokens, 1) without a reference, whose logits come CHUNK_TOKENS at a time."""
     rows = []
     beside = repeat(None) if reference is None else reference
-    parted = zip(states.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), beside, strict=False)
-    for ours, picks, theirs in parted:
+    for ours, picks, theirs in zip(states.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), beside, strict=False):
         log_ours = parts.logits(ours[None])[0].float().log_softmax(1)
         columns = [-log_ours.gather(1, picks[:, None])[:, 0]]
         if theirs is not None:
@@ -151,7 +150,7 @@ def distribution(predictions: Tensor) -> dict[str, Any]:
         where there are none.
     """
     _, kl, same, theirs, confidence = predictions.flatten(0, 1).double().numpy().T
-    median, p90, p99, largest = (float(value) for value in np.percentile(kl, (50, 90, 99, 100)))
+    median, p90, p99, largest = np.percentile(kl, (50, 90, 99, 100)).tolist()
     rows = []
     for low, high in pairwise(CONFIDENCE):
         inside = (confidence > low) & (confidence <= high if high < 1 else True)

@@ -13,6 +13,7 @@ refused unless `trust_remote_code` allows it.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, nullcontext
 from difflib import get_close_matches
@@ -26,13 +27,13 @@ import yaml
 
 from edkm_cli.errors import UserError, brief
 from edkm_cli.evaluate.config import EvalConfig
+from edkm_cli.nn.hooks import changed
 from edkm_cli.summaries import metrics_of
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
 _SEED = 1234  # the harness's own default for the choice of few-shot examples
 Scores = dict[str, dict[str, dict[int, Any]]]
 """Task -> metric -> document -> score, whatever the metric gives for one document."""
-_NOT_METRICS = ("name", "alias", "sample_len", "sample_count")
 
 
 def load_tasks(settings: EvalConfig) -> dict[str, Any]:
@@ -190,13 +191,8 @@ def _hub_metrics(allowed: bool) -> Iterator[list[str]]:
         refused.append(path)
         raise PermissionError(f"the metric {path} is code on the hub")
 
-    original = evaluate.load
-    if not allowed:
-        evaluate.load = refuse
-    try:
+    with nullcontext() if allowed else changed(evaluate, load=refuse):
         yield refused
-    finally:
-        evaluate.load = original
 
 
 def _check_answers(task: Any, limit: int | None) -> None:
@@ -218,13 +214,11 @@ def _check_answers(task: Any, limit: int | None) -> None:
 
 def _metrics(outcome: dict[str, Any]) -> dict[str, Any]:
     """The harness's "metric,filter" keys as "metric" where a metric has one filter only; "N/A" and NaN become None."""
-    values = {key: value for key, value in outcome.items() if "," in key and key not in _NOT_METRICS}
-    metrics = [key.split(",", 1)[0] for key in values]
-    plain = {}
-    for key, value in values.items():
-        metric = key.split(",", 1)[0]
-        usable = isinstance(value, (int, float)) and math.isfinite(value)
-        plain[metric if metrics.count(metric) == 1 else key] = float(value) if usable else None
+    metrics = {key: key.partition(",")[0] for key in outcome if "," in key}
+    filters, plain = Counter(metrics.values()), {}
+    for key, metric in metrics.items():
+        usable = isinstance(outcome[key], (int, float)) and math.isfinite(outcome[key])
+        plain[metric if filters[metric] == 1 else key] = float(outcome[key]) if usable else None
     return plain
 
 

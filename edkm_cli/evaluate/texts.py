@@ -97,11 +97,10 @@ class Measurements:
             if dense is not None and row.get("exported") is not None:
                 row["exported_over_dense"] = row["exported"] / dense
             later = [stage for stage in self.stages[1:] if stage in self.by_stage]
-            stages = {stage: {name: self._of(stage, text, name) for name in DISTANCES} for stage in later}
-            compared = [figures for figures in stages.values() if figures["kl_per_token"] is not None]
+            shown = [*later, DENSE] if dense is not None else later
+            stages = {stage: {name: self._of(stage, text, name) for name in DISTANCES} for stage in shown}
+            compared = [stages[stage] for stage in later if stages[stage]["kl_per_token"] is not None]
             row |= compared[-1] if compared else dict.fromkeys(DISTANCES)
-            if dense is not None:
-                stages[DENSE] = {name: self._of(DENSE, text, name) for name in DISTANCES}
             row["stages"] = stages
             row |= {"not_compared": self._why_not} if self._why_not else {}
         return rows

@@ -5,7 +5,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 
 from edkm_cli.errors import UserError, brief
 from edkm_cli.format import read_json
@@ -44,11 +44,6 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Module path -> peft's layer."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> what the adapter trains."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_adapter(model: PeftModel, directory: Path, *, base: str) -> None:

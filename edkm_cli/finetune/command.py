@@ -13,7 +13,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.finetune.adapters import adapted_layers, add_adapter, load_adapter, save_adapter, trained_parameters
+from edkm_cli.finetune.adapters import adapted_layers, add_adapter, load_adapter, save_adapter
 from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
 from edkm_cli.finetune.session import PackedSession, Reference
 from edkm_cli.format import write_json
@@ -128,7 +128,7 @@ class _Run(PackedSession):
 
     def plan(self, model: Any) -> dict[str, Any]:
         """What trains, how much of it, and on how much text."""
-        trained = trained_parameters(model).values()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         adapter = {"adapted_layers": len(adapted_layers(model)), "adapter_bytes": size}
         return {

@@ -89,11 +89,8 @@ def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     asked for. Raises UserError where there is none."""
     trained_on = read_object(adapter / FINETUNED).get("config")
     trained_on = trained_on if isinstance(trained_on, dict) else {}
-    defaults = {"train_on": "completions", "packing": False}
-    learnt: dict[str, Any] = {
-        name: trained_on.get(name, default) if getattr(config, name) is None else getattr(config, name)
-        for name, default in defaults.items()
-    }
+    told = {"train_on": "completions", "packing": False, **trained_on}
+    learnt: dict[str, Any] = {name: told[name] for name in ("train_on", "packing") if getattr(config, name) is None}
     if config.data:
         return replace(config, **learnt)
     names = _names(trained_on.get("data"))

@@ -9,7 +9,6 @@ the distance. Two siblings (`x0.t()` and `x0.view(-1)`) therefore meet at x0, tw
 Marks live in the `metadata` dictionary of the node itself: they vanish with the graph, and no address is a key.
 """
 
-import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -43,36 +42,28 @@ def walk(tensor: torch.Tensor, *, hops: int) -> list[Visit]:
     The first visit, at distance 0, is the tensor's own edge. A tensor that requires no gradient has no edge: the list
     is empty. Pure: reads the graph and changes nothing.
     """
-    frontier: list[tuple[Any, int]]
-    if tensor.grad_fn is not None:
-        frontier = [(tensor.grad_fn, tensor.output_nr)]
-    elif tensor.requires_grad:
-        edge = get_gradient_edge(tensor)
-        frontier = [(edge.node, edge.output_nr)]
-    else:
+    if not tensor.requires_grad:
         return []
-    visits: list[Visit] = []
-    seen: set[tuple[Any, int]] = set()
+    # The node of a leaf is the one that accumulates its gradient.
+    node: Any = get_gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn
+    frontier = [(node, tensor.output_nr)]
+    distances: dict[tuple[Any, int], int] = {}
     for distance in range(hops + 1):
         ahead = []
-        for node, output in frontier:
-            if (node, output) in seen:
-                continue
-            seen.add((node, output))
-            visits.append(Visit(node, output, distance))
-            if node.name() in STORAGE_PRESERVING:
-                ahead += [edge for edge in node.next_functions if edge[0] is not None]
+        for edge in frontier:
+            if edge not in distances:
+                distances[edge] = distance
+                if edge[0].name() in STORAGE_PRESERVING:
+                    ahead += [further for further in edge[0].next_functions if further[0] is not None]
         frontier = ahead
-    return visits
+    return [Visit(*edge, distance) for edge, distance in distances.items()]
 
 
 class Marks:
     """Which moved things lie near an edge of the graph. Holds them weakly, in the graph's own nodes."""
 
-    _serial = itertools.count()
-
     def __init__(self) -> None:
-        self._key = f"edkm.marks.{next(Marks._serial)}"
+        self._key = object()  # of these marks alone
 
     def add(self, visits: Iterable[Visit], thing: Any) -> None:
         """Leave a mark for `thing` on every visited edge."""

@@ -11,6 +11,7 @@ The lane of a GPU has not been measured on a GPU yet: `python scripts/bench_offl
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -157,15 +158,13 @@ class Mover:
     def __init__(self, statistics: Statistics, *, prefetch: int) -> None:
         self.statistics = statistics
         self._prefetch = prefetch
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lane_of = cache(Lane)  # one for each device
         self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
         self._count = 0
 
     def store(self, flat: torch.Tensor) -> Moved:
         """Copy a 1-D tensor to host memory; on CUDA without waiting for the copy."""
-        if flat.device not in self._lanes:
-            self._lanes[flat.device] = Lane(flat.device)
-        moved = Moved(self, self._lanes[flat.device], flat, self._count)
+        moved = Moved(self, self._lane_of(flat.device), flat, self._count)
         self._by_number[self._count] = moved
         self._count += 1
         return moved

@@ -91,9 +91,7 @@ def _checksum(data: torch.Tensor) -> int:
     """A 64-bit sum of a uint8 tensor, sensitive to the position of every byte. Equal bytes give equal sums."""
     total = 0
     for chunk in data.split(_CHUNK_BYTES):
-        padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
-        padded[: chunk.numel()] = chunk
-        words = padded.view(torch.int64)
+        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
         weights = torch.arange(1, 2 * words.numel(), 2, device=data.device)
         mixed = (words * weights).sum() + (words >> 17).sum()
         total = (total * 0x9E3779B97F4A7C15 + int(mixed.item())) & 0xFFFFFFFFFFFFFFFF

@@ -92,7 +92,4 @@ class Region:
 
     @staticmethod
     def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
-        for dimension, step in enumerate(tensor.stride()):
-            if step == 0:
-                tensor = tensor.narrow(dimension, 0, 1)
-        return tensor
+        return tensor[tuple(slice(None if step else 1) for step in tensor.stride())]

@@ -72,9 +72,8 @@ class _Uniquified:
         index = self._index.load()
         words = _rows_as_words(table, self._rows)
         out = torch.empty((index.numel(), words.shape[1]), dtype=words.dtype, device=words.device)
-        for start in range(0, index.numel(), _CHUNK_ROWS):
-            chunk = slice(start, start + _CHUNK_ROWS)
-            torch.index_select(words, 0, _unsigned(index[chunk]), out=out[chunk])
+        for chunk, numbers in zip(out.split(_CHUNK_ROWS), index.split(_CHUNK_ROWS), strict=True):
+            torch.index_select(words, 0, _unsigned(numbers), out=chunk)
         return out.view(table.dtype).view(-1)
 
 
@@ -121,9 +120,8 @@ class _Key:
         present = first >= 0
         number = (present.cumsum(0) - 1).to(torch.int32).to(torch.int16)  # 32,768 and above wrap: bits of a uint16
         index = torch.empty_like(bits)
-        for start in range(0, bits.numel(), _CHUNK_ROWS):
-            piece = slice(start, start + _CHUNK_ROWS)
-            index[piece] = number[_unsigned(bits[piece])]
+        for chunk, keys in zip(index.split(_CHUNK_ROWS), bits.split(_CHUNK_ROWS), strict=True):
+            chunk.copy_(number[_unsigned(keys)])
         return _Codes(version, first[present], index)
 
 

@@ -103,9 +103,7 @@ def line_chart(
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
     log = wants_log(ys) if log is None else log
-    low, high = (min(ys), max(ys)) if log else (min(0.0, *ys), max(ys) * 1.04 or 1.0)
-    if log:
-        low, high = low / 1.1, high * 1.1
+    low, high = (min(ys) / 1.1, max(ys) * 1.1) if log else (min(0.0, *ys), max(ys) * 1.04 or 1.0)
     x = Axis(min(xs), max(xs), 56, width - 14)
     y = Axis(low, high, height - 26, 26, log)
     beside = 4 + 7 * len(x_label) + 16  # a figure there would stand on the label

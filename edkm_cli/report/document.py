@@ -19,8 +19,7 @@ from edkm_cli.report.read import RunFiles, read_run, stages_of
 from edkm_cli.summaries import STAGES, megabytes, perplexity_rows, text_names, windows_of
 
 _MODES = {
-    "straight-through": "the loss is that of the weights as they will be exported",
-    "hard": "the loss is that of the weights as they will be exported",
+    **dict.fromkeys(("straight-through", "hard"), "the loss is that of the weights as they will be exported"),
     "soft": "the loss is that of soft weights; the hard loss is that of the weights as they would be exported",
 }
 _ERRORS = (

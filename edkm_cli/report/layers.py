@@ -119,9 +119,8 @@ def _representative(names: list[str]) -> list[str]:
 def _histogram(name: str, weight: Tensor, lut: Tensor) -> Histogram:
     centre, reach = float(weight.mean()), _SPREAD * float(weight.std()) or 1e-6
     counts = torch.histc(weight, bins=_BINS, min=centre - reach, max=centre + reach)
-    points = torch.tensor([0.25, 0.5, 0.75])
     rows = lut[torch.linspace(0, lut.shape[0] - 1, min(lut.shape[0], 4096)).long()]  # quantile takes so many
-    low, middle, high = rows.quantile(points, dim=0)
+    low, middle, high = rows.quantile(torch.tensor([0.25, 0.5, 0.75]), dim=0)
     entries = list(zip(low.tolist(), middle.tolist(), high.tolist(), strict=True))
     return Histogram(name, centre - reach, centre + reach, counts.tolist(), entries, lut.shape[0])
 

@@ -241,7 +241,7 @@ def _with_older_names(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration with what `rope_parameters` says by the names from before transformers 5, too: engines that read no
     others, as most families of mlx-lm, take a base of their own where they are missing, in silence."""
     rope, kinds = config.get("rope_parameters") or {}, config.get("layer_types") or []
-    names = {}
+    names: dict[str, Any] = {}
     if "sliding_attention" in rope:  # by the layers' kinds, as Gemma 3 has them
         names["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
         names["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
