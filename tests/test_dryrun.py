@@ -170,17 +170,14 @@ def peak_of(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--assignments held", "--dtype bfloat16 --batch-size 2"])
+@pytest.mark.parametrize("flags", ["", "--assignments held", "--dtype bfloat16 --batch-size 2 --sequence-length 128"])
 def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, tmp_path):
     config = mid_sized(num_hidden_layers=8, vocab_size=8192)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", *shlex.split(flags)]
-    common += shlex.split(
-        "--memory small --steps 2 --calibration-tokens 256 --start-tokens 512 --sequence-length 512 --context 128 "
-        "--eval-windows 1"
-    )
-    common += ["--json", tmp_path / "result.json"]
+    common = ["--model", tmp_path / "model", "--data", text_file, "--device", "cpu", "--json", tmp_path / "result.json"]
+    sizes = "--calibration-tokens 256 --start-tokens 512 --sequence-length 512 --context 128 --eval-windows 1"
+    common += shlex.split(f"--memory small --steps 2 {sizes} {flags}")
     peak_of("compress", *common, "--dry-run")
     planned = json.loads((tmp_path / "result.json").read_text())["peak_memory_bytes"]["total"]
     peak = peak_of("compress", *common, "-o", tmp_path / "out", "--save-every", 0)

@@ -16,6 +16,7 @@ from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.nn.swap import LINEAR
+from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import RunPlan, choose_device
 from edkm_cli.settings import parse_bytes
 
@@ -107,7 +108,8 @@ def _needed_bytes(peak: Peak) -> int:
 def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
     vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
-    rounding = _ROUNDING_BYTES if plan.config.start == "reconstructed" and not plan.world.gpu else 0
+    rounds = plan.config.start == "reconstructed" and not plan.world.gpu and multiplies_bfloat16("cpu")
+    rounding = _ROUNDING_BYTES if rounds else 0
     return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + rounding
 
 
