@@ -31,7 +31,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize import build, compensate, corrections, importance, reconstruct
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
-from edkm_cli.precision import bfloat16_products
+from edkm_cli.precision import bfloat16_products, multiplies_bfloat16
 
 # Part -> what is timed as that part: (where its name is looked up, the name).
 TIMED: dict[str, list[tuple[Any, str]]] = {
@@ -96,10 +96,11 @@ def operations(hidden: int, intermediate: int, tokens: int) -> dict[str, float]:
 
 
 def speeds() -> dict[str, float]:
-    """Operations a second of a large product, by precision, and bytes a second of a copy."""
+    """Operations a second of a large product, by precision (bfloat16 where the processor multiplies it: others take
+    minutes), and bytes a second of a copy."""
     found = {}
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)):
-        left = torch.randn(2048, 2048).to(dtype)
+    for name in ("bfloat16", "float32", "float64")[not multiplies_bfloat16("cpu") :]:
+        left = torch.randn(2048, 2048).to(getattr(torch, name))
         best = min(_seconds(lambda left=left: left @ left) for _ in range(4))
         found[f"{name}_operations_per_second"] = 2 * 2048**3 / best
     source = torch.zeros(2**26)
@@ -148,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with bfloat16_products():
         rounds = torch.get_float32_matmul_precision() == "medium"
     plain = speed["float32_operations_per_second"]
-    fast = speed["bfloat16_operations_per_second"] if rounds else plain
+    fast = speed.get("bfloat16_operations_per_second", plain) if rounds else plain
     parts = []
     for part, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
         limit = needed.get(part, 0.0) / (plain if part == "factors" else fast)

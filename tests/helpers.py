@@ -267,3 +267,21 @@ def quantized(method, model, batches, **options):
     """A baseline's outcome on a task of these settings; the other options are the method's own."""
     shared = {name: options.pop(name) for name in SHARED if name in options}
     return method.quantize(Task(model, batches, **shared), **options)
+
+
+PALETTED = {
+    "affine": ("bfloat16", 3),
+    "integers": ("float16", 4),
+    "iq4_nl": ("float16", 4),
+    "e2m1": ("float8_e4m3fn", 4),
+}
+
+
+def paletted(folder, palette, *, model=None, tile=32, embedding_bits=8, start="compensated", **mixed):
+    """(directory, model) of a tiny model with tables of a palette, exported, and its tokenizer."""
+    dtype, bits = PALETTED[palette]
+    shape = {"granularity": f"block:1x{tile}", "lut_dtype": dtype, "bits": bits, "embedding_bits": embedding_bits}
+    more = {"palette": palette, "embedding_group": tile, **mixed}
+    model, spec = cluster(model or tiny_llama(bias=True, hidden=64, inner=128), palette=palette, mixed=more, **shape)
+    byte_tokenizer().save_pretrained(folder)
+    return export(model, spec, folder), model

@@ -21,6 +21,7 @@ from edkm_cli.dryrun.need import Machine, Need, choose_memory, memory_of, parse_
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.dryrun.rehearsal import Rehearsal
 from edkm_cli.errors import UserError
+from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import plan_run
 from edkm_cli.summaries import summary
 from families import family
@@ -170,8 +171,10 @@ def peak_of(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--assignments held", "--dtype bfloat16 --batch-size 2 --sequence-length 128"])
+@pytest.mark.parametrize("flags", ["", "--assignments held", "--dtype bfloat16 --batch-size 2"])
 def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, tmp_path):
+    if "bfloat16" in flags and not multiplies_bfloat16("cpu"):
+        pytest.skip("training in bfloat16 takes minutes on this processor")
     config = mid_sized(num_hidden_layers=8, vocab_size=8192)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")

@@ -16,8 +16,7 @@ from edkm_cli.research.compare import command, worker
 from edkm_cli.research.compare.command import settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry
 from families import family
-from helpers import byte_tokenizer, logits_of, tiny_llama
-from test_export_targets import paletted
+from helpers import byte_tokenizer, logits_of, paletted, tiny_llama
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 LLAMA_3 = {

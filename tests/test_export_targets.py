@@ -20,14 +20,7 @@ from edkm_cli.granularity import PALETTES, Granularity
 from edkm_cli.nn.held import hold
 from edkm_cli.targets import TARGETS
 from families import family
-from helpers import byte_tokenizer, cluster, export, refused, run, tiny_llama
-
-PALETTED = {
-    "affine": ("bfloat16", 3),
-    "integers": ("float16", 4),
-    "iq4_nl": ("float16", 4),
-    "e2m1": ("float8_e4m3fn", 4),
-}
+from helpers import PALETTED, byte_tokenizer, cluster, export, paletted, refused, run, tiny_llama
 
 
 def weight(rows=48, columns=64, seed=5):
@@ -78,15 +71,6 @@ def test_tables_are_a_function_of_what_is_stored(palette):
     assert torch.equal(stored.to(getattr(torch, dtype)).float(), stored)
     assert torch.equal(grid.of_stored(scale, offset), grid.tables(parameters))
     assert torch.equal(grid.tables(grid.parameters(scale, offset)), grid.tables(parameters))
-
-
-def paletted(folder, palette, *, model=None, tile=32, embedding_bits=8, start="compensated", **mixed):
-    dtype, bits = PALETTED[palette]
-    shape = {"granularity": f"block:1x{tile}", "lut_dtype": dtype, "bits": bits, "embedding_bits": embedding_bits}
-    more = {"palette": palette, "embedding_group": tile, **mixed}
-    model, spec = cluster(model or tiny_llama(bias=True, hidden=64, inner=128), palette=palette, mixed=more, **shape)
-    byte_tokenizer().save_pretrained(folder)
-    return export(model, spec, folder), model
 
 
 @pytest.mark.parametrize("palette", PALETTED)

@@ -162,9 +162,25 @@ typedef struct {
     float large[MAX_K] __attribute__((aligned(64)));
 } Table;
 
-INLINE void use_table(Meaning meaning, Table *table, const void *lut, int64_t dtype, int64_t group, int bits) {
-    if (meaning == SMALL) table->small = small_table(lut, dtype, group, bits);
-    if (meaning == LARGE && group != table->group) load_entries(lut, dtype, table->group = group, bits, table->large);
+/* Entries rounded to bfloat16, as those of a dense weight in the dtype of its activations. */
+INLINE void round_entries(float *entries, int count) {
+    uint32_t bits[MAX_K];
+    memcpy(bits, entries, count * sizeof(float));
+    for (int j = 0; j < count; j++) bits[j] = (bits[j] + 0x7fff + (bits[j] >> 16 & 1)) & 0xffff0000u;
+    memcpy(entries, bits, count * sizeof(float));
+}
+
+/* `x_dtype`: of the activations. */
+INLINE void use_table(
+    Meaning meaning, Table *table, const void *lut, int64_t dtype, int64_t x_dtype, int64_t group, int bits
+) {
+    if (meaning == SMALL) {
+        table->small = small_table(lut, dtype, group, bits);
+        if (x_dtype == BFLOAT16) round_entries((float *)&table->small, LANES);
+    } else if (meaning == LARGE && group != table->group) {
+        load_entries(lut, dtype, table->group = group, bits, table->large);
+        if (x_dtype == BFLOAT16) round_entries(table->large, 1 << bits);
+    }
 }
 
 INLINE vf large_entries(const float *table, vi codes, int bits) {

@@ -28,7 +28,8 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     int even = even_tiles(call, part);
     for (int64_t from = s->from; from < s->end;) {
         int64_t stop = smaller(s->end, (from / part->tile_columns + 1) * part->tile_columns), i = from;
-        use_table(meaning, s->table, part->lut, part->lut_dtype, group_at(call, part, row, from), call->bits);
+        int64_t group = group_at(call, part, row, from);
+        use_table(meaning, s->table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
         if (even) {
             const uint8_t *p = bytes + from * step / 8;
             vf w[4];
@@ -61,7 +62,8 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
         for (int64_t from = 0; even && from < call->columns; from += tile) {
             const uint8_t *p = bytes + from * step / 8;
             const float *at = x + from, *stop = at + tile;
-            use_table(meaning, table, part->lut, part->lut_dtype, group_at(call, part, s->row + r, from), call->bits);
+            int64_t group = group_at(call, part, s->row + r, from);
+            use_table(meaning, table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
             for (; at + 64 <= stop; at += 64, p += 8 * step) {
                 __builtin_prefetch(p + AHEAD);
                 weights64(meaning, u, table, p, w);

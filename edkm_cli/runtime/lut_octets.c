@@ -46,11 +46,13 @@ INLINE void use_entries(Kind kind, const Strip *s, int64_t row, int64_t column, 
     int bits = s->bits;
     if (kind >= SIGNED) return;
     int64_t group = group_at(s->call, part, row, column);
-    if (kind == ONE && bits == 3 && part->lut_dtype == FLOAT16) { /* without memory, as in small_table */
+    int rounds = s->call->out_dtype == BFLOAT16;
+    if (kind == ONE && bits == 3 && part->lut_dtype == FLOAT16 && !rounds) { /* without memory, as in small_table */
         to->small[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)part->lut + (group << 3))));
         return;
     }
     load_entries(part->lut, part->lut_dtype, group, bits, to->large);
+    if (rounds) round_entries(to->large, 1 << bits);
     for (int j = 1 << bits; j < 8; j++) to->large[j] = to->large[j - (1 << bits)];
     for (int v = 0; v < (kind == ONE ? 1 : kind == TWO ? 2 : kind == FOUR ? 4 : 0); v++)
         to->small[v] = _mm256_load_ps(to->large + 8 * v);
