@@ -47,8 +47,12 @@ INLINE void use_entries(Kind kind, const Strip *s, int64_t row, int64_t column, 
     if (kind >= SIGNED) return;
     int64_t group = group_at(s->call, part, row, column);
     int rounds = s->call->out_dtype == BFLOAT16;
-    if (kind == ONE && bits == 3 && part->lut_dtype == FLOAT16 && !rounds) { /* without memory, as in small_table */
-        to->small[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)part->lut + (group << 3))));
+    if (kind == ONE && bits == 3 && part->lut_dtype == FLOAT16) { /* without memory, as in small_table */
+        __m256 entries = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)part->lut + (group << 3))));
+        __m256i word = _mm256_castps_si256(entries), odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
+        word = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))); /* as round_entries */
+        word = _mm256_and_si256(word, _mm256_set1_epi32((int)0xffff0000));
+        to->small[0] = rounds ? _mm256_castsi256_ps(word) : entries;
         return;
     }
     load_entries(part->lut, part->lut_dtype, group, bits, to->large);
