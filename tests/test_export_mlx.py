@@ -94,6 +94,14 @@ def test_a_directory_of_mlx_lm_is_a_row(text_file, tmp_path, monkeypatch):
     assert result["kl_per_token"] > 0
 
 
+def test_a_directory_that_lacks_a_tensor_is_no_model_with_random_numbers(tmp_path):
+    directory, _ = paletted(tmp_path / "source", "affine", model=tiny_llama(hidden=64, inner=128))
+    export_model(directory, "mlx", tmp_path / "out", options=Options())
+    tensors = [one for one in mlx.read(tmp_path / "out", Options()) if one[0] != "model.norm.weight"]
+    with pytest.raises(UserError, match=r"must hold every tensor of its model, but lacks model\.norm\.weight"):
+        read_model(tmp_path / "out", tensors)
+
+
 def test_a_directory_that_is_none_of_mlx_lm_is_refused_before_the_work(tmp_path, model_directory):
     config = CompareConfig(model=str(model_directory))
     with pytest.raises(UserError, match=r"must name a directory of mlx-lm, but .* is none"):

@@ -265,7 +265,8 @@ def copy_beside(source: Path, folder: Path) -> None:
 def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_remote_code: bool = False) -> Any:
     """The dense float32 causal LM that a folder's config.json describes, filled with `tensors` by name.
 
-    Raises KeyError for a tensor that the model does not have.
+    Raises KeyError for a tensor that the model does not have, UserError where one of the model's is not among them: it
+    would keep random numbers.
     """
     from transformers import AutoConfig
 
@@ -273,7 +274,11 @@ def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_rem
     config.quantization_config = None
     model = build(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     places = model.state_dict()
+    missing = places.keys() - dict(model.all_tied_weights_keys).keys()
     with torch.no_grad():
         for name, tensor in tensors:
             places[name].copy_(tensor)
+            missing.discard(name)
+    if missing:
+        raise UserError(f"{folder} must hold every tensor of its model, but lacks {min(missing)}; {EXPORT_AGAIN}")
     return model.eval()
