@@ -1,5 +1,6 @@
-/* The kernels of packed products against plain C in double precision, as a program of its own: scripts/check_processors.sh runs
- * it for processors that are not here. All widths, dtypes and kinds of tiles; products, decoded rows, sums by code. */
+/* The C kernels against plain C, as a program of its own: scripts/check_processors.sh runs it for processors that are not here.
+ * Of packed matrices all widths, dtypes and kinds of tiles: products, decoded rows, sums by code. Of clustering the nearest
+ * entries and what is summed by them, the rounding of columns, the exact k-means. */
 #include "../edkm_cli/runtime/codes.h"
 #include "../edkm_cli/runtime/packed.h"
 
@@ -11,6 +12,22 @@ int edkm_packed_rows(
     const Packed *packed, const int64_t *ids, int64_t first, int64_t count, int64_t from, int64_t end, int64_t dtype, void *out
 );
 void edkm_sum_by_code(const Packed *packed, const float *values, int64_t first, int64_t count, float *sums);
+
+void edkm_nearest(const Layout *layout, const Matrix *w, const float *c, uint8_t *indices, int64_t first, int64_t last);
+void edkm_snap(
+    const Layout *layout, const Matrix *w, const float *c, const Matrix *out, uint8_t *flawed, int64_t first, int64_t last
+);
+void edkm_sum_by_entry(
+    const Layout *layout, const Matrix *w, const float *c, const Matrix *grad, double *sums, int64_t first, int64_t last
+);
+void edkm_round_columns(
+    float *block, float *errors, const float *luts, const int64_t *tiles, const float *factor, int64_t columns, int64_t rows,
+    int64_t k, int64_t first, int64_t last
+);
+int edkm_kmeans(
+    const float *values, const float *importance, int64_t n, const int64_t *ks, int64_t count, float *centroids,
+    int64_t first, int64_t last
+);
 
 static uint32_t state = 1;
 static uint32_t draw(void) { return state = state * 1664525u + 1013904223u, state >> 8; }
@@ -91,11 +108,99 @@ static int check(int bits, int levels, int64_t rows, int64_t columns, int64_t ti
     return failed;
 }
 
+static int64_t nearest_of(float w, const float *c, int64_t k) {
+    int64_t best = 0;
+    for (int64_t j = 1; j < k; j++)
+        if (fabsf(w - c[j]) < fabsf(w - c[best])) best = j;
+    return best;
+}
+
+enum { MOST = 37 * 192 };
+
+static int check_entries(int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, int64_t k) {
+    static float w[MOST], g[MOST], snapped[MOST], c[MOST * 16];
+    static double sums[MOST * 16], exact[MOST * 16];
+    static uint8_t indices[MOST], flawed[MOST];
+    int64_t across = columns / tile_columns, groups = rows / tile_rows * across;
+    Layout layout = {columns, tile_rows, tile_columns, 1, k};
+    Matrix weight = {w, FLOAT32, 0}, grad = {g, FLOAT32, 0}, out = {snapped, FLOAT32, 0};
+    int failed = 0;
+    memset(exact, 0, sizeof exact), memset(flawed, 0, sizeof flawed);
+    for (int64_t i = 0; i < rows * columns; i++) w[i] = number(), g[i] = number();
+    for (int64_t i = 0; i < groups * k; i++) c[i] = number();
+    edkm_nearest(&layout, &weight, c, indices, 0, rows / tile_rows);
+    edkm_snap(&layout, &weight, c, &out, flawed, 0, rows / tile_rows);
+    edkm_sum_by_entry(&layout, &weight, c, &grad, sums, 0, rows / tile_rows);
+    for (int64_t i = 0; i < rows * columns; i++) {
+        int64_t group = i / columns / tile_rows * across + i % columns / tile_columns, best = nearest_of(w[i], c + group * k, k);
+        failed |= indices[i] != best || snapped[i] != c[group * k + best];
+        exact[group * k + best] += g[i];
+    }
+    for (int64_t i = 0; i < groups * k; i++) failed |= !(fabs(sums[i] - exact[i]) <= 1e-4);
+    for (int64_t i = 0; i < rows; i++) failed |= flawed[i];
+    if (failed) printf("wrong: entries, %ldx%ld, %ld\n", (long)rows, (long)columns, (long)k);
+    return failed;
+}
+
+static int check_columns(int64_t rows, int64_t columns, int64_t k) {
+    static float block[MOST], errors[MOST], luts[16 * 192], factor[MOST];
+    static double w[MOST];
+    int64_t tiles[128];
+    int failed = 0;
+    for (int64_t i = 0; i < columns * rows; i++) w[i] = block[i] = number();
+    for (int64_t i = 0; i < columns * columns; i++) factor[i] = number() / 16;
+    for (int64_t i = 0; i < 2 * k * rows; i++) luts[i] = (float)(i / rows % k) / (float)k - 0.5f; /* two tiles, ascending */
+    for (int64_t j = 0; j < columns; j++) tiles[j] = j * 2 / columns;
+    edkm_round_columns(block, errors, luts, tiles, factor, columns, rows, k, 0, (rows + 15) / 16);
+    for (int64_t j = 0; j < columns; j++) /* with the errors that were chosen: a tie may fall either way */
+        for (int64_t r = 0; r < rows; r++) {
+            double error = errors[j * rows + r], entry = w[j * rows + r] - error, least = 1e9;
+            for (int64_t i = 0; i < k; i++) least = fmin(least, fabs(w[j * rows + r] - luts[(tiles[j] * k + i) * rows + r]));
+            failed |= !(fabs(fabs(error) - least) <= 1e-5) || !(fabs(entry - nearbyint(entry * k) / k) <= 1e-5);
+            for (int64_t t = j + 1; t < columns; t++) w[t * rows + r] -= factor[j * columns + t] * error;
+        }
+    if (failed) printf("wrong: columns, %ldx%ld, %ld\n", (long)rows, (long)columns, (long)k);
+    return failed;
+}
+
+static int by_size(const void *a, const void *b) { return (*(float *)a > *(float *)b) - (*(float *)a < *(float *)b); }
+
+static int check_kmeans(int64_t n, int64_t k) { /* what is left of the squares, against all splits of the sorted values */
+    static float values[300], c[16];
+    static double least[17][301];
+    double left = 0;
+    for (int64_t i = 0; i < n; i++) values[i] = number();
+    int failed = edkm_kmeans(values, NULL, n, &k, 1, c, 0, 1);
+    for (int64_t i = 0; i < n; i++) left += pow(values[i] - c[nearest_of(values[i], c, k)], 2);
+    qsort(values, (size_t)n, sizeof *values, by_size);
+    for (int64_t q = 0; q <= k; q++)
+        for (int64_t end = 0; end <= n; end++) {
+            double s1 = 0, s2 = 0, best = end ? 1e9 : 0;
+            for (int64_t from = end - 1; q && from >= 0; from--) {
+                s1 += values[from], s2 += (double)values[from] * values[from];
+                best = fmin(best, least[q - 1][from] + s2 - s1 * s1 / (double)(end - from));
+            }
+            least[q][end] = best;
+        }
+    failed |= !(fabs(left - least[k][n]) <= 1e-4 * left);
+    if (failed) printf("wrong: k-means of %ld, %ld\n", (long)n, (long)k);
+    return failed;
+}
+
+static int check_clustering(void) {
+    int failed = 0;
+    for (int64_t k = 2; k <= 16; k *= 2) {
+        failed |= check_entries(37, 97, 1, 97, k) | check_entries(32, 192, 8, 64, k) | check_entries(37, 192, 37, 192, k);
+        failed |= check_columns(37, 64, k) | check_columns(16, 128 / 3, k) | check_kmeans(300, k) | check_kmeans(45, k);
+    }
+    return failed;
+}
+
 int main(void) {
     const int64_t shapes[][4] = {{24, 200, 1, 200}, {37, 97, 1, 97}, {1, 1, 1, 1},      {18, 129, 2, 129}, {33, 64, 33, 64},
                                  {32, 192, 8, 64},  {21, 192, 3, 64}, {20, 144, 4, 48}, {6, 120, 2, 24},   {17, 45, 1, 9},
                                  {16, 1344, 1, 1344}};
-    int failed = 0, checks = 0;
+    int failed = check_clustering(), checks = 0;
     for (int bits = 1; bits <= 8; bits++)
         for (int64_t dtype = FLOAT32; dtype <= FLOAT16; dtype++) {
             for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++, checks++)

@@ -1,4 +1,5 @@
-/* What all CPU kernels share: 16 float lanes, with AVX2 eight, the rectangles of a tiled matrix, loads and stores in three dtypes.
+/* What all CPU kernels share: 16 float lanes (AVX2 eight, NEON four), the rectangles of a tiled matrix, loads and stores in three
+ * dtypes.
  *
  * Vectors are GNU C vector extensions, which gcc and clang lower to whatever the machine has; two operations that
  * plain C cannot name (minimum, half to float) use AVX-512 where it is.
@@ -11,16 +12,20 @@
 #include <string.h>
 #ifdef __SSE__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #ifndef LANES /* compilers put vectors of two registers into memory; kernels whose layout has 16 lanes say so first */
 #if defined(__AVX2__) && !defined(__AVX512F__)
 #define LANES 8
+#elif defined(__ARM_NEON)
+#define LANES 4
 #else
 #define LANES 16
 #endif
 #endif
-#define BLOCK 1024 /* weights worked on at a time: 4 KiB, and the length of float32 sums before they go to double */
+#define BLOCK (LANES < 8 ? 256 : 1024) /* weights worked on at a time, whose sums are float32 before they go to double */
 #define MAX_K 256
 #define INLINE static inline __attribute__((always_inline))
 #define LOG2E 1.4426950408889634
@@ -110,6 +115,8 @@ INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float 
             _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
 #elif defined(__F16C__) && defined(__AVX__)
         for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+        for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
 #endif
         for (; i < count; i++) to[i] = half_to_float(from[i]);
     }

@@ -3,7 +3,7 @@
  * Sixteen b-bit codes are 2b bytes. A lane needs a window of two of them (a code crosses at most one byte border) and a
  * shift: byte shuffle, variable shift. A table of up to 16 float32 entries is a register or two, looked up by a permute
  * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache (AVX2 has
- * loops of its own: lut_octets.c).
+ * loops of its own: lut_narrow.c).
  * With AVX-512 VBMI 64 codes are unpacked by one byte permute and one multishift.
  */
 #ifndef EDKM_CODES
@@ -11,9 +11,6 @@
 
 #define LANES 16
 #include "lanes.h"
-#ifdef __ARM_NEON
-#include <arm_neon.h>
-#endif
 
 enum { FLOAT8_E4M3 = 3 };
 
@@ -70,14 +67,6 @@ INLINE vi codes16(const Unpacker *u, const uint8_t *p) {
     __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
     bytes = _mm512_shuffle_epi8(bytes, _mm512_load_si512(u->window));
     return (vi)_mm512_srlv_epi32(bytes, _mm512_load_si512(u->shift));
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    uint8x16_t bytes = vld1q_u8(p);
-    union { int32x4_t part[4]; vi all; } codes;
-    for (int q = 0; q < 4; q++) {
-        int32x4_t lanes = vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vld1q_u8(u->window + 16 * q)));
-        codes.part[q] = vshlq_s32(lanes, vnegq_s32(vld1q_s32(u->shift + 4 * q)));
-    }
-    return codes.all;
 #else
     vi codes;
     for (int lane = 0; lane < LANES; lane++) {
@@ -138,16 +127,6 @@ INLINE vf small_table(const void *lut, int64_t dtype, int64_t group, int bits) {
 INLINE vf small_entries(vf table, vi codes) {
 #if defined(__AVX512F__)
     return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    union { vf all; uint8x16x4_t bytes; } entries = {.all = table};
-    union { vi all; uint32x4_t part[4]; } in = {.all = codes};
-    union { float32x4_t part[4]; vf all; } out;
-    for (int q = 0; q < 4; q++) { /* byte numbers 4c, 4c + 1, 4c + 2, 4c + 3 */
-        uint32x4_t first = vmulq_n_u32(vandq_u32(in.part[q], vdupq_n_u32(15)), 0x04040404u);
-        uint8x16_t at = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x03020100u)));
-        out.part[q] = vreinterpretq_f32_u8(vqtbl4q_u8(entries.bytes, at));
-    }
-    return out.all;
 #else
     vf out;
     for (int lane = 0; lane < LANES; lane++) out[lane] = table[codes[lane] & 15];

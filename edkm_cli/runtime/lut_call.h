@@ -12,10 +12,13 @@
 #else
 #define HAS_PAIRS 0
 #endif
+/* Floats of a register where fewer than 16: lut_narrow.c has loops for those. */
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
-#define HAS_OCTETS 1
+#define NARROW 8
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define NARROW 4
 #else
-#define HAS_OCTETS 0
+#define NARROW 0
 #endif
 
 #define NOINLINE static __attribute__((noinline)) void
@@ -97,11 +100,11 @@ int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PA
 void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
 #endif
 
-#if HAS_OCTETS
+#if NARROW
 /* `decode_row`, `few_floats` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
-void edkm_octets_decode(const Strip *s, int64_t row, float *to);
-void edkm_octets_few(Strip *s);
-void edkm_octets_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
+void edkm_narrow_decode(const Strip *s, int64_t row, float *to);
+void edkm_narrow_few(Strip *s);
+void edkm_narrow_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
 #endif
 
 #endif

@@ -26,9 +26,9 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     const uint8_t *bytes = part->indices + row * row_bytes(call);
     int64_t step = call->bits;
     int even = even_tiles(call, part);
-    for (int64_t from = s->from; from < s->end;) {
+    int64_t group = group_at(call, part, row, s->from);
+    for (int64_t from = s->from; from < s->end; group++) {
         int64_t stop = smaller(s->end, (from / part->tile_columns + 1) * part->tile_columns), i = from;
-        int64_t group = group_at(call, part, row, from);
         use_table(meaning, s->table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
         if (even) {
             const uint8_t *p = bytes + from * step / 8;
@@ -59,10 +59,10 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
     for (int r = 0; r < s->count; r++) {
         const uint8_t *bytes = part->indices + (s->row + r) * row_bytes(call);
         vf acc[4][4] = {}, w[4];
-        for (int64_t from = 0; even && from < call->columns; from += tile) {
+        int64_t group = group_at(call, part, s->row + r, 0);
+        for (int64_t from = 0; even && from < call->columns; from += tile, group++) {
             const uint8_t *p = bytes + from * step / 8;
             const float *at = x + from, *stop = at + tile;
-            int64_t group = group_at(call, part, s->row + r, from);
             use_table(meaning, table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
             for (; at + 64 <= stop; at += 64, p += 8 * step) {
                 __builtin_prefetch(p + AHEAD);
@@ -100,8 +100,8 @@ LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
 
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
 static void decode(const Strip *s, int64_t row, float *to) {
-#if HAS_OCTETS
-    if (even_tiles(s->call, s->part)) return edkm_octets_decode(s, row, to);
+#if NARROW
+    if (even_tiles(s->call, s->part)) return edkm_narrow_decode(s, row, to);
 #endif
     DECODE[s->call->meaning](s, row, to);
 }
@@ -113,8 +113,8 @@ INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5
 /* A strip with all tokens, up to four at a time. */
 static void few_floats(Strip *s) {
     const Call *call = s->call;
-#if HAS_OCTETS
-    if (even_tiles(call, s->part)) return edkm_octets_few(s);
+#if NARROW
+    if (even_tiles(call, s->part)) return edkm_narrow_few(s);
 #endif
     for (int64_t token = 0; token < call->tokens; token += 4) {
         vf sums[4][UNIT];
@@ -234,7 +234,7 @@ int edkm_lut_linear_level(void) {
 #ifdef __AVX512F__
     return 1 + HAS_PAIRS;
 #else
-    return HAS_OCTETS;
+    return NARROW == 8;
 #endif
 }
 
@@ -252,8 +252,8 @@ int edkm_lut_linear(
     call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
     call.few = tokens < panels_from(&call) ? few_floats : NULL;
     call.lay_out_row = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
-#if HAS_OCTETS
-    call.add = edkm_octets_add;
+#if NARROW
+    call.add = edkm_narrow_add;
 #endif
     int64_t rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0, units = 0;
 #if HAS_PAIRS
