@@ -1,8 +1,7 @@
 /* The C kernels against plain C, as a program of its own: scripts/check_processors.sh runs it for processors that are not here.
  * Of packed matrices all widths, dtypes and kinds of tiles: products, decoded rows, sums by code. Of clustering the nearest
- * entries and what is summed by them, the rounding of columns, the exact k-means. */
-#include "../edkm_cli/runtime/codes.h"
-#include "../edkm_cli/runtime/packed.h"
+ * entries and what is summed by them, the rounding of columns, the exact k-means. Of writing the attention and the norm. */
+#include "../edkm_cli/runtime/decoder_step.c"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,6 +50,13 @@ static float value(const void *from, int64_t dtype, int64_t at) {
     float x;
     load_run(&matrix, at, 1, &x);
     return x;
+}
+
+static int code_at(const uint8_t *row, int64_t column, int bits) {
+    int64_t bit = column * bits;
+    int code = row[bit / 8] >> (bit % 8);
+    if (bit % 8 + bits > 8) code |= row[bit / 8 + 1] << (8 - bit % 8);
+    return code & ((1 << bits) - 1);
 }
 
 /* Not 0 where a result is further from the exact one than rounding explains. */
@@ -196,11 +202,54 @@ static int check_clustering(void) {
     return failed;
 }
 
+static int check_writing(int64_t head_size, int64_t tokens, int64_t dtype) {
+    enum { HEADS = 6, KV_HEADS = 2, ROOM = 70 };
+    static char q[HEADS * 256 * 4], keys[KV_HEADS * ROOM * 256 * 4], values[sizeof keys], out[sizeof q], normed[sizeof q];
+    static float scores[HEADS * (ROOM + 16)];
+    Step step = {.heads = HEADS, .kv_heads = KV_HEADS, .head_size = head_size, .dtype = dtype, .scale = 0.3};
+    Layer layer = {.keys = keys, .values = values, .head_stride = ROOM * head_size};
+    Attention attention = {&step, &layer, q, out, tokens, scores, whole_lanes(tokens)};
+    int64_t width = HEADS * head_size;
+    double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 3.91e-3 : 4.9e-4, squares = 0;
+    int failed = 0;
+    for (int64_t i = 0; i < width; i++) keep_number(rounded(number(), dtype), dtype, q, i), squares += pow(value(q, dtype, i), 2);
+    for (int64_t i = 0; i < KV_HEADS * ROOM * head_size; i++) {
+        keep_number(rounded(number(), dtype), dtype, keys, i);
+        keep_number(rounded(number(), dtype), dtype, values, i);
+    }
+    ATTEND[dtype](&attention, 0, HEADS);
+    for (int64_t h = 0; h < HEADS; h++) {
+        int64_t base = h / (HEADS / KV_HEADS) * layer.head_stride;
+        double shares[ROOM], mass = 0;
+        for (int64_t t = 0; t < tokens; t++) {
+            double dot = 0;
+            for (int64_t i = 0; i < head_size; i++)
+                dot += (double)value(q, dtype, h * head_size + i) * value(keys, dtype, base + t * head_size + i);
+            mass += shares[t] = exp(dot * step.scale);
+        }
+        for (int64_t i = 0; i < head_size; i++) {
+            double exact = 0;
+            for (int64_t t = 0; t < tokens; t++) exact += shares[t] / mass * value(values, dtype, base + t * head_size + i);
+            failed |= !(fabs(value(out, dtype, h * head_size + i) - exact) <= unit * fabs(exact) + 1e-5);
+        }
+    }
+    normalize(q, dtype, values, 1e-5, dtype, width, normed);
+    for (int64_t i = 0; i < width; i++) {
+        double exact = value(q, dtype, i) / sqrt(squares / (double)width + 1e-5) * value(values, dtype, i);
+        failed |= !(fabs(value(normed, dtype, i) - exact) <= unit * fabs(exact) + 1e-6);
+    }
+    if (failed) printf("wrong: attention of %ld, %ld tokens, dtype %ld\n", (long)head_size, (long)tokens, (long)dtype);
+    return failed;
+}
+
 int main(void) {
     const int64_t shapes[][4] = {{24, 200, 1, 200}, {37, 97, 1, 97}, {1, 1, 1, 1},      {18, 129, 2, 129}, {33, 64, 33, 64},
                                  {32, 192, 8, 64},  {21, 192, 3, 64}, {20, 144, 4, 48}, {6, 120, 2, 24},   {17, 45, 1, 9},
                                  {16, 1344, 1, 1344}};
     int failed = check_clustering(), checks = 0;
+    for (int64_t dtype = FLOAT32; dtype <= FLOAT16; dtype++)
+        for (int64_t size = 32; size <= 256; size += size == 64 ? 32 : size)
+            failed += check_writing(size, 1, dtype) + check_writing(size, 33, dtype) + check_writing(size, 70, dtype);
     for (int bits = 1; bits <= 8; bits++)
         for (int64_t dtype = FLOAT32; dtype <= FLOAT16; dtype++) {
             for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++, checks++)

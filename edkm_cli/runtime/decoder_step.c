@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #define MOST_HEAD_SIZE 256
+#define AT_ONCE 32 /* of a head, whose size is a multiple of it */
 #define SHARED_PAIRS (1 << 16) /* products of a query with cached keys and values from which on threads share heads */
 
 /* What is told of a model; Python lays these structs out (decoder_step_c.py). Sizes are numbers of elements, `width`, `inner` and
@@ -39,13 +40,6 @@ typedef struct {
 
 INLINE void *at_element(const void *data, int64_t dtype, int64_t element) {
     return (char *)data + element * (dtype == FLOAT32 ? 4 : 2);
-}
-
-INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
-    Matrix matrix = {data, dtype};
-    vf x;
-    load_run(&matrix, at, LANES, (float *)&x);
-    return x;
 }
 
 /* y = x / rms(x) * weight; `count` is a multiple of 16. */
@@ -85,14 +79,14 @@ static void rotate(const Step *step, void *x, int64_t heads) {
 }
 
 /* softmax(q k^T * scale) v of query heads [first, last). Sums go in an order that depends on shapes only. */
-static void attend(const void *job, int64_t first, int64_t last) {
-    const Attention *a = job;
+INLINE void attend(int64_t dtype, const Attention *a, int64_t first, int64_t last) {
     const Step *step = a->step;
-    int64_t size = step->head_size, dtype = step->dtype;
+    int64_t size = step->head_size;
     for (int64_t h = first; h < last; h++) {
         int64_t group = h / (step->heads / step->kv_heads), base = group * a->layer->head_stride;
+        const char *keys = at_element(a->layer->keys, dtype, base), *values = at_element(a->layer->values, dtype, base);
         float *scores = a->scores + h * a->padded;
-        vf q[MOST_HEAD_SIZE / LANES], sums[MOST_HEAD_SIZE / LANES] = {}, mass = {}, top = splat(-INFINITY);
+        vf q[MOST_HEAD_SIZE / LANES], mass = {}, top = splat(-INFINITY);
         for (int64_t i = 0; i < size; i += LANES)
             q[i / LANES] = read_lanes(a->q, dtype, h * size + i) * splat((float)step->scale);
         for (int64_t t = 0; t < a->padded; t += LANES) {
@@ -100,7 +94,7 @@ static void attend(const void *job, int64_t first, int64_t last) {
             for (int64_t n = 0; n < LANES; n++) {
                 dots[n] = splat(0);
                 for (int64_t i = 0; t + n < a->tokens && i < size; i += LANES)
-                    dots[n] += q[i / LANES] * read_lanes(a->layer->keys, dtype, base + (t + n) * size + i);
+                    dots[n] += q[i / LANES] * read_lanes(keys, dtype, (t + n) * size + i);
             }
             vf score = choose(valid(t / LANES, a->tokens), sum_lanes(dots), splat(-INFINITY));
             top = greatest(top, score);
@@ -114,14 +108,27 @@ static void attend(const void *job, int64_t first, int64_t last) {
             mass += share;
             put(scores + t, share);
         }
-        for (int64_t t = 0; t < a->tokens; t++)
-            for (int64_t i = 0; i < size; i += LANES)
-                sums[i / LANES] += splat(scores[t]) * read_lanes(a->layer->values, dtype, base + t * size + i);
         vf factor = splat((float)(1.0 / total(mass)));
-        for (int64_t i = 0; i < size; i += LANES)
-            write_lanes(a->out, dtype, h * size + i, sums[i / LANES] * factor, LANES);
+        for (int64_t i = 0; i < size; i += AT_ONCE) { /* a part of all values, whose sums are in registers */
+            vf sums[AT_ONCE / LANES] = {}, more[AT_ONCE / LANES] = {};
+            int64_t t = 0;
+            for (; t + 1 < a->tokens; t += 2)
+                for (int v = 0; v < AT_ONCE / LANES; v++) {
+                    sums[v] += splat(scores[t]) * read_lanes(values, dtype, t * size + i + v * LANES);
+                    more[v] += splat(scores[t + 1]) * read_lanes(values, dtype, (t + 1) * size + i + v * LANES);
+                }
+            for (int v = 0; v < AT_ONCE / LANES; v++) {
+                if (t < a->tokens) sums[v] += splat(scores[t]) * read_lanes(values, dtype, t * size + i + v * LANES);
+                write_lanes(a->out, dtype, h * size + i + v * LANES, (sums[v] + more[v]) * factor, LANES);
+            }
+        }
     }
 }
+
+#define ATTEND_OF(dtype) \
+    static void attend_##dtype(const void *job, int64_t first, int64_t last) { attend(dtype, job, first, last); }
+ATTEND_OF(FLOAT32) ATTEND_OF(BFLOAT16) ATTEND_OF(FLOAT16)
+static void (*const ATTEND[])(const void *, int64_t, int64_t) = {attend_FLOAT32, attend_BFLOAT16, attend_FLOAT16};
 
 /* gate = silu(gate) * up, of `count` values, a multiple of 16. */
 static void activate(int64_t dtype, int64_t count, void *gate, const void *up) {
@@ -176,7 +183,7 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
             memcpy(at_element(layer->values, dtype, place), at_element(v, dtype, h * step->head_size), bytes);
         }
         Attention attention = {step, layer, q, normed, past + 1, scores, padded};
-        share(attend, &attention, step->heads, q_size * (past + 1) >= SHARED_PAIRS);
+        share(ATTEND[dtype], &attention, step->heads, q_size * (past + 1) >= SHARED_PAIRS);
         failed |= edkm_lut_linear(layer->o, normed, dtype, q_size, 1, second, 0);
         add(summed, dtype, step->width, hidden);
         normalize(hidden, FLOAT32, layer->post_norm, step->epsilon, dtype, step->width, normed);

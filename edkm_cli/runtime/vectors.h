@@ -1,16 +1,37 @@
-/* Sums over lanes, transposition, and rounding of results: blocks of 16 vectors of 16 lanes. */
+/* Sums over lanes, transposition, and rounding of results: blocks of LANES vectors of as many lanes. */
 #ifndef EDKM_VECTORS
 #define EDKM_VECTORS
 
-#ifndef LANES
-#define LANES 16
-#endif
 #include "lanes.h"
+
+typedef uint16_t words __attribute__((vector_size(2 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_x(const float *x) { return *(const vf *)x; }
 INLINE void put(float *to, vf x) { *(vfu *)to = (vfu)x; }
 
-/* out[i] = sum of the lanes of vectors[i], for 16 vectors. */
+/* LANES numbers of a dtype. */
+INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
+    Matrix matrix = {data, dtype};
+    vf x;
+    if (dtype == FLOAT32) return (vf)*(const vfu *)((const float *)data + at);
+    if (dtype == FLOAT16) {
+        load_run(&matrix, at, LANES, (float *)&x);
+        return x;
+    }
+    const uint16_t *from = (const uint16_t *)data + at;
+#if defined(__AVX512F__) && LANES == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__) && LANES == 8
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    words bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vf)(__builtin_convertvector(bits, vu) << 16);
+#endif
+}
+
+/* out[i] = sum of the lanes of vectors[i], for LANES vectors. */
 INLINE vf sum_lanes(const vf *vectors) {
 #ifdef __AVX512F__
     __m512 a[16];
@@ -23,16 +44,22 @@ INLINE vf sum_lanes(const vf *vectors) {
     a[0] = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
     return (vf)_mm512_permutexvar_ps(order, a[0]);
+#elif defined(__AVX2__) && LANES == 8
+    __m256 a[4];
+    for (int i = 0; i < 4; i++) a[i] = _mm256_hadd_ps((__m256)vectors[2 * i], (__m256)vectors[2 * i + 1]);
+    a[0] = _mm256_hadd_ps(a[0], a[1]), a[2] = _mm256_hadd_ps(a[2], a[3]); /* sums of a lower half, then of an upper one */
+    return (vf)_mm256_add_ps(_mm256_permute2f128_ps(a[0], a[2], 0x20), _mm256_permute2f128_ps(a[0], a[2], 0x31));
+#elif defined(__ARM_NEON) && defined(__aarch64__) && LANES == 4
+    return (vf)vpaddq_f32(vpaddq_f32(vectors[0], vectors[1]), vpaddq_f32(vectors[2], vectors[3]));
 #else
     vf out = {};
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < LANES; i++)
         for (int lane = 0; lane < LANES; lane++) out[i] += vectors[i][lane];
     return out;
 #endif
 }
 
-/* Transposes 16 vectors of 16 lanes. */
-INLINE void transpose(vf v[16]) {
+INLINE void transpose(vf v[LANES]) {
 #ifdef __AVX512F__
     __m512 a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
@@ -54,8 +81,8 @@ INLINE void transpose(vf v[16]) {
         v[12 + c] = (vf)_mm512_shuffle_f32x4(low, high, 0xdd);
     }
 #else
-    vf out[16];
-    for (int i = 0; i < 16; i++)
+    vf out[LANES];
+    for (int i = 0; i < LANES; i++)
         for (int lane = 0; lane < LANES; lane++) out[lane][i] = v[i][lane];
     memcpy(v, out, sizeof out);
 #endif
@@ -78,9 +105,8 @@ INLINE uint16_t to_half(float x) {
 #endif
 }
 
-/* Rounds 16 floats to nearest even and writes the first `count`. */
+/* Rounds to nearest even and writes the first `count` lanes. */
 INLINE void write_lanes(void *data, int64_t dtype, int64_t at, vf y, int count) {
-    typedef uint16_t words __attribute__((vector_size(32)));
     if (dtype == FLOAT32) {
         if (count == LANES) put((float *)data + at, y);
         else memcpy((float *)data + at, &y, count * sizeof(float));
@@ -88,7 +114,6 @@ INLINE void write_lanes(void *data, int64_t dtype, int64_t at, vf y, int count) 
     }
     words rounded;
     if (dtype == BFLOAT16) {
-        typedef uint32_t vu __attribute__((vector_size(64)));
         vu bits = (vu)y, nan = (vu)(y != y);
         rounded = __builtin_convertvector((((bits + 0x7fff + (bits >> 16 & 1)) & ~nan) | ((bits | 0x400000) & nan)) >> 16, words);
     } else {
