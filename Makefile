@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := edkm_cli examples tests scripts
 # Four workers, each with one thread: fewer leave a third of two cores idle, since many tests wait for processes of their own. A worker
-# takes a file at a time (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder
+# takes a file at a time, so its fixtures are made once.
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo test lint check fix bench fuzz faults clean model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing.forkserver
 import os
 import sys
@@ -27,15 +28,21 @@ if find_spec("hypothesis"):  # a GPU machine may have no more than tests/test_gp
     settings.load_profile("edkm")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A worker of pytest-xdist takes a file at a time, so that its fixtures are made once; the tests that start several
-    processes are one group, so that one of them runs at a time. It comes first, then files with long tests."""
+    """Files with long tests first: workers take files in this order, and the last ones should be short."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    several = {id(item) for item in items if item.get_closest_marker("several_processes")}
-    items.sort(key=lambda item: (id(item) not in several, item.path not in long, item.path))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("several" if id(item) in several else item.path.stem))
+    items.sort(key=lambda item: (item.path not in long, item.path))
+
+
+@pytest.fixture
+def alone(tmp_path_factory):
+    """Of the tests that start several processes, one runs at a time, whatever the workers of pytest-xdist are at."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

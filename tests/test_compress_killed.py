@@ -75,7 +75,7 @@ def same_to_rounding(output, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_the_default_road_killed_at_twenty_moments_goes_on_in_another_setting_or_says_why_not(
     start, model_directory, text_file, tmp_path
 ):

@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, te
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "always",
     [{"sharding": "none"}, {"sharding": "full"}, {"label_weight": 0.0, "start_tokens": None}],

@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_two_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     runs, references = [], {}
     for name, changes in CASES.items():
@@ -49,7 +49,7 @@ def test_two_processes_give_what_one_gives(start, model_directory, text_file, tm
     edkm_cli.load(tmp_path / "sharded")
 
 
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_experts_of_two_processes_are_those_of_one(start, text_file, tmp_path):
     # Not every process's tokens reach every expert.
     family("mixtral").save_pretrained(tmp_path / "model")
@@ -69,7 +69,7 @@ def test_experts_of_two_processes_are_those_of_one(start, text_file, tmp_path):
         assert_same_to_rounding(tmp_path / name, tmp_path / f"one-{name}")
 
 
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_a_start_that_two_processes_were_killed_in_goes_on_with_the_next_layer(
     start, model_directory, text_file, tmp_path
 ):
@@ -88,7 +88,7 @@ def test_a_start_that_two_processes_were_killed_in_goes_on_with_the_next_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_four_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     common = {"steps": 10, "calibration_tokens": 512, "start": "compensated"}  # a sharded run's
     runs = [
@@ -103,7 +103,7 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     start, model_directory, text_file, tmp_path, sharding

@@ -144,7 +144,7 @@ def test_a_checkpoint_nears_its_reference_and_a_killed_run_ends_with_the_same_we
     assert finetune(packed, cut, resume=True) == json.loads(json.dumps(resumed))  # finished already
 
 
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_two_processes_give_what_one_gives(start, packed, model_directory, text_file, tmp_path):
     common = {"reference": str(model_directory), "learning_rate": 1e-3, "lut_learning_rate": 1e-3}
     two = settings(text_file, tmp_path / "two", **common)

@@ -174,7 +174,7 @@ def _learner(rank, folder):
         dist.destroy_process_group()
 
 
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 @pytest.mark.usefixtures("fork_server")
 def test_three_learners_hold_a_third_each_gather_exactly_and_refuse_differences(tmp_path):
     torch.multiprocessing.start_processes(_learner, (str(tmp_path),), nprocs=3, start_method="forkserver")

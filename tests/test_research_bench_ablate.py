@@ -112,7 +112,7 @@ def test_learners_that_do_not_finish_are_ended(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_the_papers_reductions_at_width_1024_with_8_learners():
     found = ablate.run(Ablation(width=1024, learners=8, device="cpu"), log=lambda line: None)
     reduction = {row["technique"]: row["reduction"] for row in found["rows"]}

@@ -74,7 +74,7 @@ def test_every_script_is_sound(path):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_one_gpu_plans_compresses_and_evaluates(run, model_directory, text_file, tmp_path):
     output = tmp_path / "out"
     variables = {"MODEL": model_directory, "OUTPUT": output, "EVAL_DATA": text_file, "CONTEXT": 64}
@@ -90,7 +90,7 @@ def test_one_gpu_plans_compresses_and_evaluates(run, model_directory, text_file,
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_one_node_trains_the_papers_recipe_sharded_over_its_processes(run, model_directory, text_file, tmp_path):
     output = tmp_path / "out"
     run(
@@ -122,7 +122,7 @@ def fake_slurm(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(python, model_directory, text_file, tmp_path):
     output, requeued = tmp_path / "out", tmp_path / "requeued"
     job = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "localhost", "REQUEUED": requeued}
@@ -199,7 +199,7 @@ def assert_training_was_measured(result, *, assignments):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
     """Without its part `kernels`, which is tests/test_gpu.py."""
     parts = "held full compress processes clustering ablation offload"
@@ -219,7 +219,7 @@ def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 def test_a_part_that_fails_stops_nothing_and_is_named(run, tmp_path):
     done = run("gpu_check.sh", tmp_path, PARTS="clustering ablation", LIMIT="0.2", expected=1)
     (summary,) = tmp_path.glob("gpu_check_cpu_*.json")

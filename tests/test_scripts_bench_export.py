@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_export.py"
 
 
 @pytest.mark.slow
-@pytest.mark.several_processes
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_holds_its_shards_and_one_layer_and_writes_what_one_process_writes(python, tmp_path):
     shape = ["--layers", "6", "--hidden", "768", "--inner", "2048", "--vocabulary", "2048"]
