@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C kernels of packed products and of clustering on processors that are not here, emulated: aarch64 with NEON, x86-64 with AVX2 and without.
+# The C kernels on processors that are not here, emulated: aarch64 with NEON, x86-64 with AVX2 and without.
 # Needs qemu-user and gcc-aarch64-linux-gnu (Debian: apt-get install qemu-user gcc-aarch64-linux-gnu). First the machine's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."

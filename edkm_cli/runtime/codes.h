@@ -2,8 +2,8 @@
  *
  * Sixteen b-bit codes are 2b bytes. A lane needs a window of two of them (a code crosses at most one byte border) and a
  * shift: byte shuffle, variable shift. A table of up to 16 float32 entries is a register or two, looked up by a permute
- * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache (AVX2 has
- * loops of its own: lut_narrow.c).
+ * that reads the low bits of each lane only, so that nothing is masked; larger tables are gathered from the L1 cache (AVX2 and
+ * NEON have loops of their own: lut_narrow.c).
  * With AVX-512 VBMI 64 codes are unpacked by one byte permute and one multishift.
  */
 #ifndef EDKM_CODES
@@ -11,6 +11,7 @@
 
 #define LANES 16
 #include "lanes.h"
+#include "packed.h"
 
 enum { FLOAT8_E4M3 = 3 };
 
@@ -240,14 +241,6 @@ INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, co
     } else {
         for (int v = 0; v < 4; v++) weights[v] = weights16(meaning, u, table, p + 2 * u->bits * v);
     }
-}
-
-/* One code, wherever it lies. */
-INLINE int code_at(const uint8_t *row, int64_t column, int bits) {
-    int64_t bit = column * bits;
-    int code = row[bit / 8] >> (bit % 8);
-    if (bit % 8 + bits > 8) code |= row[bit / 8 + 1] << (8 - bit % 8);
-    return code & ((1 << bits) - 1);
 }
 
 INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {

@@ -26,6 +26,8 @@ INLINE Kind kind_of(const Call *call) {
     return more <= 0 ? ONE : more == 1 ? TWO : more == 2 ? FOUR : GATHERED;
 }
 
+INLINE int tables_of(Kind kind) { return kind == ONE ? 1 : kind == TWO ? 2 : kind == FOUR ? 4 : 0; }
+
 #if NARROW == 8
 
 typedef struct {
@@ -64,7 +66,7 @@ INLINE int use_eight(const Part *part, int64_t group, int bits, int rounds, Entr
 
 INLINE void to_registers(Kind kind, int bits, Entries *to) {
     for (int j = 1 << bits; j < 8; j++) to->large[j] = to->large[j - (1 << bits)];
-    for (int v = 0; v < (kind == ONE ? 1 : kind == TWO ? 2 : kind == FOUR ? 4 : 0); v++)
+    for (int v = 0; v < tables_of(kind); v++)
         to->small[v] = _mm256_load_ps(to->large + 8 * v);
 }
 
@@ -132,10 +134,8 @@ static Codes codes_of(const Call *call) {
     return c;
 }
 
-INLINE int use_eight(const Part *part, int64_t group, int bits, int rounds, Entries *to) { return 0; }
-
 INLINE void to_registers(Kind kind, int bits, Entries *to) {
-    for (int v = 0; v < (kind == ONE ? 1 : kind == TWO ? 2 : kind == FOUR ? 4 : 0); v++) {
+    for (int v = 0; v < tables_of(kind); v++) {
         uint8x16x4_t parted = vld4q_u8((const uint8_t *)(to->large + 16 * v));
         for (int byte = 0; byte < 4; byte++) to->bytes[byte].val[v] = parted.val[byte];
     }
@@ -183,7 +183,9 @@ INLINE void use_entries(Kind kind, const Strip *s, int64_t group, Entries *to) {
     const Part *part = s->part;
     if (kind >= SIGNED) return;
     int rounds = s->call->out_dtype == BFLOAT16;
+#if NARROW == 8
     if (kind == ONE && use_eight(part, group, s->bits, rounds, to)) return;
+#endif
     load_entries(part->lut, part->lut_dtype, group, s->bits, to->large);
     if (rounds) round_entries(to->large, 1 << s->bits);
     to_registers(kind, s->bits, to);

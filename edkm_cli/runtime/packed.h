@@ -17,6 +17,14 @@ typedef struct {
     Part parts[];
 } Packed;
 
+/* One code, wherever it lies. */
+static inline int code_at(const uint8_t *row, int64_t column, int bits) {
+    int64_t bit = column * bits;
+    int code = row[bit / 8] >> (bit % 8);
+    if (bit % 8 + bits > 8) code |= row[bit / 8 + 1] << (8 - bit % 8);
+    return code & ((1 << bits) - 1);
+}
+
 /* lut_linear.c */
 int edkm_lut_linear(
     const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
