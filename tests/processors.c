@@ -99,7 +99,7 @@ static int check(int bits, int levels, int64_t rows, int64_t columns, int64_t ti
             int64_t row = i / (across * k), tile = i / k % across;
             for (int64_t c = tile * tile_columns; c < (tile + 1) * tile_columns; c++)
                 if (code_at(indices + row * in_row, c, bits) == i % k) exact += w[row * columns + c];
-            failed |= !(fabs(sums[i] - exact) <= 1e-5 * (1 + fabs(exact)));
+            failed |= !(fabs(sums[i] - exact) <= 2e-6 * (1 + fabs(exact)));
         }
     }
     if (failed) printf("wrong: %d bits, levels %d, %ldx%ld, dtype %ld\n", bits, levels, (long)rows, (long)columns, (long)dtype);

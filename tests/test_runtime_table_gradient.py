@@ -101,6 +101,15 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 5])
+def test_sums_of_long_rows_of_one_sign_keep_the_digits_of_float32(bits):
+    codes, lut, tile = random_matrix("row:1", 8, 11008, bits)
+    values, packed = torch.rand(8, 11008) + 1, dispatch.Packed(pack(codes, bits), lut, None, bits, tile)
+    exact = torch.zeros(8, 2**bits, dtype=torch.float64).scatter_add_(1, codes.long(), values.double())
+    found = dispatch.lut_linear_c.sum_by_code(values, packed, 11008, 0).squeeze(1)
+    assert torch.allclose(found.double(), exact, rtol=2e-6, atol=0)
+
+
 def test_shapes_alone_are_rehearsed_without_a_weight():
     codes, lut, tile = random_matrix("row:1", 64, 256, 3)
     indices, lut = pack(codes, 3).to("meta"), lut.to("meta").requires_grad_()

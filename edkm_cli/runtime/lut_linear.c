@@ -333,6 +333,8 @@ typedef struct {
     int64_t first, count;
 } Sums;
 
+enum { SUMMED = 1024 }; /* values that are added up in one float32 */
+
 #ifdef __AVX512F__
 /* Codes of at most four bits: all sums are in registers. `count` columns from byte `p` on. */
 INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float *values, int64_t count, float *sums) {
@@ -373,7 +375,11 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
             }
 #endif
             memset(sums, 0, (size_t)k * sizeof *sums);
-            for (int64_t i = 0; i < tile; i++) sums[code_at(bytes, from + i, bits)] += values[i];
+            for (int64_t start = 0; start < tile; start += SUMMED) { /* sums of sums: one long sum loses a digit */
+                float some[256] = {0};
+                for (int64_t i = start; i < smaller(tile, start + SUMMED); i++) some[code_at(bytes, from + i, bits)] += values[i];
+                for (int j = 0; j < k; j++) sums[j] += some[j];
+            }
         }
     }
 }
