@@ -9,8 +9,8 @@ SOURCES := edkm_cli examples tests scripts
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 # A module is compiled when it is first imported, once: pip would compile all 17,000 of them, which takes a minute, and a process that
-# may not write what it compiled takes seconds longer to start.
-export PIP_NO_COMPILE := 1
+# may not write what it compiled takes seconds longer to start. (0: that is how pip is told.)
+export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test lint check fix bench fuzz faults clean model

@@ -33,8 +33,8 @@ def compressed(tmp_path_factory):
         data=("builtin",),
         steps=0,
         start="compensated",  # reconstruction takes minutes on one thread; it has tests of its own
-        calibration_tokens=512,
-        start_tokens=2048,
+        calibration_tokens=256,
+        start_tokens=1024,
         context=256,
         eval_windows=2,
         device="cpu",
