@@ -51,11 +51,20 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     the parts' sums to bfloat16 averages out: off by a thousandth, at 1.6 times the speed of `bfloat16_products`.
     """
     if not _rounds_faster(left):
-        return left.t().to(right.dtype) @ right
+        return _with_itself(left) if left is right else left.t().to(right.dtype) @ right
     total = left.new_zeros(left.shape[1], right.shape[1])
     for ours, theirs in zip(left.split(TOKENS_A_SUM), right.split(TOKENS_A_SUM), strict=True):
-        rounded = ours.bfloat16()
-        total += rounded.t() @ (rounded if left is right else theirs.bfloat16())
+        total += _with_itself(ours.bfloat16()) if left is right else ours.bfloat16().t() @ theirs.bfloat16()
+    return total
+
+
+def _with_itself(x: Tensor) -> Tensor:
+    """x^T x from its blocks on the diagonal and below, 5/8 of the multiplications; the others are their mirror images."""
+    total, step = x.new_empty(x.shape[1], x.shape[1]), max(1, -(-x.shape[1] // 4))
+    for first in range(0, x.shape[1], step):
+        end = min(x.shape[1], first + step)
+        total[first:end, :end] = x[:, first:end].t() @ x[:, :end]
+        total[:first, first:end] = total[first:end, :first].t()
     return total
 
 
