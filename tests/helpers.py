@@ -28,6 +28,8 @@ from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.packing import unpack
 from edkm_cli.research.baselines import SHARED
 from edkm_cli.research.baselines.outcome import Task
+from edkm_cli.research.compare import command as compare_module
+from edkm_cli.research.compare import worker as compare_worker
 from edkm_cli.runtime.experts import Experts, split_experts
 from edkm_cli.train import losses
 
@@ -285,3 +287,11 @@ def paletted(folder, palette, *, model=None, tile=32, embedding_bits=8, start="c
     model, spec = cluster(model or tiny_llama(bias=True, hidden=64, inner=128), palette=palette, mixed=more, **shape)
     byte_tokenizer().save_pretrained(folder)
     return export(model, spec, folder), model
+
+
+@contextlib.contextmanager
+def workers_in_this_process():
+    """Spares each worker of `edkm compare` the seconds that importing torch takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "_worker", lambda *arguments: compare_worker.main([*map(str, arguments)]))
+        yield

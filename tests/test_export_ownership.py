@@ -7,7 +7,16 @@ import pytest
 
 from edkm_cli.export import ownership
 from edkm_cli.export.directory import OutputDirectory
-from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, run, tiny_llama
+from helpers import (
+    byte_tokenizer,
+    cluster,
+    compress_arguments,
+    export,
+    refused,
+    run,
+    tiny_llama,
+    workers_in_this_process,
+)
 
 # Names of our own among them: what a file is called does not make it ours.
 FOREIGN = ("thesis.tex", "notes/mine.txt", "model.safetensors", "config.json", "README.md", "report.json", "compare.json",
@@ -98,8 +107,9 @@ def test_what_stands_in_the_place_of_the_unfinished_result_stays(commands, tmp_p
 @pytest.mark.parametrize("name", OVERWRITES)
 def test_every_command_replaces_its_own_result_and_stops_at_a_file_put_into_it(commands, tmp_path, name):
     arguments = [*commands(tmp_path / "out")[name]]
-    assert run(*arguments)[0] == 0
-    assert run(*arguments, "--overwrite")[0] == 0
+    with workers_in_this_process():
+        assert run(*arguments)[0] == 0
+        assert run(*arguments, "--overwrite")[0] == 0
     assert os.listdir(tmp_path) == ["out"]
     if name == "compare":  # which shares its directory
         return

@@ -1,6 +1,5 @@
 """`edkm compare` on a tiny model: rows that agree with the methods themselves, reuse, failures, table and figure."""
 
-import contextlib
 import json
 import os
 import signal
@@ -19,13 +18,11 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import rtn
 from edkm_cli.research.baselines.outcome import decoder_linears
-from edkm_cli.research.compare import command as compare_module
-from edkm_cli.research.compare import worker as compare_worker
 from edkm_cli.research.compare.command import compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
 from edkm_cli.research.compare.table import draw, format_table
 from edkm_cli.settings import command_line, configs_directory
-from helpers import quantized, refused, run
+from helpers import quantized, refused, run, workers_in_this_process
 from processes import PATIENCE_SECONDS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -49,14 +46,6 @@ def settings(model_directory, text_file, output, **changes):
         "device": "cpu",
     }
     return CompareConfig(**{**values, **changes})
-
-
-@contextlib.contextmanager
-def workers_in_this_process():
-    """Spares each worker the seconds that importing torch takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "_worker", lambda *arguments: compare_worker.main([*map(str, arguments)]))
-        yield
 
 
 @pytest.fixture
