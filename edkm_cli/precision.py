@@ -59,12 +59,14 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _with_itself(x: Tensor) -> Tensor:
-    """x^T x from its blocks on the diagonal and below, 5/8 of the multiplications; the others are their mirror images."""
-    total, step = x.new_empty(x.shape[1], x.shape[1]), max(1, -(-x.shape[1] // 4))
-    for first in range(0, x.shape[1], step):
-        end = min(x.shape[1], first + step)
-        total[first:end, :end] = x[:, first:end].t() @ x[:, :end]
-        total[:first, first:end] = total[first:end, :first].t()
+    """x^T x from its blocks on the diagonal and below, 5/8 of the multiplications where there are four; the others are their
+    mirror images. A block is 256 columns wide or more, so that what is small stays one product."""
+    columns = x.shape[1]
+    total, step = x.new_empty(columns, columns), max(256, -(-columns // 4))
+    for first in range(0, columns, step):
+        block = slice(first, first + step)
+        total[block, : block.stop] = x[:, block].t() @ x[:, : block.stop]
+        total[:first, block] = total[block, :first].t()
     return total
 
 

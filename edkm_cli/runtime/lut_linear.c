@@ -376,7 +376,8 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
 #endif
             memset(sums, 0, (size_t)k * sizeof *sums);
             for (int64_t start = 0; start < tile; start += SUMMED) { /* sums of sums: one long sum loses a digit */
-                float some[256] = {0};
+                float some[256];
+                memset(some, 0, (size_t)k * sizeof *some);
                 for (int64_t i = start; i < smaller(tile, start + SUMMED); i++) some[code_at(bytes, from + i, bits)] += values[i];
                 for (int j = 0; j < k; j++) sums[j] += some[j];
             }
