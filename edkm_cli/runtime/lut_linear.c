@@ -333,7 +333,7 @@ typedef struct {
     int64_t first, count;
 } Sums;
 
-enum { SUMMED = 1024 }; /* values that are added up in one float32 */
+enum { SUMMED = 256 }; /* values that are added up in one float32 */
 
 #ifdef __AVX512F__
 /* Codes of at most four bits: all sums are in registers. `count` columns from byte `p` on. */
