@@ -13,8 +13,7 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
-from edkm_cli.config import CompressConfig, TrainingSettings
-from edkm_cli.contradictions import too_long, trains_whole_weights
+from edkm_cli.config import CompressConfig, TrainingSettings, too_long, trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec

@@ -19,8 +19,8 @@ from edkm_cli.clustering import (
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import TorchPasses, layout_c
-from edkm_cli.kernels.attention_c import CPasses
 from edkm_cli.kernels.build import library
+from edkm_cli.kernels.passes_c import CPasses
 
 SHAPE = (8, 48)
 GRANULARITIES = ("tensor", "row:1", "row:4", "block:2x16", "block:4x24")

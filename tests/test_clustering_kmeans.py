@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from edkm_cli import kernels
 from edkm_cli.clustering import kmeans_start
 from edkm_cli.errors import UserError
-from edkm_cli.kernels import kmeans_c, kmeans_torch, layout_c
+from edkm_cli.kernels import layout_c, passes_c, passes_torch
 from edkm_cli.kernels.build import library
 
 
@@ -55,7 +55,7 @@ def test_never_worse_than_lloyd_from_many_starts(n, k):
     torch.manual_seed(n)
     values, mass = torch.randn(3, n), torch.rand(3, n) ** 4
     ours = kmeans_start(values, k, granularity="row:1", importance=mass)
-    lloyd = kmeans_torch.kmeans(values, mass, [k])[0]
+    lloyd = passes_torch.kmeans(values, mass, [k])[0]
     for row in range(3):
         assert error_of(values[row], mass[row], ours[row]) <= error_of(values[row], mass[row], lloyd[row]) * (1 + 1e-6)
 
@@ -65,7 +65,7 @@ def test_plain_lloyd_is_near_the_optimum():
         pytest.skip("the optimum needs a C compiler")
     torch.manual_seed(0)
     values, mass = torch.randn(8, 576), torch.rand(8, 576)
-    (exact,), (plain,) = kmeans_c.kmeans(values, mass, [8]), kmeans_torch.kmeans(values, mass, [8])
+    (exact,), (plain,) = passes_c.kmeans(values, mass, [8]), passes_torch.kmeans(values, mass, [8])
     for row in range(8):
         assert error_of(values[row], mass[row], plain[row]) <= 1.1 * error_of(values[row], mass[row], exact[row])
 
@@ -86,7 +86,7 @@ def test_a_large_group_of_16_bit_numbers_is_its_distinct_values(dtype, weighted,
     torch.manual_seed(4)
     values = torch.randn(3, 1 << 17).mul_(0.02).to(dtype).float()
     mass = torch.rand_like(values) ** 4 if weighted else None
-    reference = (kmeans_torch if plain else kmeans_c).kmeans(values, mass, [8])[0]  # all values, one by one
+    reference = (passes_torch if plain else passes_c).kmeans(values, mass, [8])[0]  # all values, one by one
     if plain:
         monkeypatch.setattr(layout_c, "supports", lambda weight: False)
     elif library() is None:
@@ -158,7 +158,7 @@ def test_several_numbers_of_centroids_at_once_are_those_of_each_alone(plain):
     if not plain and library() is None:
         pytest.skip("the optimum needs a C compiler")
     torch.manual_seed(6)
-    backend = kmeans_torch if plain else kmeans_c
+    backend = passes_torch if plain else passes_c
     values = torch.cat((torch.randn(3, 700), torch.randint(-4, 5, (2, 700)).float()))  # few distinct ones, too
     for mass in (None, torch.rand(5, 700) ** 4):
         together = backend.kmeans(values, mass, [2, 8, 16])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from edkm_cli.clustering import SCHEDULES, kmeans_start, lookup, nearest_indices, round_lut, snap, temperature_at
 from edkm_cli.errors import UserError
-from edkm_cli.kernels import palette_c, palette_torch
+from edkm_cli.kernels import passes_c, passes_torch
 from edkm_cli.kernels.build import library
 
 LUT_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn"]
@@ -42,14 +42,14 @@ def test_compiled_kernels_find_the_reference_s_indices(k, columns, seed):
     weight, grad = torch.randint(-8, 8, (4, columns)) / 4.0, torch.randn(4, columns)
     centroids = torch.randint(-8, 8, (4, k)) / 4.0
     tile = (1, columns)
-    assert torch.equal(palette_c.nearest(weight, centroids, tile), palette_torch.nearest(weight, centroids, tile))
+    assert torch.equal(passes_c.nearest(weight, centroids, tile), passes_torch.nearest(weight, centroids, tile))
     assert torch.equal(
-        palette_c.snap(weight, centroids, tile, torch.bfloat16)[0],
-        palette_torch.snap(weight, centroids, tile, torch.bfloat16)[0],
+        passes_c.snap(weight, centroids, tile, torch.bfloat16)[0],
+        passes_torch.snap(weight, centroids, tile, torch.bfloat16)[0],
     )
     torch.testing.assert_close(
-        palette_c.sum_by_entry(weight, centroids, grad, tile),
-        palette_torch.sum_by_entry(weight, centroids, grad, tile),
+        passes_c.sum_by_entry(weight, centroids, grad, tile),
+        passes_torch.sum_by_entry(weight, centroids, grad, tile),
         rtol=1e-5,
         atol=1e-5,
     )

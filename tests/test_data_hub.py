@@ -6,7 +6,7 @@ import pytest
 
 from edkm_cli.config import TextSettings
 from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources, splits
-from edkm_cli.data.hub import _answers
+from edkm_cli.data.splits import _answers
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
@@ -126,7 +126,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     import huggingface_hub
 
     asked = []
-    monkeypatch.setattr("edkm_cli.data.hub._answers", lambda: asked.append(1) and False)
+    monkeypatch.setattr("edkm_cli.data.splits._answers", lambda: asked.append(1) and False)
     before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     with pytest.raises(UserError, match=r"does not answer, and the cache of `datasets` has no copy") as caught:
         open_training_data(parse_sources(["nobody/none"]), byte_tokenizer())

@@ -17,7 +17,7 @@ from edkm_cli.export.formats import gguf
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import PALETTES, Granularity
-from edkm_cli.nn.held import hold
+from edkm_cli.nn.clustered import hold
 from edkm_cli.targets import TARGETS
 from families import family
 from helpers import PALETTED, byte_tokenizer, cluster, export, paletted, refused, run, tiny_llama

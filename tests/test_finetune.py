@@ -21,7 +21,7 @@ from edkm_cli.finetune.merge import merge, require_base, with_data
 from edkm_cli.finetune.session import PackedSession
 from edkm_cli.integrity import stored_tensors
 from edkm_cli.progress import Observer
-from edkm_cli.train.metrics import Metrics
+from edkm_cli.train.loop import Metrics
 from helpers import byte_tokenizer, cluster, export, metrics_of, refused, run, tiny_llama
 
 SIZES = {"context": 64, "eval_windows": 2, "sequence_length": 32, "learning_rate": 5e-3, "device": "cpu"}

@@ -5,8 +5,8 @@ import torch
 
 import edkm_cli
 from edkm_cli.errors import UserError
-from edkm_cli.finetune.adapters import add_adapter
 from edkm_cli.finetune.merge import cluster_again, decoded_copy
+from edkm_cli.finetune.session import add_adapter
 from edkm_cli.format import read_spec
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from families import family

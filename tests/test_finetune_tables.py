@@ -15,10 +15,9 @@ from edkm_cli.clustering import lookup
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, build_distill_config
-from edkm_cli.nn.clustered import Clustering, lut_layers
-from edkm_cli.nn.held import hold_packed
+from edkm_cli.nn.clustered import Clustering, hold_packed, lut_layers
 from edkm_cli.packing import unpack
-from edkm_cli.train.metrics import Metrics
+from edkm_cli.train.loop import Metrics
 from helpers import byte_tokenizer, cluster, export, metrics_of, refused, run, tiny_llama, weights_of
 from processes import assert_finished, together
 

@@ -17,7 +17,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.report.document import build_report
 from edkm_cli.research.compare.config import build_compare_config
 from edkm_cli.settings import configs_directory
-from edkm_cli.train.metrics import keep_metrics
+from edkm_cli.train.loop import keep_metrics
 from edkm_cli.train.state import BestStep
 from fuzzing_text import data_files, mutated
 from helpers import byte_tokenizer

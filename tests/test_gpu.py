@@ -10,7 +10,7 @@ from edkm_cli.clustering import clustered_linear, kmeans_start
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.nn.held import hold
+from edkm_cli.nn.clustered import hold
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import Checkpoints
 from helpers import cluster, tiny_llama

@@ -14,8 +14,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load, load_source
-from edkm_cli.initialize.sharded import open_layers
-from edkm_cli.initialize.stored import from_fp8, from_mxfp4
+from edkm_cli.initialize.sharded import from_fp8, from_mxfp4, open_layers
 from edkm_cli.models import load_config, resolve
 from edkm_cli.preflight import plan_run
 from families import family

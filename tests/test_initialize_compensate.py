@@ -13,9 +13,8 @@ from edkm_cli.clustering import kmeans_start, lookup, nearest_indices, snap
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.compensate import compensate, compensated, inverse_factor, row_entries
-from edkm_cli.initialize.tables import fitted_tables
-from edkm_cli.kernels import columns_torch
+from edkm_cli.initialize.compensate import compensate, compensated, fitted_tables, inverse_factor, row_entries
+from edkm_cli.kernels import passes_torch
 from edkm_cli.nn.clustered import clustered_layers
 from helpers import cluster, kl_divergence, tiny_llama
 
@@ -75,7 +74,7 @@ def test_the_fast_kernel_is_its_reference(rows, k, tiles):
     of_column = torch.arange(64) * tiles // 64
     blocks = [weight.t()[:64].clone(memory_format=torch.contiguous_format) for _ in range(2)]
     fast = kernels.round_columns(blocks[0], luts, of_column, factor, torch.float32)
-    plain = columns_torch.round_columns(blocks[1], luts, of_column, factor, torch.float32)
+    plain = passes_torch.round_columns(blocks[1], luts, of_column, factor, torch.float32)
     same = torch.isclose(fast, plain, rtol=1e-4, atol=1e-4).all(0)
     assert same.float().mean() >= 0.9  # in a row with a weight halfway between two entries, either may be taken
     torch.testing.assert_close(blocks[0][:, same], blocks[1][:, same], rtol=1e-4, atol=1e-4)
@@ -177,7 +176,7 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
         for _ in range(2):  # tables fitted, then choices improved
             start.centroids.copy_(fitted_tables(weight @ hessian, indices, hessian, start.centroids, granularity))
             errors = (lookup(indices, start.lut(), granularity=granularity) - weight) @ damped
-            columns_torch.descend(indices, errors, row_entries(start), damped, 4)
+            passes_torch.descend(indices, errors, row_entries(start), damped, 4)
     chosen = nearest_indices(last.weight, last.lut(), granularity=granularity)
     assert (chosen == indices).float().mean() > 0.99  # a choice that was close may differ in the last bit
     assert torch.allclose(last.centroids, start.centroids, atol=1e-3)

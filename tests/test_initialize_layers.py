@@ -19,8 +19,7 @@ from edkm_cli.initialize.layers import HiddenStates, Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.nn.allocation import choose, rises_of, tried_bits
-from edkm_cli.nn.clustered import Clustering, lut_layers
-from edkm_cli.nn.held import hold
+from edkm_cli.nn.clustered import Clustering, hold, lut_layers
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 from edkm_cli.runtime.experts import split_experts

@@ -5,8 +5,8 @@ import torch
 
 from edkm_cli.clustering import lookup
 from edkm_cli.granularity import Granularity
-from edkm_cli.initialize import tables as fitting
-from edkm_cli.initialize.tables import fits_tables, fitted_tables
+from edkm_cli.initialize import compensate as fitting
+from edkm_cli.initialize.compensate import fits_tables, fitted_tables
 
 
 def case(rows, columns, granularity, k=4, tokens=60):

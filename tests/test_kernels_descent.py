@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from edkm_cli import kernels
-from edkm_cli.kernels import columns_torch
+from edkm_cli.kernels import passes_torch
 
 
 def case(*, rows=5, columns=24, k=4, tiles=1, dtype=torch.float64, seed=0):
@@ -29,11 +29,11 @@ def error(weight, indices, luts, hessian):
     return ((difference @ hessian) * difference).sum(1)
 
 
-def descended(weight, indices, luts, hessian, *, sweeps, descend=columns_torch.descend):
+def descended(weight, indices, luts, hessian, *, sweeps, descend=passes_torch.descend):
     indices = indices.clone()
     errors = (values(indices, luts) - weight) @ hessian
     descend(indices, errors, luts, hessian, sweeps)
-    if descend is columns_torch.descend:
+    if descend is passes_torch.descend:
         torch.testing.assert_close(errors, (values(indices, luts) - weight) @ hessian, rtol=1e-3, atol=1e-3)
     return indices
 
@@ -76,12 +76,12 @@ def test_the_fast_kernel_is_its_reference(rows, columns, k, tiles):
 @pytest.mark.parametrize(("rows", "columns", "k"), [(1, 2, 2), (37, 64, 8), (16, 193, 16), (3, 33, 256), (300, 130, 8)])
 def test_sums_by_code_are_products_of_one_hot_rows(rows, columns, k, monkeypatch):
     _, indices, _, hessian = case(rows=rows, columns=columns, k=k)
-    monkeypatch.setattr(columns_torch, "ONE_HOT_NUMBERS", 5 * columns * k)
+    monkeypatch.setattr(passes_torch, "ONE_HOT_NUMBERS", 5 * columns * k)
     chosen = torch.nn.functional.one_hot(indices.long(), k).double()  # (rows, columns, k)
     expected = chosen.transpose(1, 2) @ hessian @ chosen
-    torch.testing.assert_close(columns_torch.sum_by_code(indices, hessian, k), expected)
+    torch.testing.assert_close(passes_torch.sum_by_code(indices, hessian, k), expected)
     found = kernels.sum_by_code(indices, hessian.float(), k)
-    plain = columns_torch.sum_by_code(indices, hessian.float(), k)
+    plain = passes_torch.sum_by_code(indices, hessian.float(), k)
     assert float((found - expected).norm()) <= 2 * float((plain - expected).norm()) + 1e-7 * float(expected.norm())
 
 

@@ -94,17 +94,17 @@ def check_constant_rows():
 
 
 def check_palette(dtype, tile, k):
-    from edkm_cli.kernels import palette_torch, palette_triton
+    from edkm_cli.kernels import palette_triton, passes_torch
 
     weight, grad = torch.randn(4, 24).to(dtype), torch.randn(4, 24).to(dtype)
     lut = torch.randn((4 // tile[0]) * (24 // tile[1]), k)
     arguments = weight, lut, tile
-    assert torch.equal(palette_triton.nearest(*arguments), palette_torch.nearest(*arguments))
-    wanted = palette_torch.snap(*arguments, torch.float32)[0]
+    assert torch.equal(palette_triton.nearest(*arguments), passes_torch.nearest(*arguments))
+    wanted = passes_torch.snap(*arguments, torch.float32)[0]
     ours, finite = palette_triton.snap(*arguments, torch.float32)
     assert finite is None
     assert torch.equal(ours, wanted)
-    sums = palette_triton.sum_by_entry(weight, lut, grad, tile), palette_torch.sum_by_entry(weight, lut, grad, tile)
+    sums = palette_triton.sum_by_entry(weight, lut, grad, tile), passes_torch.sum_by_entry(weight, lut, grad, tile)
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     for flaw in (float("nan"), float("inf"), -float("inf")):
         flawed = weight.clone()

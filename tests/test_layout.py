@@ -15,8 +15,6 @@ NOT_KERNELS = (
     "build",
     "closed_form",
     "levels",
-    "lut_linear",
-    "packed",
     "tiles",
 )  # dispatch, compiler and its levels, the mathematics above, geometry
 

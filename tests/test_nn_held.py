@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from edkm_cli.clustering import lookup
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.held import HeldLinear, hold
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, HeldLinear, hold
 from helpers import cluster, clustered_linear_of, tiny_llama
 
 LAYOUTS = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from edkm_cli.nn.held import hold
+from edkm_cli.nn.clustered import hold
 from edkm_cli.nn.parts import Parts
 from families import FAMILIES, family
 from helpers import cluster, tiny_llama

@@ -11,8 +11,8 @@ from edkm_cli.research.compare import command as compare_module
 from edkm_cli.research.compare import worker as compare_worker
 from edkm_cli.research.compare.command import compare, settings_of
 from edkm_cli.research.compare.config import CompareConfig, Entry, build_compare_config
-from edkm_cli.research.compare.others import opened_model
 from edkm_cli.research.compare.table import format_table
+from edkm_cli.research.compare.worker import opened_model
 from helpers import byte_tokenizer, logits_of, quantized, tiny_llama
 
 gguf = pytest.importorskip("gguf")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from edkm_cli.packing import pack
-from edkm_cli.runtime import merged_c
+from edkm_cli.runtime import lut_linear_c
 from edkm_cli.runtime.lut_linear import lut_linear
-from edkm_cli.serve.rows import PackedRows, Rows
+from edkm_cli.serve.pieces import PackedRows, Rows
 
 COLUMNS = 40
 OF_ONE = (Rows(24, 3, (1, COLUMNS)),)
@@ -88,18 +88,18 @@ def test_a_wrong_size_is_refused():
 
 def test_without_c_the_products_are_the_same(monkeypatch):
     made = matrices(OF_SEVERAL)
-    monkeypatch.setattr(merged_c, "keep", lambda *_: None)
+    monkeypatch.setattr(lut_linear_c, "keep", lambda *_: None)
     rows, x = together(made, OF_SEVERAL), torch.randn(3, COLUMNS)
     with torch.no_grad():
         assert torch.equal(rows(x, None), products(x, made, OF_SEVERAL, None))
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
-    before = merged_c.kept()
+    before = lut_linear_c.kept()
     rows = together(matrices(OF_ONE), OF_ONE)
     with torch.no_grad():
         rows(torch.randn(2, COLUMNS), None)
-    assert merged_c.kept() == before + 1
+    assert lut_linear_c.kept() == before + 1
     del rows
     gc.collect()
-    assert merged_c.kept() == before
+    assert lut_linear_c.kept() == before

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edkm_cli.train import masters
-from edkm_cli.train.masters import MasterOptimizer, master_of, split_master
+from edkm_cli.train import optimizer
+from edkm_cli.train.optimizer import MasterOptimizer, master_of, split_master
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,7 +36,7 @@ def trained(dtype, *, steps=60, lr=1e-4, decay=0.01):
 
 @pytest.mark.parametrize("chunk", [7, 2**22])
 def test_float32_steps_are_those_of_pytorch(chunk, monkeypatch):
-    monkeypatch.setattr(masters, "_CHUNK", chunk)
+    monkeypatch.setattr(optimizer, "_CHUNK", chunk)
     weight, norm, _ = trained(torch.float32)
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(37, 5)), nn.Parameter(torch.ones(11))]

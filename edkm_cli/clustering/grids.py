@@ -16,8 +16,7 @@ from torch import Tensor
 
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import non_finite, usable_importance
-from edkm_cli.clustering.kmeans import kmeans_start, kmeans_starts
-from edkm_cli.clustering.palette import lut_scale, round_lut
+from edkm_cli.clustering.palette import kmeans_start, kmeans_starts, lut_scale, round_lut
 from edkm_cli.granularity import AFFINE, FREE, MULTIPLES, SUPER_BLOCK, Granularity, table_numbers
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

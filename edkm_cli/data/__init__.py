@@ -15,5 +15,14 @@ from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.reading import wikitext_rows
 from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
 from edkm_cli.data.store import TokenStore
-from edkm_cli.data.text import load_documents, measured_split, require_held_out, tokenize
-from edkm_cli.data.training import TrainingData, open_training_data, overlaps, training_tokens, unchanged
+from edkm_cli.data.training import (
+    TrainingData,
+    load_documents,
+    measured_split,
+    open_training_data,
+    overlaps,
+    require_held_out,
+    tokenize,
+    training_tokens,
+    unchanged,
+)

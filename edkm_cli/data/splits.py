@@ -3,23 +3,123 @@
 A set of the hub with a split for it is measured on that. Of a source that is read as a whole (local files of up to
 WHOLE_BYTES, `builtin`) the last tenth is held out; of anything larger the first megabyte, which is found without
 reading the rest.
+
+Sets of the hub, and local copies of them, are read by `datasets`: streamed, or as its memory-mapped tables.
 """
 
+import os
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
+from typing import Any
 
 from edkm_cli.config import TextSettings
-from edkm_cli.data import hub
 from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
 from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, Source, is_compressed, suffix_of
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
 HELD_OUT_FRACTION = 0.1
 HELD_OUT_CHARACTERS = 1_000_000
 TRAIN, TEST, ALL = "train", "test", "all"
+
+
+# What a set's own text for measuring is called, the best first.
+_HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
+_PATIENCE_SECONDS = 5.0
+
+
+def held_out_split(source: Source) -> str | None:
+    """The split of a set that is for measuring; None where it has none, or where the source names a split itself.
+
+    Raises UserError where the set cannot be had.
+    """
+    if source.split is not None:
+        return None
+    import datasets
+
+    try:
+        with _without_retries(source):
+            names = datasets.get_dataset_split_names(source.repository, source.config)
+    except Exception as error:
+        raise _explained(source, error) from error
+    return next((name for name in _HELD_OUT_SPLITS if name in names), None)
+
+
+def hub_rows(source: Source, split: str, *, streaming: bool) -> Iterator[dict[str, Any]]:
+    """The records of a split. Raises UserError that says what there is instead, or why it is out of reach."""
+    import datasets
+
+    try:
+        with _without_retries(source):
+            loaded = datasets.load_dataset(source.repository, source.config, split=split, streaming=streaming)
+        yield from loaded
+    except Exception as error:
+        raise _explained(source, error) from error
+
+
+@contextmanager
+def _without_retries(source: Source) -> Iterator[None]:
+    """Where the hub does not answer, `datasets` looks into its own cache at once, not after half a minute of retries."""
+    if os.path.isdir(source.repository) or _answers():
+        yield
+        return
+    import datasets
+    import huggingface_hub
+
+    modules: list[Any] = [datasets.config, huggingface_hub.constants]
+    with ExitStack() as restored:
+        for module in modules:
+            restored.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+            module.HF_HUB_OFFLINE = True
+        yield
+
+
+def _answers() -> bool:
+    """Whether the hub answers at all."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+    except Exception:  # whatever a proxy, a name server or offline mode raises
+        return False
+    return True
+
+
+def _explained(source: Source, error: Exception) -> UserError:
+    """The one line for what `datasets` raised."""
+    text = " ".join(str(error).split())
+    where = "from the Hugging Face hub" if not os.path.isdir(source.repository) else f"from {source.repository}"
+    choices = re.search(r"\[('.*?')\]", text)
+    there = choices[1].replace("'", "") if choices else ""
+    if "OfflineModeIsEnabled" in text:
+        return UserError(
+            f"{source} could not be loaded: the Hugging Face hub does not answer, and the cache of `datasets` "
+            "has no copy of it; check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
+        )
+    if "Config" in text and there:
+        return UserError(
+            f"{source} needs one of its configurations, which are {there}, but "
+            f"{source.config or 'none'} is given; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}"
+        )
+    if "split" in text.lower() and there:
+        if "[" in (source.split or ""):
+            return UserError(f"{source} is a part of a split: it must be of {there}, not streamed; add --no-streaming")
+        return UserError(
+            f"{source} has the splits {there}, but not {source.split or 'train'}; write one as "
+            f"{source.name.partition('@')[0]}@{there.split(',')[0]}"
+        )
+    if "gated" in text.lower():
+        return UserError(f"{source} is a gated data set; ask for access on its page, then `hf auth login`")
+    if type(error).__name__ == "DatasetNotFoundError":
+        return UserError(f"{source} is not on the hub, or is private; check the name, or `hf auth login`")
+    return UserError(
+        f"{source} could not be loaded {where} ({type(error).__name__}: {brief(error)}); check the network, "
+        "or give a local file or 'builtin'"
+    )
 
 
 def is_whole(source: Source) -> bool:
@@ -63,9 +163,9 @@ def _hub_parts(source: Source, split: str, options: TextSettings) -> tuple[Itera
     """The parts of a hub set, and whether it has a split of its own for what is measured."""
     is_small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
     streaming = not is_small if options.streaming is None else options.streaming
-    measured = hub.held_out_split(source) if split != ALL else None
+    measured = held_out_split(source) if split != ALL else None
     chosen = (measured if split == TEST else None) or source.split or "train"
-    rows = hub.rows(source, chosen, streaming=streaming)
+    rows = hub_rows(source, chosen, streaming=streaming)
     if source.name == WIKITEXT2:
         texts = [row["text"] for row in rows]
         return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)]), True

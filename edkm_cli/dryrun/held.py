@@ -20,7 +20,7 @@ from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import STANDS_FOR, Ledger, stands_for
 from edkm_cli.dryrun.meta import CLUSTERING, GRADIENTS, META, OPTIMIZER, SHARDING
 from edkm_cli.granularity import FREE
-from edkm_cli.initialize.tables import PART_BYTES, fits_tables
+from edkm_cli.initialize.compensate import PART_BYTES, fits_tables
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import LINEAR

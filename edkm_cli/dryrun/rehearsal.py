@@ -43,8 +43,7 @@ from edkm_cli.runtime.palettized import Rounding, to_nearest
 from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import Objective
-from edkm_cli.train.masters import state_bytes
-from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups
+from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups, state_bytes
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3

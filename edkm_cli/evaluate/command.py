@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from edkm_cli import data as texts
 from edkm_cli import models
-from edkm_cli.contradictions import too_long
+from edkm_cli.config import too_long
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks

@@ -16,7 +16,7 @@ from edkm_cli.clustering import lookup
 from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
-from edkm_cli.initialize.stored import Place, places
+from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles, build
 from edkm_cli.packing import unpack

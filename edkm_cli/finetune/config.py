@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress
-from edkm_cli.contradictions import unmeasured_best
+from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress, unmeasured_best
 from edkm_cli.errors import UserError
 from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, given_values, refuse, setting
 

@@ -24,14 +24,12 @@ from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.ownership import listing, read_object
-from edkm_cli.finetune.adapters import WEIGHTS, adapted_layers, check_adapter, load_adapter
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
-from edkm_cli.finetune.session import PackedSession
+from edkm_cli.finetune.session import WEIGHTS, PackedSession, adapted_layers, check_adapter, load_adapter
 from edkm_cli.format import sha256_of, write_json
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers
-from edkm_cli.nn.held import parameters_of
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense

@@ -28,8 +28,7 @@ from edkm_cli.initialize.kept import Begun, KeptStart, tensors_of
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.allocation import choose, rises_of, tried_bits
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering
-from edkm_cli.nn.held import hold
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, hold
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress

@@ -6,12 +6,14 @@ rounded one after the other, those with the largest inputs first. The columns st
 each error, through the Cholesky factor of the inverse of H. The value of a weight just before it was rounded becomes the
 weight to train. Its nearest entry is the chosen one, and training can move it to another.
 
-With the choice made, the entries are fitted to the layer's outputs (`edkm_cli.initialize.tables`), and the choice is
-improved by coordinate descent on the same error, weight by weight (QuantEase, arXiv 2309.01885, section 3; LNQ, arXiv
-2505.07004, section 4, alternates the two), a few times over. A weight whose choice was improved is trained from its entry.
-A LUT serves its rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid.
-One forward pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer
-before it is used.
+With the choice made, the entries are fitted to the layer's outputs by least squares: for a row w whose weights chose
+the entries S c (S of one-hot rows, (in, k)), the error tr((w - S c) H (w - S c)^T) is least at c = (S^T H S)^-1 S^T H
+w. The first product is a sum of H by codes, half of `in^2` additions a row. Then the choice is improved by coordinate
+descent on the same error, weight by weight (QuantEase, arXiv 2309.01885, section 3; LNQ, arXiv 2505.07004, section 4,
+alternates the two), a few times over. A weight whose choice was improved is trained from its entry. A LUT serves its
+rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid. One forward
+pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer before it
+is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli import kernels
-from edkm_cli.clustering import lookup, nearest_indices
+from edkm_cli.clustering import Grid, lookup, nearest_indices
 from edkm_cli.distributed import ALONE, World, local
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import FREE
+from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.initialize.corrections import Corrections
-from edkm_cli.initialize.tables import fits_tables, fitted_grid, fitted_tables
 from edkm_cli.nn.clustered import ClusteredLinear, LutLayer, clustered_layers, lut_layers
 from edkm_cli.nn.hooks import evaluating, hooked
 from edkm_cli.progress import Track, no_progress
 
+_COLUMNS = 512  # whose codes are 64-bit numbers at a time
+PART_BYTES = 2**26  # of products of one part of the rows
+_RIDGE = 1e-6  # entries that no weight chose stay where they are
 _LAZY_COLUMNS = 128
 _DAMPING = 0.01
 _DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
@@ -301,3 +305,67 @@ def compensate(model: Any, batches: list[Tensor], *, world: World = ALONE, track
     for _ in progress:  # layers that were not reached
         pass
     compensation.keep()
+
+
+def fits_tables(granularity: Granularity, shape: tuple[int, int], palette: str = FREE) -> bool:
+    """Whether tables of a weight (out, in) are fitted: they span its columns, or are a palette's. Tables of tiles side by
+    side depend on one another, which free ones have too many entries for."""
+    return palette != FREE or granularity.tile(*shape)[1] == shape[1]
+
+
+def fitted_tables(
+    weighted: Tensor, indices: Tensor, hessian: Tensor, tables: Tensor, granularity: Granularity
+) -> Tensor:
+    """The tables (groups, k) with the least output error, in `tables`' dtype.
+
+    Args:
+        weighted: (out, in), what is to be approximated times `hessian`.
+        indices: (out, in) integers below k: the entry of each weight.
+        hessian: (in, in) X X^T, in float32 or float64, which decides the precision of the sums.
+        tables: (groups, k), what the solution is drawn to where the text says nothing.
+        granularity: of the tables, which span all columns: see `fits_tables`.
+    """
+    groups, k = tables.shape
+    products = kernels.sum_by_code(indices, hessian, k).unflatten(0, (groups, -1)).sum(1)
+    wanted = torch.zeros_like(products[:, 0])
+    for column, codes in zip(weighted.split(_COLUMNS, 1), indices.split(_COLUMNS, 1), strict=True):
+        wanted.scatter_add_(1, codes.reshape(groups, -1).long(), column.reshape(groups, -1).double())
+    ridge = _RIDGE * products.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30
+    products.diagonal(dim1=1, dim2=2).add_(ridge)
+    return torch.linalg.solve(products, wanted + ridge * tables.double()).to(tables.dtype)
+
+
+def fitted_grid(
+    wanted: Tensor, weighted: Tensor, indices: Tensor, hessian: Tensor, parameters: Tensor, grid: Grid
+) -> Tensor:
+    """As `fitted_tables`, the parameters (groups, numbers) of a palette's tables, of tiles of one row: those of a row depend
+    on one another and are solved for together. A row whose error grows when they are rounded keeps those it had.
+
+    Args:
+        wanted: (out, in), what is to be approximated.
+    """
+    (out, columns), numbers = indices.shape, grid.numbers
+    tiles = len(parameters) // out
+    width, unknowns = columns // tiles, tiles * numbers
+    before = parameters.view(out, tiles, numbers)
+    fitted, basis = torch.empty_like(before), grid.basis().to(hessian)
+    by_tile = hessian.view(tiles, width, columns)
+    for rows in torch.arange(out).split(max(1, PART_BYTES // (4 * unknowns * columns))):
+        chosen = basis[:, indices[rows].long()].view(numbers, len(rows), tiles, width)
+        # Of each row: (numbers, tiles, in), the products of H with what one unknown multiplies, then summed for the other.
+        left = torch.einsum("nrtw,twc->rntc", chosen, by_tile).unflatten(3, (tiles, width))
+        products = torch.einsum("rntuw,mruw->rntmu", left, chosen).reshape(len(rows), unknowns, unknowns).double()
+        target = torch.einsum("nrtw,rtw->rnt", chosen, weighted[rows].view(-1, tiles, width).to(hessian))
+        now = before[rows].transpose(1, 2).reshape(len(rows), -1, 1).double()
+        ridge = _RIDGE * products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] + 1e-30
+        products.diagonal(dim1=1, dim2=2).add_(ridge[:, :, 0])
+        solved = torch.linalg.solve(products, target.reshape(len(rows), -1, 1).double() + ridge * now)
+        fitted[rows] = solved.view(-1, numbers, tiles).transpose(1, 2).to(fitted)
+
+    def errors(candidate: Tensor) -> Tensor:
+        tables = grid.tables(candidate.reshape(parameters.shape))
+        off = kernels.lookup(indices, tables, (1, width), torch.float32) - wanted.float()
+        return ((off @ hessian.float()) * off).sum(1)
+
+    better = errors(fitted) < errors(before)
+    return torch.where(better[:, None, None], fitted, before).reshape(parameters.shape)

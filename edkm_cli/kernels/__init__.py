@@ -12,21 +12,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import (
-    columns_c,
-    columns_torch,
-    kmeans_c,
-    kmeans_torch,
-    layout_c,
-    palette_c,
-    palette_torch,
-    shapes_meta,
-    table_c,
-    table_torch,
-)
-from edkm_cli.kernels.attention_c import CPasses
-from edkm_cli.kernels.attention_torch import TorchPasses
+from edkm_cli.kernels import layout_c, passes_c, passes_torch, shapes_meta, table_torch
 from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, centroid_dtype, relative_temperature
+from edkm_cli.kernels.passes_c import CPasses
+from edkm_cli.kernels.passes_torch import TorchPasses
 from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
@@ -56,7 +45,7 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
 
 def _table_kernels(weight: Tensor) -> ModuleType:
     """The module with the fastest passes by bit pattern over this 16-bit weight."""
-    return table_c if layout_c.supports(weight) else table_torch
+    return passes_c if layout_c.supports(weight) else table_torch
 
 
 def _palette(weight: Tensor) -> ModuleType:
@@ -68,7 +57,7 @@ def _palette(weight: Tensor) -> ModuleType:
 
         if palette_triton.supports(weight):
             return palette_triton
-    return palette_c if layout_c.supports(weight) else palette_torch
+    return passes_c if layout_c.supports(weight) else passes_torch
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
@@ -94,7 +83,7 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     if indices.is_meta:
         return shapes_meta.lookup(indices, centroids, tile, dtype)
     on_cpu = layout_c.supports(centroids) and not indices.is_cuda
-    return (palette_c if on_cpu else palette_torch).lookup(indices, centroids, tile, dtype)
+    return (passes_c if on_cpu else passes_torch).lookup(indices, centroids, tile, dtype)
 
 
 def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
@@ -106,32 +95,32 @@ def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list
         return _kmeans(values, importance, ks)
     groups = []
     for at, group in enumerate(values):  # large: by its distinct values where there are few
-        narrow, masses = kmeans_torch.narrowed(group), None if importance is None else importance[at]
+        narrow, masses = table_torch.narrowed(group), None if importance is None else importance[at]
         if narrow is None:
             groups.append(_kmeans(group[None], None if masses is None else masses[None], ks))
         else:
-            groups.append(_kmeans(*kmeans_torch.distinct(narrow, masses, _table_kernels(narrow)), ks))
+            groups.append(_kmeans(*table_torch.distinct(narrow, masses, _table_kernels(narrow)), ks))
     return [torch.cat(centroids) for centroids in zip(*groups, strict=True)]
 
 
 def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
-    return (kmeans_c if layout_c.supports(values) else kmeans_torch).kmeans(values, importance, ks)
+    return (passes_c if layout_c.supports(values) else passes_torch).kmeans(values, importance, ks)
 
 
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
-    """Round the columns of a block (columns, rows) one after the other; see `columns_torch.round_columns`."""
+    """Round the columns of a block (columns, rows) one after the other; see `passes_torch.round_columns`."""
     if stored == block.dtype == torch.float32 and layout_c.supports(block):
-        return columns_c.round_columns(block, luts, tiles, factor)
-    return columns_torch.round_columns(block, luts, tiles, factor, stored)
+        return passes_c.round_columns(block, luts, tiles, factor)
+    return passes_torch.round_columns(block, luts, tiles, factor, stored)
 
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
-    """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `columns_torch.descend`."""
+    """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `passes_torch.descend`."""
     fast = errors.dtype == torch.float32 and layout_c.supports(errors)
-    (columns_c if fast else columns_torch).descend(indices, errors, luts, hessian, sweeps)
+    (passes_c if fast else passes_torch).descend(indices, errors, luts, hessian, sweeps)
 
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
-    """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `columns_torch.sum_by_code`."""
+    """A symmetric matrix (in, in) summed by the codes of its rows and columns; see `passes_torch.sum_by_code`."""
     fast = hessian.dtype == torch.float32 and layout_c.supports(hessian)
-    return (columns_c if fast else columns_torch).sum_by_code(indices, hessian, k)
+    return (passes_c if fast else passes_torch).sum_by_code(indices, hessian, k)

@@ -1,4 +1,4 @@
-/* Sums of a symmetric matrix by the codes of its rows and columns: columns_torch.py.
+/* Sums of a symmetric matrix by the codes of its rows and columns: passes_torch.py.
  *
  * For each row of codes, rows of H are added up by code, 64 columns at a time, then the columns of these sums. Of H only
  * the blocks on the diagonal and below are read. Some rows share what is read, a block of which stays in the first cache.

@@ -1,4 +1,4 @@
-/* Columns of a weight rounded one after the other, each error passed on to the columns still to come: columns_torch.py.
+/* Columns of a weight rounded one after the other, each error passed on to the columns still to come: passes_torch.py.
  *
  * Rows are independent, so some of them go side by side in the lanes of a vector, with all columns of a block in the first
  * cache: a few vector operations an entry to find the nearest, and one a later column to pass the error on.

@@ -1,4 +1,4 @@
-/* Choices of entries improved one column after the other: columns_torch.py.
+/* Choices of entries improved one column after the other: passes_torch.py.
  *
  * Rows are independent. After the first sweep few weights change, and one that stays costs a comparison: it stays where the
  * best value is nearer to its entry than half the way to any other. One that changes raises the errors of the whole row.

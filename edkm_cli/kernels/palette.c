@@ -1,4 +1,4 @@
-/* The nearest LUT entry of each weight, and the sums an entry gathers: palette_torch.py's functions.
+/* The nearest LUT entry of each weight, and the sums an entry gathers: passes_torch.py's functions.
  *
  * Distance |w - c| in float32, strictly smaller wins: one correctly rounded subtraction, so the index is the reference's.
  */

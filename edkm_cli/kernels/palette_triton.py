@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA: the nearest LUT entry of each weight, and the sums an entry gathers (palette_torch.py).
+"""Triton kernels for CUDA: the nearest LUT entry of each weight, and the sums an entry gathers (passes_torch.py).
 
 One program works on a run of weights in one matrix row and one tile, so that its LUT is k numbers read once. Distances
 are |w - c| in float32 and a strictly smaller one wins: the reference's index for every weight.
@@ -91,7 +91,7 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, None]:
-    """`palette_torch.snap`, with NaN instead of an answer: in the place of a weight that is not finite, and in the
+    """`passes_torch.snap`, with NaN instead of an answer: in the place of a weight that is not finite, and in the
     whole group of an entry that is not."""
     grid, layout, run = _launch(weight, tile)
     out, luts = torch.empty(weight.shape, dtype=dtype, device=weight.device), centroids.float().contiguous()

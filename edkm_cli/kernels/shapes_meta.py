@@ -2,7 +2,7 @@
 
 For planning a run: what a pass returns is as large as what the C and Triton kernels return, and so is what they keep
 while they work, as far as it is of the weight's size. Used like any other kernels, through the dispatch point;
-`palette_torch` says what each returns.
+`passes_torch` says what each returns.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """`palette_torch.snap`, of a weight that is finite."""
+    """`passes_torch.snap`, of a weight that is finite."""
     return weight.new_empty(weight.shape, dtype=dtype), True
 
 
@@ -32,7 +32,7 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
 
 
 def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
-    """`kmeans_torch.kmeans`. What k-means itself needs is host memory, also for weights on a GPU."""
+    """`passes_torch.kmeans`. What k-means itself needs is host memory, also for weights on a GPU."""
     return [values.new_empty(values.shape[0], k) for k in ks]
 
 

@@ -4,6 +4,9 @@ A 16-bit weight's bit pattern is its own index into a table of 65,536 entries. A
 of attention, so the iterations run over the distinct values (2,000 to 10,000 in practice), each counted as often as it
 occurs, in float64. Per weight there remain a histogram and a gather forward; a histogram of the gradient and a blend
 g_i * slope(v_i) + offset(v_i) backward. The paper's uniquification keeps an index per weight; here the weight is it.
+
+K-means of millions of weights goes by their `distinct` values, too, also where a model that was trained in 16 bits is loaded
+in float32: weights that are equal belong to one cluster, so a group is its values, each with the sum of its importances.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels.attention_torch import attention, soft
 from edkm_cli.kernels.closed_form import Passes
+from edkm_cli.kernels.passes_torch import attention, soft
 
 PATTERNS = 1 << 16
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # weights at a time: indices are four times as wide
@@ -158,3 +161,26 @@ class TablePasses(Passes):
         else:
             parts.append((self._importance, self._table(self._offset, torch.float32)))
         return self._kernels.blend(self._weight, parts, self._table(offset, torch.float32))
+
+
+def narrowed(values: Tensor) -> Tensor | None:
+    """Float32 values as bfloat16 or float16 where that changes none of them, else None."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = values.to(dtype)
+        if torch.equal(narrow.float(), values):
+            return narrow
+    return None
+
+
+def distinct(values: Tensor, importance: Tensor | None, kernels: ModuleType) -> tuple[Tensor, Tensor]:
+    """(distinct values (1, u) float32, their importances (1, u) float32) of 16-bit values (n,), all finite.
+
+    Without importance, or where it is zero everywhere, each value counts as often as it occurs.
+    """
+    matrix = values[None].contiguous()
+    counts = kernels.count_patterns(matrix)
+    masses = counts.double() if importance is None else kernels.sum_by_pattern(matrix, importance[None])
+    if not bool(masses.any()):
+        masses = counts.double()
+    patterns = torch.arange(PATTERNS, device=values.device).to(torch.int16)[counts > 0]
+    return patterns.view(values.dtype).float()[None], masses[counts > 0].float()[None]

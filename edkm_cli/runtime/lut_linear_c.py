@@ -3,7 +3,8 @@
 A call must cost microseconds: a small model makes a hundred of them for a token. So all that the kernel needs to know of
 matrices is one block of bytes, made once, calls go through a small extension module where Python's headers are (calls.c),
 and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as many as `torch.set_num_threads` says.
-Results do not depend on how many.
+Results do not depend on how many. merged.c gives the operator edkm::merged_linear, without Python between a graph and the
+kernel.
 """
 
 import ctypes
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from edkm_cli.kernels import build
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.packed import Packed, check
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
@@ -190,3 +192,57 @@ def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Ten
     block = prepare((packed,), columns).block
     library().edkm_sum_by_code(block, values.contiguous().data_ptr(), first, values.shape[0], sums.data_ptr())
     return sums
+
+
+_MOST_PARTS = 8
+_MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
+_TENSORS = "get_dim get_numel get_sizes get_dtype get_device_type is_contiguous get_data_ptr empty_strided"
+_OF_MERGED = (
+    *(f"aoti_torch_{name}" for name in ("library_init_impl", "library_impl", "call_dispatcher", *_TENSORS.split())),
+    *("aoti_torch_delete_tensor_object", "torch_delete_stable_ivalue", "torch_delete_list"),
+    "torch_exception_get_what_without_backtrace",
+    "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
+)
+
+
+@functools.cache
+def register(name: str, otherwise: str) -> bool:
+    """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
+    False where there is no compiler, or this PyTorch has not what it needs."""
+    compiled, found = library(), of_torch(_OF_MERGED)
+    if compiled is None or found is None:
+        return False
+    addresses, numbers = found[0], (*found[1], found[2])
+    functions, known = (ctypes.c_uint64 * len(addresses))(*addresses), (ctypes.c_int32 * len(numbers))(*numbers)
+    return not compiled.edkm_merged_register(functions, known, name.encode(), otherwise.encode())
+
+
+def keep(matrices: Sequence[Packed], columns: int) -> int | None:
+    """Prepare matrices one below the other, whose indices and tables lie one behind the other in memory, for the operator.
+
+    Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
+    """
+    if library() is None or dispatch.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
+        return None
+    if not all(m.indices.shape[0] and supports(m) for m in matrices):
+        return None
+    for matrix in matrices:
+        check(columns, matrix)
+    most = [dispatch.most_tokens(dtype) * columns for dtype in ORDER]
+    first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
+    sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
+    addresses = first.indices.data_ptr(), first.table.data_ptr()
+    head = _MERGED.pack(*addresses, *sizes, columns, rows, len(matrices), *most)
+    blocks = b"".join(prepare((matrix,), columns).block for matrix in matrices)
+    room = blocks.ljust(len(blocks) // len(matrices) * _MOST_PARTS, b"\0")
+    return None if library().edkm_merged_keep(head + room) else first.indices.data_ptr()
+
+
+def forget(key: int) -> None:
+    """Hold nothing more of what `keep` prepared."""
+    library().edkm_merged_forget(key)
+
+
+def kept() -> int:
+    """How many are prepared."""
+    return 0 if library() is None else int(library().edkm_merged_count())

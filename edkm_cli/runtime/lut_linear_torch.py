@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from edkm_cli.kernels import palette_torch
+from edkm_cli.kernels import passes_torch
 from edkm_cli.packing import unpack
 from edkm_cli.runtime.packed import Packed
 
@@ -16,7 +16,7 @@ def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
         levels = codes.float().sub_(2 ** (packed.bits - 1)).view(shape)
         return levels.mul_(packed.table.float()[:, :, None]).view(codes.shape).to(dtype)
     entries = packed.table if packed.table.dtype == torch.float64 else packed.table.float()
-    return palette_torch.lookup(codes, entries, packed.tile, entries.dtype).to(dtype)
+    return passes_torch.lookup(codes, entries, packed.tile, entries.dtype).to(dtype)
 
 
 def linear(x: Tensor, packed: Packed) -> Tensor:

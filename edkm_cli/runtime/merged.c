@@ -23,7 +23,7 @@ typedef struct {
     Part part;
 } One; /* struct Packed with one matrix */
 
-/* Matrices one below the other; Python lays this struct out (merged_c.py). The tensors' addresses and numbers of elements;
+/* Matrices one below the other; Python lays this struct out (lut_linear_c.py). The tensors' addresses and numbers of elements;
  * `rows` of all matrices; `most`: elements of x, by dtype, up to which the kernel is the way. */
 typedef struct {
     uint64_t indices, luts;

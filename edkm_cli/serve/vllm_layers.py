@@ -6,7 +6,7 @@ parameters of the names that files have: `indices` and `lut` for all pieces one 
 stayed dense. Afterwards they are joined into as few packed matrices as possible. Tables start as NaN, so that what was not
 loaded is found.
 
-Products are operators (rows.py) that look at the number of tokens themselves: vLLM traces its graphs once, for any number.
+Products are operators (pieces.py) that look at the number of tokens themselves: vLLM traces its graphs once, for any number.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
 from edkm_cli.runtime.lut_linear import row_scaled_embedding, row_scaled_linear
-from edkm_cli.serve.pieces import Piece, piece_of, stacked_table, stacked_tile, stacks
-from edkm_cli.serve.rows import PackedRows, Rows
+from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
 
 _LOG = init_logger("vllm.edkm")
 _KNOWN = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)

@@ -1,5 +1,8 @@
-"""The training loop, by accelerate: read it from top to bottom."""
+"""The training loop, by accelerate: read it from top to bottom. Each step leaves a line in `metrics.jsonl`, and the same for
+the trackers of `--log-with`.
+"""
 
+import json
 import math
 import os
 import signal
@@ -7,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,52 @@ from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import Objective
-from edkm_cli.train.metrics import Metrics
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import BestStep, Checkpoints
 from edkm_cli.train.teacher import micro_batch
+
+
+class Metrics:
+    """`metrics.jsonl`, a line for each step, and the trackers of `--log-with`; on the first process only."""
+
+    def __init__(self, path: Path, accelerator: Any, config: TrainingSettings, first: int, world: World):
+        self._file = None
+        self._accelerator = accelerator if config.log_with else None
+        if world.main:
+            keep_metrics(path, first)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        if self._accelerator is not None:
+            plain = (bool, int, float, str)
+            settings = {name: one if isinstance(one, plain) else str(one) for name, one in asdict(config).items()}
+            # What trackers write goes with the run; steps that a resumed run repeats replace the former ones.
+            wandb = {} if "WANDB_DIR" in os.environ else {"dir": str(path.parent)}
+            options = {"tensorboard": {"purge_step": first + 1}, "wandb": wandb}
+            accelerator.init_trackers("edkm", config=settings, init_kwargs=options)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._accelerator is not None:
+            self._accelerator.log({name: value for name, value in record.items() if name != "step"}, record["step"])
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+
+
+def keep_metrics(path: Path, steps: int) -> None:
+    """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:steps]
+        kept = path.with_name(path.name + ".tmp")
+        kept.write_text("".join(line + "\n" for line in lines if line), encoding="utf-8")
+        os.replace(kept, path)  # a kill in between loses no line
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import Entry, in_memory, read_packed
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.initialize.stored import Place
+from edkm_cli.initialize.sharded import Place
 
 DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
 _ROWS, _COLUMNS, _ENTRIES, _BITS = 8, 64, 8, 3

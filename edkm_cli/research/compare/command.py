@@ -32,8 +32,8 @@ from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load
 from edkm_cli.research.compare.config import FILES, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED, CompareConfig, Entry
-from edkm_cli.research.compare.others import facts_of
 from edkm_cli.research.compare.table import draw
+from edkm_cli.research.compare.worker import facts_of
 from edkm_cli.settings import coerce, command_line, part_of
 from edkm_cli.targets import TARGETS
 from edkm_cli.train.loop import preemption
