@@ -25,8 +25,6 @@ WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures a
 HELD_OUT_FRACTION = 0.1
 HELD_OUT_CHARACTERS = 1_000_000
 TRAIN, TEST, ALL = "train", "test", "all"
-
-
 # What a set's own text for measuring is called, the best first.
 _HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 _PATIENCE_SECONDS = 5.0
