@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C kernels on an emulated Sapphire Rapids: AVX-512 without bfloat16, with it, and with float16 and AMX. It takes half an hour.
+# The C kernels on an emulated Sapphire Rapids: AVX-512 without bfloat16, with it, and with float16 and AMX. It takes ten minutes, and ten more to build Bochs.
 #   BOCHS=SOURCE KERNEL=VMLINUZ scripts/check_avx512.sh
 # BOCHS: a source tree of Bochs after 3.0 (github.com/bochs-emu/Bochs, its folder bochs), mended and built if it is not yet. KERNEL: a
 # Linux of 5.16 or newer (Debian: linux-image-cloud-amd64). Debian: apt-get install busybox-static cpio grub-pc-bin xorriso mtools
