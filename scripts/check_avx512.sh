@@ -20,14 +20,12 @@ fi
 
 sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_narrow.c edkm_cli/runtime/lut_pairs.c
 edkm_cli/kernels/palette.c edkm_cli/kernels/columns.c edkm_cli/kernels/kmeans.c"
-wide="-mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512"
-pairs="-mavx512bf16 -mavx512vbmi -mavx512vbmi2"
 mkdir -p "$scratch/root/dev" "$scratch/root/bin" "$scratch/disk/boot/grub"
-build() { # name, flags: those of edkm_cli/kernels/levels.py
-    gcc -O3 -static -Wno-psabi -fno-math-errno -fno-trapping-math -Iedkm_cli/kernels $2 $sources -o "$scratch/root/$1" -lm
+build() { # a level of edkm_cli/kernels/levels.py
+    flags=$(cd edkm_cli/kernels && python3 -c "import levels; print(*{one.name: one.flags for one in levels.levels()}['$1'])")
+    gcc -O3 -static -Wno-psabi -fno-math-errno -fno-trapping-math -Iedkm_cli/kernels $flags $sources -o "$scratch/root/$1" -lm
 }
-build avx512 "$wide" & build avx512-bf16 "$wide $pairs" & build avx512-fp16 "$wide $pairs -mavx512fp16 -mamx-tile -mamx-bf16"
-wait
+for level in avx512 avx512-bf16 avx512-fp16; do build $level; done
 cp "$(command -v busybox)" "$scratch/root/bin/sh"
 cat > "$scratch/root/init" << 'END'
 #!/bin/sh
