@@ -64,6 +64,13 @@ def test_a_tensor_that_a_family_keeps_in_float32_round_trips_in_bfloat16(tmp_pat
     check("deepseek_v3", torch.bfloat16, tmp_path)
 
 
+@pytest.fixture
+def little_text(monkeypatch, tmp_path):
+    """What a model writes itself is kept here, in sequences no longer than the runs' own."""
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("edkm_cli.self_text.SEQUENCE_TOKENS", 32)
+
+
 def check_seeing(model_type, folder):
     """The language model is compressed, what sees stays as it is, and the result reads images, packed and decoded."""
     model, ids, image = seeing_family(model_type)
@@ -88,8 +95,7 @@ def check_seeing(model_type, folder):
 
 
 @pytest.mark.parametrize("model_type", SEEN)
-def test_a_model_that_reads_images_is_compressed_and_reads_them(model_type, tmp_path, monkeypatch):
-    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+def test_a_model_that_reads_images_is_compressed_and_reads_them(model_type, tmp_path, little_text):
     check_seeing(model_type, tmp_path)
 
 
@@ -118,14 +124,12 @@ def run_with_default_data(model, folder, **changes):
 
 
 @pytest.mark.parametrize("model_type", COMPRESSED)
-def test_a_family_is_compressed_with_default_data(model_type, tmp_path, monkeypatch):
-    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+def test_a_family_is_compressed_with_default_data(model_type, tmp_path, little_text):
     check_default_data(model_type, tmp_path)
 
 
 @pytest.mark.slow
-def test_all_families_are_compressed_with_default_data(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
+def test_all_families_are_compressed_with_default_data(tmp_path, little_text):
     failed = {}
     for model_type in sorted({*FAMILIES, *SEEING} - {*SEEN, *COMPRESSED}):
         try:

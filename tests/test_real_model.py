@@ -32,7 +32,7 @@ def compressed(tmp_path_factory):
         output=str(output),
         data=("builtin",),
         steps=0,
-        start="compensated",  # reconstruction takes minutes on one thread; it has tests of its own
+        start="kmeans",  # what mends it takes minutes on one thread and has tests of its own
         calibration_tokens=256,
         start_tokens=1024,
         context=256,
