@@ -272,6 +272,16 @@ class TestFigure:
         assert lengths == sorted(lengths)
         assert len([line for line in tree.iter(f"{SVG}line") if line.get("class") == "reference"]) == 1
 
+    def test_a_bar_names_the_options_that_tell_it_from_others(self, tmp_path):
+        result, scale = self.crowd(), {"lut_scale": 0.5}
+        result["rows"] += [self.row("edkm", 3.2, 30.0 + i, start=start, **scale) for i, start in enumerate("ab")]
+        save(draw(result), tmp_path / "figure.svg")
+        labels = [e.text for e in ElementTree.parse(tmp_path / "figure.svg").getroot().iter(f"{SVG}text")]
+        assert [label for label in labels if label and "edkm" in label][:2] == [
+            "edkm start=a group:64",
+            "edkm start=b group:64",
+        ]
+
     def test_failed_rows_are_left_out_and_one_row_is_enough(self):
         result = self.crowd()
         result["rows"] = [result["rows"][0], self.row("rtn", None, None)]

@@ -53,14 +53,31 @@ def draw(result: dict[str, Any]) -> Markup:
     setting = result["setting"]
     rows = [same[0] for same in _by_seed([row for row in result["rows"] if row["perplexity"] is not None])]
     shown = []
-    for row in sorted(rows, key=lambda row: row["perplexity"]):
+    rows.sort(key=lambda row: row["perplexity"])
+    for row, name in zip(rows, _short_names(rows), strict=True):
         colour = "c1" if row["method"] == OURS else "c3" if row["training_tokens"] else "muted"
         note = f"{row['decoder_bits_per_weight']:.2f} bits" + ", trained" * bool(row["training_tokens"])
-        shown.append((f"{display_name(row)} {row['granularity']}".rstrip(), [("", row["perplexity"], colour)], note))
+        shown.append((name, [("", row["perplexity"], colour)], note))
     reference = next((row["perplexity"] for row in rows if row["method"] == UNCOMPRESSED), None)
     text = f"{setting['model']}, {text_names(_texts(result))[0]}, context {setting['context']}"
     caption = f"perplexity on {text}; bits per weight of the decoder"
     return bars(shown, title=f"Perplexity by method: {text}", reference=reference, caption=caption)
+
+
+def _short_names(rows: list[dict[str, Any]]) -> list[str]:
+    """A name for each row: of its options those without which two rows, trained or both not, would have the same."""
+
+    def named(*hidden: str) -> list[tuple[str, bool]]:
+        return [
+            (f"{display_name(row, *hidden)} {row['granularity']}".rstrip(), bool(row["training_tokens"]))
+            for row in rows
+        ]
+
+    hidden: list[str] = []
+    for option in dict.fromkeys(name for row in rows for name in row["options"]):
+        if len(set(named(*hidden, option))) == len(set(named())):
+            hidden.append(option)
+    return [name for name, _ in named(*hidden)]
 
 
 def _by_seed(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -90,7 +107,8 @@ def _figures(seeds: list[dict[str, Any]]) -> tuple[str, str]:
     return shown("perplexity", 3), shown("kl_per_token", 3)
 
 
-def display_name(row: dict[str, Any]) -> str:
-    """The method with those options that have no column of their own."""
-    options = [f"{name}={value}" for name, value in row["options"].items() if name not in (*_IN_COLUMNS, "seed")]
+def display_name(row: dict[str, Any], *hidden: str) -> str:
+    """The method with those options that are not hidden and have no column of their own."""
+    hidden = (*hidden, *_IN_COLUMNS, "seed")
+    options = [f"{name}={value}" for name, value in row["options"].items() if name not in hidden]
     return " ".join([row["method"], *options])
