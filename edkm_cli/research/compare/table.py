@@ -74,8 +74,9 @@ def _short_names(rows: list[dict[str, Any]]) -> list[str]:
         ]
 
     hidden: list[str] = []
+    different = len(set(named()))
     for option in dict.fromkeys(name for row in rows for name in row["options"]):
-        if len(set(named(*hidden, option))) == len(set(named())):
+        if len(set(named(*hidden, option))) == different:
             hidden.append(option)
     return [name for name, _ in named(*hidden)]
 
