@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edkm_cli.packing import pack
-from edkm_cli.runtime import lut_linear_c
+from edkm_cli.runtime import dispatch, lut_linear_c
 from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.serve.pieces import PackedRows, Rows
 
@@ -88,7 +88,7 @@ def test_a_wrong_size_is_refused():
 
 def test_without_c_the_products_are_the_same(monkeypatch):
     made = matrices(OF_SEVERAL)
-    monkeypatch.setattr(lut_linear_c, "keep", lambda *_: None)
+    monkeypatch.setattr(dispatch, "keep", lambda *_: None)
     rows, x = together(made, OF_SEVERAL), torch.randn(3, COLUMNS)
     with torch.no_grad():
         assert torch.equal(rows(x, None), products(x, made, OF_SEVERAL, None))

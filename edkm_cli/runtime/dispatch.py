@@ -96,11 +96,23 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
     """`lut_linear_c.products` of matrices that have one input; None where that is not the way for all of them."""
     first = matrices[0]
     alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
-    asked = alike and forced_path() in ("auto", "kernel")
-    if not asked or not all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices):
+    if not alike or not _kernel_takes(matrices):
         return None
-    most = {dtype: most_tokens(dtype) for dtype in DTYPES}
-    return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), most)
+    return lut_linear_c.products(lut_linear_c.prepare(matrices, columns), _limits())
+
+
+def keep(matrices: Sequence[Packed], columns: int) -> int | None:
+    """`lut_linear_c.keep`; None where that is not the way for all of them, too."""
+    return lut_linear_c.keep(matrices, columns, _limits()) if _kernel_takes(matrices) else None
+
+
+def _limits() -> dict[torch.dtype, int]:
+    return {dtype: most_tokens(dtype) for dtype in DTYPES}
+
+
+def _kernel_takes(matrices: Sequence[Packed]) -> bool:
+    allowed = forced_path() in ("auto", "kernel")
+    return allowed and all(m.indices.shape[0] and lut_linear_c.supports(m) for m in matrices)
 
 
 def _row_ranges(rows: int, columns: int, x: Tensor) -> Iterator[range]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from edkm_cli.kernels import build
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.packed import Packed, check
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
@@ -217,18 +216,16 @@ def register(name: str, otherwise: str) -> bool:
     return not compiled.edkm_merged_register(functions, known, name.encode(), otherwise.encode())
 
 
-def keep(matrices: Sequence[Packed], columns: int) -> int | None:
+def keep(matrices: Sequence[Packed], columns: int, most_tokens: dict[torch.dtype, int]) -> int | None:
     """Prepare matrices one below the other, whose indices and tables lie one behind the other in memory, for the operator.
 
-    Returns what `forget` takes; None where the kernel does not take them all. Whoever keeps them calls `forget` in time.
+    Returns what `forget` takes; None where there are too many. Whoever keeps them calls `forget` in time.
     """
-    if library() is None or dispatch.forced_path() not in ("auto", "kernel") or len(matrices) > _MOST_PARTS:
-        return None
-    if not all(m.indices.shape[0] and supports(m) for m in matrices):
+    if len(matrices) > _MOST_PARTS:
         return None
     for matrix in matrices:
         check(columns, matrix)
-    most = [dispatch.most_tokens(dtype) * columns for dtype in ORDER]
+    most = [most_tokens[dtype] * columns for dtype in ORDER]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
     sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
     addresses = first.indices.data_ptr(), first.table.data_ptr()

@@ -25,7 +25,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels.tiles import Tile
 from edkm_cli.packing import pack, packed_width, unpack
-from edkm_cli.runtime import lut_linear_c
+from edkm_cli.runtime import dispatch, lut_linear_c
 from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.runtime.packed import Packed
 
@@ -191,7 +191,7 @@ class PackedRows(nn.Module):
         self.numbers = [n for m in members for n in (*m[:2], *m.tile)]
         self.indices = nn.Parameter(indices, requires_grad=False)
         self.luts = nn.Parameter(luts, requires_grad=False)
-        key = lut_linear_c.keep(list(_matrices(self.indices, self.luts, members, columns)), columns)
+        key = dispatch.keep(list(_matrices(self.indices, self.luts, members, columns)), columns)
         if key is not None:
             weakref.finalize(self, lut_linear_c.forget, key)
 
