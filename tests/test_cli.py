@@ -52,6 +52,7 @@ def test_compress_then_eval_inspect_and_generate(model_directory, text_file, tmp
                 "decoder_bits_per_weight", "model_bits_per_weight", "seconds", "peak_memory_bytes",
                 "prefill_tokens_per_second", "decode_tokens_per_second"):  # fmt: skip
         assert key in result
+    assert {"python", "torch", "transformers", "edkm-cli"} <= result["versions"].keys() == report["versions"].keys()
 
     status, text, _ = run("inspect", out, "--json", tmp_path / "i.json")
     assert status == 0

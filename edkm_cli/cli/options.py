@@ -139,7 +139,9 @@ def check_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = ()
 
 def stamped(result: dict[str, Any]) -> dict[str, Any]:
     """A result that says what wrote it, by which its file is known as ours."""
-    return {**result, "versions": result.get("versions") or {"edkm-cli": __version__}}
+    from edkm_cli.environment import versions
+
+    return {**result, "versions": result.get("versions") or versions() | {"edkm-cli": __version__}}
 
 
 def tell(command: str, result: dict[str, Any], json_file: Path | None) -> None:
