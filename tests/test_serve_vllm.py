@@ -47,7 +47,8 @@ def process(monkeypatch, tmp_path):
 def config(bits=3, granularity="row:1", lut_dtype="float32", skipped=(), **more):
     from edkm_cli.serve.vllm_config import EdkmVllmConfig
 
-    made = EdkmVllmConfig(QuantizationSpec(bits, granularity, lut_dtype, 8, list(skipped), **more))
+    more = {"embedding_bits": 8, "skipped": list(skipped)} | more
+    made = EdkmVllmConfig(QuantizationSpec(bits, granularity, lut_dtype, **more))
     made.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     return made
 
@@ -174,14 +175,18 @@ def test_a_matrix_that_is_stored_as_one_is_cut_into_its_parts(process):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"embedding_group": 12}, {"embedding_factors": True}], ids=["row", "group", "factors"]
+    "more",
+    [{}, {"embedding_group": 12}, {"embedding_bits": 4, "embedding_factors": True}],
+    ids=["row", "group", "factors"],
 )
 def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     groups = 36 // more.get("embedding_group", 36)
-    stored = {"indices": torch.randint(256, (150, 36), dtype=torch.uint8), "scale": torch.rand(150, groups)}
-    dense = lut_linear_torch.dense(Packed(stored["indices"], stored["scale"], None, 8, None), 36, torch.float32)
+    bits = more.get("embedding_bits", 8)
+    indices = torch.randint(256, (150, 36 * bits // 8), dtype=torch.uint8)
+    stored = {"indices": indices, "scale": torch.rand(150, groups)}
+    dense = lut_linear_torch.dense(Packed(indices, stored["scale"], None, bits, None), 36, torch.float32)
     if "embedding_factors" in more:
         stored["factors"] = torch.tensor([1, 2, 4] * 12, dtype=torch.uint8)
         dense = dense * stored["factors"]
