@@ -180,9 +180,10 @@ INLINE void decode_tiles(
     __m512i bytes = _mm512_maskz_loadu_epi8(first_bytes(((end - column) * call->bits + 7) / 8), p);
     bytes = _mm512_permutexvar_epi8(u->spread[codes == 2], bytes);
     for (int k = 0; k < codes; k++) w[k] = _mm512_setzero_si512();
-    for (int64_t from = column; from < end;) {
-        int64_t stop = smaller(end, (from / tile + 1) * tile);
-        __m512i table = word_table(part, group_at(call, part, row, from), call->bits);
+    int64_t group = group_at(call, part, row, column), left = tile - column % tile;
+    for (int64_t from = column; from < end; group++, left = tile) {
+        int64_t stop = smaller(end, from + left);
+        __m512i table = word_table(part, group, call->bits);
         for (int k = 0; k < codes; k++) {
             __m512i at = codes_of(u, codes, k, bytes);
             __mmask32 lanes = lanes_of(codes, k, from - column, stop - column);
