@@ -238,7 +238,8 @@ static int check_writing(int64_t head_size, int64_t tokens, int64_t dtype) {
 int main(void) {
     const int64_t shapes[][4] = {{24, 200, 1, 200}, {37, 97, 1, 97}, {1, 1, 1, 1},      {18, 129, 2, 129}, {33, 64, 33, 64},
                                  {32, 192, 8, 64},  {21, 192, 3, 64}, {20, 144, 4, 48}, {6, 120, 2, 24},   {17, 45, 1, 9},
-                                 {16, 1344, 1, 1344}, {2, 4096, 1, 256}, {2, 11008, 1, 64}};
+                                 {16, 1344, 1, 1344}, {2, 4096, 1, 256}, {2, 11008, 1, 64},
+                                 {21, 416, 3, 32},  {5, 208, 1, 16}};
     const int64_t head_sizes[] = {32, 64, 96, 128, 256}, lengths[] = {1, 33, 70};
     int failed = check_clustering(), checks = 0;
     for (int64_t dtype = FLOAT32; dtype <= FLOAT16; dtype++)

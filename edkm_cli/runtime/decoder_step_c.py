@@ -85,14 +85,14 @@ class DecoderStep:
         """Add what the layers add to `hidden` (width,) float32, and write this token's keys and values into `caches`.
 
         cosines, sines: (head_size,) of the token's position, in the model's dtype. caches: of each layer, keys and values
-        (kv_heads, room, head_size) with more room than `past` tokens, contiguous but for the first stride.
+        (1, kv_heads, room, head_size) with more room than `past` tokens, contiguous but for the heads' stride.
         Raises MemoryError where memory is short.
         """
         sizes, numbers = self._sizes, self._numbers
         for index, (keys, values) in enumerate(caches):
             first = index * _LAYER
             numbers[first + _KEYS], numbers[first + _VALUES] = keys.data_ptr(), values.data_ptr()
-            numbers[first + _STRIDE] = keys.stride(0)
+            numbers[first + _STRIDE] = keys.stride(1)
         step = struct.pack(
             "7q2d2Q", len(self.layers), *sizes[:5], DTYPES[self.dtype], *sizes[5:], cosines.data_ptr(), sines.data_ptr()
         )

@@ -29,14 +29,15 @@
 /* How blocks are decoded. Codes of at most four bits, by lookups in tables of at most 16 entries: a byte shuffle, so that word
  * j holds the codes of columns 4j to 4j + 3; four shifts, each of which brings one of the four codes of every word to its low
  * bits; four lookups. Vector k of a block holds columns 4j + k; what is above a code's bits chooses a copy of the table. What is
- * left at the end of a row, if at most 64 columns, goes by words of two codes. TILES may end inside a block; WHOLE: rows of
- * one table; HALVES: tiles of a multiple of 64 columns, so that half a block has one.
+ * left at the end of a row, if at most 64 columns, goes by words of two codes. TILES may end inside a block; FINE: those of
+ * 16 or 32 columns, whose tables are looked up together; WHOLE: rows of one table; HALVES: tiles of a multiple of 64 columns, so
+ * that half a block has one.
  *
  * Wider codes, and levels of row-scaled matrices: in their order, 64 columns at a time; a byte shuffle brings each qword its
  * eight codes, a multishift each byte its own. Entries of tables are looked up by permutes of words, two registers of them at
  * once and the rest by blends. Levels are small integers, which bfloat16 holds exactly: BYTES makes them of codes of eight
  * bits, those of fewer are a table. WIDE: a table of one vector; WIDE_2, WIDE_4, WIDE_8: of so many. */
-enum { TILES, WHOLE, HALVES, BYTES, WIDE, WIDE_2, WIDE_4, WIDE_8, KINDS };
+enum { TILES, FINE, WHOLE, HALVES, BYTES, WIDE, WIDE_2, WIDE_4, WIDE_8, KINDS };
 
 /* What decoding codes of a width takes; [1]: in words of two codes. */
 typedef struct {
@@ -46,7 +47,7 @@ typedef struct {
     __mmask32 moved[2]; /* words whose first code is not in their low bits already */
 } Words;
 static Words of_bits[9];
-static __m512i order[6]; /* columns 4j + k of 64; 2j and 2j + 1 */
+static __m512i order[6], numbers; /* columns 4j + k of 64; 2j and 2j + 1; j */
 
 INLINE __mmask64 first_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
@@ -63,6 +64,7 @@ __attribute__((constructor)) static void prepare_words(void) {
         for (int j = 0; j < 32; j++) columns[k][j] = (uint16_t)(k < 4 ? (4 * j + k) % 64 : 2 * j + k - 4);
         order[k] = _mm512_load_si512(columns[k]);
     }
+    numbers = _mm512_srli_epi16(order[4], 1);
     for (int bits = 1; bits <= 8; bits++) {
         Words *words = of_bits + bits;
         for (int two = 0; two < 2; two++) {
@@ -130,6 +132,14 @@ INLINE __m256i sixteen_words(const void *lut, int64_t dtype, int64_t at, __mmask
     return dtype == BFLOAT16 ? words : (__m256i)_mm512_cvtneps_pbh(_mm512_cvtph_ps(words));
 }
 
+/* Entries `at` to `at` + 31 as words, of which those in `inside` are there. */
+INLINE __m512i many_words(const Part *part, int64_t at, __mmask32 inside) {
+    if (part->lut_dtype == BFLOAT16) return _mm512_maskz_loadu_epi16(inside, (const uint16_t *)part->lut + at);
+    __m256i high = sixteen_words(part->lut, part->lut_dtype, at + LANES, (__mmask16)(inside >> LANES));
+    __m512i low = _mm512_castsi256_si512(sixteen_words(part->lut, part->lut_dtype, at, (__mmask16)inside));
+    return _mm512_inserti64x4(low, high, 1);
+}
+
 /* The tables of `groups` groups as words, one after the other. */
 INLINE void word_tables(const Part *part, int64_t group, int64_t groups, int bits, uint16_t *to) {
     int64_t first = group << bits, last = (group + groups) << bits;
@@ -193,6 +203,30 @@ INLINE void decode_tiles(
     }
 }
 
+/* The same with tiles of 16 or 32 columns: the tables of a block, up to eight of 16 entries, lie side by side in up to four
+ * vectors, and the place of a lane's tile stands above its code. */
+INLINE void decode_fine(
+    const Strip *s, const Words *u, int codes, int64_t row, int64_t column, int64_t left, const uint8_t *p, __m512i w[]
+) {
+    int wide = s->part->tile_columns == 32 ? 5 : 4, bits = s->bits, of_lanes = wide - codes / 2; /* logarithms */
+    int64_t whole = 32 * codes, there = smaller(left, whole) >> wide << bits;
+    int64_t group = tile_of(s->part, row) * (s->call->columns >> wide) + (column >> wide), first = group << bits;
+    __mmask64 inside = left < whole ? first_bytes((left * bits + 7) / 8) : u->bytes[codes == 2];
+    __m512i bytes = _mm512_permutexvar_epi8(u->spread[codes == 2], bytes_at(s, p, inside));
+    __m512i tiles = _mm512_srlv_epi16(numbers, _mm512_set1_epi16(of_lanes)), code = _mm512_set1_epi16((1 << bits) - 1);
+    tiles = _mm512_sllv_epi16(tiles, _mm512_set1_epi16(bits));
+    __m512i table[4];
+    int vectors = (int)((whole >> wide << bits) + 31) / 32;
+    for (int v = 0; v < vectors; v++) table[v] = many_words(s->part, first + 32 * v, first_words(there - 32 * v));
+    for (int k = 0; k < codes; k++) {
+        __m512i at = _mm512_ternarylogic_epi64(codes_of(u, codes, k, bytes), code, tiles, 0xea); /* a & b | c */
+        if (vectors == 1) w[k] = _mm512_permutexvar_epi16(at, table[0]);
+        else w[k] = _mm512_permutex2var_epi16(table[0], at, table[1]);
+        if (vectors == 4) w[k] = _mm512_mask_mov_epi16(w[k], 0xffff0000u, _mm512_permutex2var_epi16(table[2], at, table[3]));
+        if (left < whole) w[k] = _mm512_maskz_mov_epi16(lanes_of(codes, k, 0, left), w[k]);
+    }
+}
+
 /* The tables of a row of tiles, whose widths are multiples of half a block, at most SHORT_BLOCKS blocks of a strip: for each
  * block the tables of both halves, or that of the one half that is left. */
 INLINE void tables_of_row(const Strip *s, int64_t row, __m512i tables[]) {
@@ -214,11 +248,7 @@ INLINE void tables_of_row(const Strip *s, int64_t row, __m512i tables[]) {
 /* The entries of a group as words, 32 in a vector. */
 INLINE void wide_table(const Part *part, int64_t group, int bits, __m512i table[8]) {
     int64_t at = group << bits;
-    for (int v = 0; v < 1 << (bits - 5); v++, at += 32) {
-        __m256i high = sixteen_words(part->lut, part->lut_dtype, at + LANES, 0xffff);
-        __m512i low = _mm512_castsi256_si512(sixteen_words(part->lut, part->lut_dtype, at, 0xffff));
-        table[v] = _mm512_inserti64x4(low, high, 1);
-    }
+    for (int v = 0; v < 1 << (bits - 5); v++, at += 32) table[v] = many_words(part, at, ~0u);
 }
 
 /* Entries of 32 codes from a table of 1, 2, 4 or 8 vectors; what is above a code's bits is not looked at. */
@@ -292,6 +322,7 @@ INLINE void decode_block(
     const __m512i *table, __m512i w[]
 ) {
     if (kind == TILES) decode_tiles(s, u, codes, row, column, p, w);
+    else if (kind == FINE) decode_fine(s, u, codes, row, column, left, p, w);
     else if (kind <= HALVES) decode_run(kind == HALVES && left >= RUN, s, u, codes, p, left, *table, w);
     else
         for (int v = 0; v < codes; v += 2)
@@ -408,18 +439,18 @@ typedef void Few(const Strip *, vf sums[][UNIT]);
 #define ALL_OF(half, kind) FEW_OF(half, kind, 1, 1) FEW_OF(half, kind, 1, 2) FEW_OF(half, kind, 1, 4) FEW_OF(half, kind, 1, 8)
 #define NAME_OF(half, kind, tokens) few_##half##_##kind##_1_##tokens
 #define NAMES_OF(half, kind) NAME_OF(half, kind, 1), NAME_OF(half, kind, 2), NAME_OF(half, kind, 4), NAME_OF(half, kind, 8)
-ALL_OF(0, TILES) ALL_OF(0, WHOLE) ALL_OF(0, HALVES) ALL_OF(0, BYTES)
+ALL_OF(0, TILES) ALL_OF(0, FINE) ALL_OF(0, WHOLE) ALL_OF(0, HALVES) ALL_OF(0, BYTES)
 ALL_OF(0, WIDE) ALL_OF(0, WIDE_2) ALL_OF(0, WIDE_4) ALL_OF(0, WIDE_8)
 FEW_OF(0, WHOLE, 2, 1) FEW_OF(0, HALVES, 2, 1)
 #if HAS_HALVES
-ALL_OF(1, TILES) ALL_OF(1, WHOLE) ALL_OF(1, HALVES)
-FEW_OF(1, TILES, 1, 16) FEW_OF(1, WHOLE, 1, 16) FEW_OF(1, HALVES, 1, 16) FEW_OF(1, WHOLE, 2, 1) FEW_OF(1, HALVES, 2, 1)
+ALL_OF(1, TILES) ALL_OF(1, FINE) ALL_OF(1, WHOLE) ALL_OF(1, HALVES)
+FEW_OF(1, TILES, 1, 16) FEW_OF(1, FINE, 1, 16) FEW_OF(1, WHOLE, 1, 16) FEW_OF(1, HALVES, 1, 16) FEW_OF(1, WHOLE, 2, 1) FEW_OF(1, HALVES, 2, 1)
 #endif
 /* By the binary logarithm of tokens; the last: two rows, one token. */
 enum { TWO_ROWS = 5 };
 static Few *const FEW[][KINDS][TWO_ROWS + 1] = {
     {
-        {NAMES_OF(0, TILES)},
+        {NAMES_OF(0, TILES)}, {NAMES_OF(0, FINE)},
         {NAMES_OF(0, WHOLE), NULL, few_0_WHOLE_2_1},
         {NAMES_OF(0, HALVES), NULL, few_0_HALVES_2_1},
         {NAMES_OF(0, BYTES)}, {NAMES_OF(0, WIDE)}, {NAMES_OF(0, WIDE_2)}, {NAMES_OF(0, WIDE_4)}, {NAMES_OF(0, WIDE_8)},
@@ -427,6 +458,7 @@ static Few *const FEW[][KINDS][TWO_ROWS + 1] = {
 #if HAS_HALVES
     {
         {NAMES_OF(1, TILES), few_1_TILES_1_16},
+        {NAMES_OF(1, FINE), few_1_FINE_1_16},
         {NAMES_OF(1, WHOLE), few_1_WHOLE_1_16, few_1_WHOLE_2_1},
         {NAMES_OF(1, HALVES), few_1_HALVES_1_16, few_1_HALVES_2_1},
     },
@@ -438,13 +470,15 @@ INLINE int size_of(int64_t tokens) { return tokens > 1 ? 32 - __builtin_clz((uns
 
 INLINE int kind_of(const Call *call, const Part *part) {
     if (call->meaning != SMALL) return call->meaning == BYTE ? BYTES : call->bits <= 5 ? WIDE : WIDE + call->bits - 5;
-    return part->tile_columns == call->columns ? WHOLE : part->tile_columns % (RUN / 2) ? TILES : HALVES;
+    if (part->tile_columns == call->columns) return WHOLE;
+    if (part->tile_columns == 16 || part->tile_columns == 32) return FINE;
+    return part->tile_columns % (RUN / 2) ? TILES : HALVES;
 }
 
 /* Fetch the tables of the rows after [row, row + count): a row has its own and would wait for it. */
 INLINE void prefetch_tables(const Call *call, const Part *part, int64_t row, int64_t count) {
     int64_t size = part->lut_dtype == FLOAT32 ? 4 : part->lut_dtype == FLOAT8_E4M3 ? 1 : 2, first = row + count;
-    if (call->meaning >= LEVEL || first >= part->rows) return;
+    if (call->meaning >= LEVEL || first >= part->rows || kind_of(call, part) == FINE) return; /* FINE: one after the other */
     int64_t last = smaller(first + UNIT, part->rows) - 1, end = group_at(call, part, last, call->columns - 1) + 1;
     for (int64_t at = (group_at(call, part, first, 0) << call->bits) * size; at < (end << call->bits) * size; at += 64)
         __builtin_prefetch((const char *)part->lut + at);
@@ -593,10 +627,11 @@ INLINE int64_t decode_strip(int kind, const Strip *of, Decoded *w) {
 typedef int64_t DecodeStrip(const Strip *, Decoded *);
 #define DECODE_OF(kind) \
     static __attribute__((noinline)) int64_t decode_##kind(const Strip *s, Decoded *w) { return decode_strip(kind, s, w); }
-DECODE_OF(TILES) DECODE_OF(WHOLE) DECODE_OF(HALVES) DECODE_OF(BYTES) DECODE_OF(WIDE) DECODE_OF(WIDE_2) DECODE_OF(WIDE_4)
+DECODE_OF(TILES) DECODE_OF(FINE) DECODE_OF(WHOLE) DECODE_OF(HALVES) DECODE_OF(BYTES) DECODE_OF(WIDE) DECODE_OF(WIDE_2) DECODE_OF(WIDE_4)
 DECODE_OF(WIDE_8)
 static DecodeStrip *const DECODE[KINDS] = {
-    decode_TILES, decode_WHOLE, decode_HALVES, decode_BYTES, decode_WIDE, decode_WIDE_2, decode_WIDE_4, decode_WIDE_8
+    decode_TILES, decode_FINE, decode_WHOLE, decode_HALVES, decode_BYTES,
+    decode_WIDE, decode_WIDE_2, decode_WIDE_4, decode_WIDE_8,
 };
 
 static int64_t decode_pairs(const Strip *s, Decoded *w) {
