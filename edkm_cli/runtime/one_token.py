@@ -150,13 +150,12 @@ class _Shortcut:
         self._members.append((holder, name, module))
         self._states.append(module.__dict__)
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        if isinstance(module, PalettizedLinear):
-            self._members += [(module._buffers, *item) for item in module._buffers.items()]
-            self._members.append((module._parameters, "bias", module.bias))
-            if module.packed().table is not module._buffers.get("lut"):
-                parts = [part for name, part in module._buffers.items() if name != "indices" and part is not None]
-                self._versions += [(part, part._version) for part in parts]
-                self._addresses += [(part, part.data_ptr()) for part in parts]
+        for tensors in (module._buffers, module._parameters):
+            self._members += [(tensors, *item) for item in tensors.items()]
+        if isinstance(module, PalettizedLinear) and module.packed().table is not module._buffers.get("lut"):
+            parts = [part for name, part in module._buffers.items() if name != "indices" and part is not None]
+            self._versions += [(part, part._version) for part in parts]
+            self._addresses += [(part, part.data_ptr()) for part in parts]
 
 
 def _past(cache: Any, layers: int) -> int | None:
