@@ -16,7 +16,7 @@ from edkm_cli.evaluate.size import footprint, table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
 from edkm_cli.export.checkpoint import DenseFormat, rehearse_export, write_checkpoint
 from edkm_cli.export.run import Session, model_digest
-from edkm_cli.format import write_json
+from edkm_cli.files import write_json
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.build import Recipe, initialize, restore
 from edkm_cli.initialize.compensate import few_tokens, rerouted
@@ -31,8 +31,7 @@ from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
 from edkm_cli.summaries import card
-from edkm_cli.train.dense import train_dense
-from edkm_cli.train.loop import require_launch, train
+from edkm_cli.train.loop import require_launch, train, train_dense
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.packed import require_attention_within_documents
 from edkm_cli.train.state import CHECKPOINTS, require_none

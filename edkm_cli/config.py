@@ -66,6 +66,10 @@ def contradictions(config: Any) -> list[str]:
         found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
     if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
+    if str(config.embedding_bits).endswith("+") and (config.embedding_group or config.palette != FREE):
+        found.append(
+            f"embedding_bits {config.embedding_bits} is for palette free without embedding_group; give a number"
+        )
     if not config.data:
         found.append("data must name at least one data set or file")
     twice = [name for name in dict.fromkeys(config.eval_data) if config.eval_data.count(name) > 1]
@@ -224,9 +228,9 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Format that edkm export shall write without loss: sets bits, granularity and number format of the tables.",
         COMPRESSION, choices=tuple(TARGETS))
     embedding_bits: int | str = setting("auto",
-        "Bits per weight of embeddings and output head; 16 leaves them uncompressed; auto: 8, and with bits by "
-        "sensitivity 4 to 6, so that the linears get the room that this saves.", COMPRESSION,
-        choices=("auto", *range(2, 9), 16))
+        "Bits per weight of embeddings and output head; 16 leaves them uncompressed; 4+ is 4 for rare tokens, up to 6 for "
+        "frequent ones; auto: 8, and with bits by sensitivity 3+ to 5+, so that the linears get the room.", COMPRESSION,
+        choices=("auto", *range(2, 9), 16, "2+", "3+", "4+", "5+"))
     embedding_group: int = setting(0, "Neighbouring columns of an embedding that share a scale; 0: all of a row.",
         COMPRESSION, minimum=0)
     skip: tuple[str, ...] = setting((), "Module to leave uncompressed: a path or a pattern such as *.q_proj.",

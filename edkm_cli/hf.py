@@ -25,7 +25,7 @@ from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.runtime.one_token import shorten
-from edkm_cli.runtime.palettized import PALETTIZED
+from edkm_cli.runtime.palettized import PackedModule
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -66,10 +66,10 @@ class EdkmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
-            for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PALETTIZED) else ():
+            for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PackedModule) else ():
                 if buffer.is_meta:
                     raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
-                if leaf != "indices" and not bool(buffer.float().isfinite().all()):
+                if buffer.is_floating_point() and not bool(buffer.float().isfinite().all()):
                     raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
                 if leaf == "factors" and not set(buffer.tolist()) <= set(FACTORS):
                     raise UserError(f"{name}.{leaf} must be 1, 2 or 4 for each column; {AGAIN}")

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from edkm_cli.errors import UserError, brief
-from edkm_cli.format import TORCH_DTYPES, QuantizationSpec, read_json, read_spec, verify_checksums
+from edkm_cli.files import TORCH_DTYPES, read_json, verify_checksums
+from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.model_files import TensorFiles, build, check_numbers, needs_trust, no_larger_than
 from edkm_cli.nn.swap import palettize_skeleton
-from edkm_cli.runtime.palettized import PALETTIZED
+from edkm_cli.runtime.palettized import PackedModule
 
 AGAIN = "copy or export the checkpoint again"
 _MAX_BUFFER_BYTES = 2**30
@@ -117,7 +118,7 @@ def expected_tensors(
 
 def describe_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Tensor name -> what it must be in a checkpoint of the palettized `model`."""
-    packed = {path for path, module in model.named_modules() if isinstance(module, PALETTIZED)}
+    packed = {path for path, module in model.named_modules() if isinstance(module, PackedModule)}
     described = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edkm_cli.distributed import ALONE, World, full
 from edkm_cli.errors import UserError, brief
-from edkm_cli.format import QUANT_METHOD, TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
+from edkm_cli.files import TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
+from edkm_cli.format import QUANT_METHOD
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ import yaml
 from edkm_cli import model_files
 from edkm_cli.distributed import local
 from edkm_cli.errors import UserError, brief
-from edkm_cli.format import read_json
+from edkm_cli.files import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.settings import cache_directory, configs_directory
 

@@ -6,12 +6,16 @@ without its neighbours. For 3 bits eight indices fill exactly three bytes.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MIN_BITS = 1
 MAX_BITS = 8
+_MOST_ENDS = 7  # of rows of an embedding that have bits of their own
 
 
 def packed_width(columns: int, bits: int) -> int:
@@ -23,6 +27,36 @@ def packed_width(columns: int, bits: int) -> int:
     4
     """
     return (columns * bits + 7) // 8
+
+
+class Part(NamedTuple):
+    """Neighbouring rows of an embedding, `first` to `end`, whose indices have `bits` each: the tensor `leaf`."""
+
+    leaf: str
+    first: int
+    end: int
+    bits: int
+
+
+def parts_of(rows: int, ends: Sequence[Sequence[int]], bits: int) -> list[Part]:
+    """The parts that `rows` rows consist of: up to each of the ends, (row, bits), and behind them with `bits`.
+
+    >>> [tuple(part) for part in parts_of(10, [[4, 6]], 5)]
+    [('indices', 0, 4, 6), ('indices_1', 4, 10, 5)]
+    """
+    steps = [(0, 0), *((min(end, rows), own) for end, own in ends), (rows, bits)]
+    names = (f"indices_{number}" if number else "indices" for number in range(len(steps)))
+    return [Part(name, low, high, own) for name, ((low, _), (high, own)) in zip(names, pairwise(steps), strict=False)]
+
+
+def parts_faults(ends: Any, most: int) -> list[str]:
+    """What is wrong with a file's ends of parts, of which there may be few, with at most so many bits each."""
+    pairs = [pair for pair in ends if isinstance(pair, list) and [*map(type, pair)] == [int, int]]
+    rows = [0, *(end for end, _ in pairs)]
+    right = len(pairs) == len(ends) <= _MOST_ENDS and all(low < high for low, high in pairwise(rows))
+    if right and all(2 <= bits <= most for _, bits in pairs):
+        return []
+    return [f"embedding_rows must list at most {_MOST_ENDS} ascending [row, 2 to {most} bits], got {ends!r:.100}"]
 
 
 def _pattern(bits: int) -> tuple[int, int]:

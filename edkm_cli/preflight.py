@@ -16,7 +16,7 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, TrainingSettings, too_long, trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec, read_spec
+from edkm_cli.format import DENSE_BITS, QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
 from edkm_cli.nn import allocation
 from edkm_cli.nn.clustered import Clustering
@@ -230,7 +230,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     if like is not None:
         swaps = like.swaps
     else:
-        bits = 0 if config.embedding_bits == "auto" else int(config.embedding_bits)
+        bits = DENSE_BITS if config.embedding_bits == DENSE_BITS else 0
         planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if world.sharded:
@@ -246,12 +246,12 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
         size = parse_bytes(config.target_size)
 
-        def average_beside(embedding_bits: int) -> float:
+        def average_beside(embedding_bits: int | str) -> float:
             sized = replace(config, embedding_bits=embedding_bits)
             return allocation.bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
 
         config = replace(config, embedding_bits=allocation.choose_embedding_bits(config, swaps, average_beside))
-        config = replace(config, bits=average_beside(int(config.embedding_bits)))
+        config = replace(config, bits=average_beside(config.embedding_bits))
     else:
         config = replace(config, embedding_bits=few)
     spec, average = allocation.planned_spec(config, swaps, asked=asked)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
-from edkm_cli.format import written_whole
+from edkm_cli.files import written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention

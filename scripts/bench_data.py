@@ -31,7 +31,7 @@ from edkm_cli.config import TextSettings
 from edkm_cli.data import open_training_data, parse_sources
 from edkm_cli.data.splits import builtin_texts
 from edkm_cli.environment import hardware, versions
-from edkm_cli.format import write_json
+from edkm_cli.files import write_json
 
 _RECORD_CHARACTERS = 2000
 _LIMIT_BYTES = 10**9

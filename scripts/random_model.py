@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from edkm_cli.format import safetensors_writer
+from edkm_cli.files import safetensors_writer
 from edkm_cli.models import aliases
 
 

@@ -179,7 +179,7 @@ class Mutator:
         import torch
         from safetensors.torch import load_file, save_file
 
-        from edkm_cli.format import write_checksums
+        from edkm_cli.files import write_checksums
 
         tensors = load_file(directory / _WEIGHTS)
         name = self.random.choice(sorted(tensors))

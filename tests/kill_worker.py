@@ -15,7 +15,7 @@ import transformers.quantizers.auto  # noqa: F401
 
 from edkm_cli.compress import compress
 from edkm_cli.export.directory import OutputDirectory
-from edkm_cli.format import write_json
+from edkm_cli.files import write_json
 from edkm_cli.train.state import Checkpoints
 
 # The last one is how a commit gets at the system's way to swap two directories.

@@ -7,7 +7,7 @@ import pytest
 
 from edkm_cli.cli.options import check_target, finish
 from edkm_cli.errors import UserError
-from edkm_cli.format import json_text
+from edkm_cli.files import json_text
 
 
 def test_a_pipe_is_written_to_not_replaced(tmp_path):

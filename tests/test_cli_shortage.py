@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edkm_cli.cli import runs as command
-from edkm_cli.cli.shortage import shortage
+from edkm_cli.errors import shortage
 from helpers import run
 
 

@@ -12,7 +12,7 @@ import kill_worker
 from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
-from edkm_cli.format import sha256_of
+from edkm_cli.files import sha256_of
 from edkm_cli.train.state import CHECKPOINTS, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed

@@ -20,11 +20,13 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     assert config.granularity == CompressConfig().granularity
 
 
-@pytest.mark.parametrize("given", ["5", 5, "auto"])
+@pytest.mark.parametrize("given", ["5", 5, "auto", "4+"])
 def test_a_number_or_a_word_may_be_given_as_a_flag_gives_it(given):
     assert str(build_config(None, {"model": "m", "embedding_bits": given}).embedding_bits) == str(given)
     with pytest.raises(UserError, match="embedding_bits must be one of"):
         build_config(None, {"model": "m", "embedding_bits": "9"})
+    with pytest.raises(UserError, match=r"embedding_bits 4\+ is for palette free without embedding_group"):
+        build_config(None, {"model": "m", "embedding_bits": "4+", "embedding_group": 64})
 
 
 def test_all_faults_come_at_once_with_a_suggestion(tmp_path):

@@ -17,7 +17,8 @@ from edkm_cli.integrity import check_checkpoint
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import packed_width
 from edkm_cli.report.inspection import describe, verify
-from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear
+from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
+from edkm_cli.runtime.palettized import PalettizedLinear
 from helpers import cluster, export, tiny_llama, tiny_qwen
 
 
@@ -86,6 +87,23 @@ def test_matrices_of_different_bits_and_scales_for_groups_round_trip(lut_dtype, 
     assert layers["model.layers.0.self_attn.q_proj"]["bits"] == 3
     assert verify(Compressed(tmp_path / "one"))["tensors"] > 20
     assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["format_version"] == 3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_whose_rows_differ_in_bits_round_trip(tied, ids, tmp_path):
+    mixed = {"embedding_rows": [[64, 6], [128, 5], [250, 4]], "embedding_factors": True}
+    model, spec = cluster(tiny_llama(tied=tied), embedding_bits=6, mixed=mixed)
+    loaded = assert_round_trip(model, spec, ids, tmp_path)
+    shapes = [tuple(part.indices.shape) for part in loaded.model.embed_tokens.parts()]
+    assert shapes == [(64, 18), (64, 15), (122, 12), (7, 18)]
+    source = Compressed(tmp_path / "one")
+    assert torch.equal(source.dense("model.embed_tokens.weight"), loaded.model.embed_tokens.dequantize())
+    assert {layer["bits"] for layer in describe(source)["layers"] if not layer["luts"]} == {"4 to 6"}
+    assert verify(source)["tensors"] > 20
+    said = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
+    assert (said["format_version"], said["embedding_rows"]) == (7, mixed["embedding_rows"])
+    with pytest.raises(UserError, match="embedding_rows must end before row 250"):
+        PalettizedEmbedding(torch.nn.Embedding(250, 24), spec)
 
 
 def test_biases_round_trip(ids, tmp_path):

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QuantizationSpec, read_spec, safetensors_writer, verify_checksums, write_checksums
+from edkm_cli.files import safetensors_writer, verify_checksums, write_checksums
+from edkm_cli.format import QuantizationSpec, read_spec
 
 GOOD = {
     "quant_method": "edkm",
@@ -44,6 +45,20 @@ def test_a_spec_survives_its_mapping():
             "embedding_bits of at most 6, got None",
         ),
         ({"format_version": 3, "embedding_group": 0}, "embedding_group must be"),
+        ({"embedding_rows": [[8, 4]]}, "format_version must be 7"),
+        ({"format_version": 7, "embedding_rows": [[8, 4], [8, 5]]}, "embedding_rows must list at most 7 ascending"),
+        ({"format_version": 7, "embedding_rows": [[0, 4]]}, "embedding_rows must list"),
+        ({"format_version": 7, "embedding_rows": [[8, 9]]}, "2 to 8 bits"),
+        (
+            {"format_version": 7, "embedding_rows": [[8, 7]], "embedding_factors": True, "embedding_bits": 4},
+            "2 to 6 bits",
+        ),
+        ({"format_version": 7, "embedding_rows": [[8, True]]}, "embedding_rows must list"),
+        ({"format_version": 7, "embedding_rows": [[n, 4] for n in range(1, 9)]}, "embedding_rows must list at most 7"),
+        ({"format_version": 7, "embedding_rows": 5}, "embedding_rows must list"),
+        ({"format_version": 7, "embedding_rows": {"8": 4}}, "embedding_rows must list"),
+        ({"format_version": 7, "embedding_rows": [[8, 4]], "embedding_bits": None}, "embedding_rows must list"),
+        ({"format_version": 7, "embedding_rows": [[8, 4]], "embedding_group": 8}, "without embedding_group"),
         ({"format_version": 3, "embedding_group": True}, "embedding_group must be"),
         ({"format_version": 3, "module_bits": {"a": 9}}, "module_bits must map"),
         ({"format_version": 3, "module_bits": ["a"]}, "module_bits must map"),

@@ -26,7 +26,7 @@ SECONDS = 20
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     from edkm_cli.export.checkpoint import write_checkpoint
-    from edkm_cli.format import write_json
+    from edkm_cli.files import write_json
 
     directory = tmp_path_factory.mktemp("fuzzing") / "whole"
     directory.mkdir()

@@ -15,7 +15,7 @@ from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.embeddings import column_factors, compensating_rounding, output_embedding
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import Swap, plan_swaps
-from edkm_cli.runtime.palettized import NEAREST, PalettizedEmbedding, PalettizedHead, Rounding, to_nearest
+from edkm_cli.runtime.embeddings import NEAREST, PalettizedEmbedding, PalettizedHead, Rounding, to_nearest
 from helpers import settings, tiny_llama
 
 HEAD = Swap("lm_head", "head", (30, 16))

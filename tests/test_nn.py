@@ -10,7 +10,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
-from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead
+from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
 from helpers import cluster, clustered_linear_of, importance_of, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]
@@ -132,6 +132,36 @@ def test_tied_embeddings_are_rounded_once_and_stay_tied(make):
     assert torch.equal(embedding(ids), embedding.dequantize()[ids])
     moved = copy.deepcopy(model)
     assert moved.get_output_embeddings().tied_to is moved.get_input_embeddings()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_an_embedding_have_bits_of_their_own(tied, dtype):
+    ends = [[64, 6], [192, 3], [250, 5]]
+    model = tiny_llama(tied=tied)
+    spec = QuantizationSpec(3, "row:1", "float16", 4, embedding_factors=True, embedding_rows=ends)
+    parts = [range(64), range(64, 192), range(192, 250), range(250, 257)]
+    for module in (PalettizedEmbedding(model.model.embed_tokens, spec), PalettizedHead(model.lm_head, spec)):
+        dense = torch.randn(257, 24)
+        module.to(dtype).fill(dense)
+        for rows, bits in zip(parts, (6, 3, 5, 4), strict=True):
+            alone = PalettizedEmbedding(
+                torch.nn.Embedding(len(rows), 24), QuantizationSpec(3, "row:1", "float16", bits)
+            )
+            alone.fill(dense[rows.start : rows.stop])
+            assert torch.equal(module.dequantize()[rows.start : rows.stop], alone.dequantize())
+        whole, some = module.dequantize(dtype), torch.tensor([[0, 63, 64], [191, 250, 256]])
+        if isinstance(module, PalettizedHead):
+            for x in (torch.randn(2, 24).to(dtype), torch.randn(2, 24, requires_grad=True).to(dtype)):
+                exact = x.float() @ module.dequantize().t()
+                torch.testing.assert_close(module(x).float(), exact, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
+            continue
+        for chosen in (some, some[0], some[1, 1:2], torch.arange(257), torch.zeros(0, dtype=torch.long)):
+            assert torch.equal(module(chosen), whole[chosen])
+        assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(some), whole[some])
+        for wrong in (-1, 257):
+            with pytest.raises(IndexError):
+                module(torch.tensor([wrong, 5]))
 
 
 def test_activation_importance_is_the_mean_squared_input(ids):

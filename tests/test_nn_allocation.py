@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,9 @@ from edkm_cli.nn.allocation import (
     choose,
     choose_embedding_bits,
     embedding_bits_saved,
+    embedding_widths,
     expected_rise,
+    planned_spec,
     rises_of,
     size_bits,
     spread_evenly,
@@ -92,6 +95,24 @@ def test_embeddings_get_fewer_bits_the_more_of_them_there_are(bits, share, few):
     assert choose_embedding_bits(config, swaps) == few
     assert choose_embedding_bits(replace(config, allocation="uniform"), swaps) == 8
     assert choose_embedding_bits(replace(config, embedding_bits=7), swaps) == 7
+
+
+@pytest.mark.parametrize(("bits", "few"), [(2, "3+"), (3, "4+"), (4, "5+")])
+def test_frequent_tokens_of_a_large_vocabulary_get_more_bits(bits, few):
+    swaps = [Swap("e", "embedding", (49152, 576)), Swap("l", "linear", (106_000, 1000))]
+    config = CompressConfig(bits=bits, allocation="sensitivity")
+    assert choose_embedding_bits(config, swaps) == few
+    ends, last = embedding_widths(few, 49152)
+    resolved = replace(config, embedding_bits=few, lut_dtype="float16")
+    spec, average = planned_spec(resolved, swaps, asked=config)
+    assert (spec.embedding_rows, spec.embedding_bits, spec.embedding_factors) == (ends, last, True)
+    stored = sum(
+        8 * math.prod(shape) for name, (_, shape) in spec.embedding_tensors(49152, 576).items() if "ind" in name
+    )
+    assert embedding_bits_saved(swaps, 8, few) == 8 * 49152 * 576 - stored
+    assert bits < average < bits + 2
+    assert embedding_widths(few, 4096) == ([], int(few[0]))
+    assert choose_embedding_bits(config, [replace(swaps[0], shape=(4096, 576)), swaps[1]]) in (5, 6)
 
 
 def test_embeddings_get_what_leaves_room_for_the_linears():

@@ -14,9 +14,9 @@ from edkm_cli.generate import Manner, generate_text, load_writer
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
 from edkm_cli.models import resolve
-from edkm_cli.packing import pack
+from edkm_cli.packing import pack, parts_of
 from edkm_cli.runtime import lut_linear_torch
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.packed import Packed, row_parts
 from families import family
 from helpers import byte_tokenizer, cluster, export, tiny_llama
 
@@ -176,17 +176,22 @@ def test_a_matrix_that_is_stored_as_one_is_cut_into_its_parts(process):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"embedding_group": 12}, {"embedding_bits": 4, "embedding_factors": True}],
-    ids=["row", "group", "factors"],
+    [
+        {},
+        {"embedding_group": 12},
+        {"embedding_bits": 4, "embedding_factors": True},
+        {"embedding_rows": [[64, 6], [120, 4]]},
+    ],
+    ids=["row", "group", "factors", "rows"],
 )
 def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     groups = 36 // more.get("embedding_group", 36)
-    bits = more.get("embedding_bits", 8)
-    indices = torch.randint(256, (150, 36 * bits // 8), dtype=torch.uint8)
-    stored = {"indices": indices, "scale": torch.rand(150, groups)}
-    dense = lut_linear_torch.dense(Packed(indices, stored["scale"], None, bits, None), 36, torch.float32)
+    parts = parts_of(150, more.get("embedding_rows", []), more.get("embedding_bits", 8))
+    stored = {p.leaf: torch.randint(256, (p.end - p.first, 36 * p.bits // 8), dtype=torch.uint8) for p in parts}
+    packed = row_parts([*stored.values()], scale := torch.rand(150, groups), parts)
+    dense, stored["scale"] = torch.cat([lut_linear_torch.dense(p, 36, torch.float32) for p in packed]), scale
     if "embedding_factors" in more:
         stored["factors"] = torch.tensor([1, 2, 4] * 12, dtype=torch.uint8)
         dense = dense * stored["factors"]

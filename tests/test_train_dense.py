@@ -16,7 +16,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.document import build_report
 from edkm_cli.summaries import summary
-from edkm_cli.train.dense import dense_directory, train_dense
+from edkm_cli.train.loop import dense_directory, train_dense
 from edkm_cli.train.losses import Beside, next_token_loss
 from edkm_cli.train.optimizer import parameter_groups
 from helpers import assert_same_run, cluster, settings, tiny_llama

@@ -9,7 +9,7 @@ import typer
 from edkm_cli import __version__
 from edkm_cli.cli import checkpoint, runs
 from edkm_cli.cli.options import first_process, rank
-from edkm_cli.errors import PeerLost, Preempted, UserError
+from edkm_cli.errors import PeerLost, Preempted, UserError, shortage
 
 app = typer.Typer(
     name="edkm",
@@ -80,10 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        from edkm_cli.cli.shortage import shortage
-
-        line = shortage(error)
-        if line is None:
+        if (line := shortage(error)) is None:
             raise
         print(f"edkm: error{_speaker()}: {' '.join(str(line).split())}", file=sys.stderr)
         sys.exit(2)

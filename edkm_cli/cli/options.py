@@ -172,7 +172,7 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
         print(text, flush=True)
     if json_file is None or not first_process():
         return
-    from edkm_cli.format import json_text
+    from edkm_cli.files import json_text
 
     try:
         if _is_stream(json_file):

@@ -30,7 +30,7 @@ from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
 from edkm_cli.errors import UserError
-from edkm_cli.format import sync
+from edkm_cli.files import sync
 from edkm_cli.settings import token_cache_directory
 
 Say = Callable[[str], None]

@@ -23,7 +23,7 @@ import numpy as np
 
 from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.errors import UserError
-from edkm_cli.format import sync, write_json
+from edkm_cli.files import sync, write_json
 
 FORMAT = 2
 TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin", "marks.bin", "manifest.json"

@@ -39,7 +39,7 @@ from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.packing import pack
 from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import RunPlan, calibration_text, needed_tokens, start_batches
-from edkm_cli.runtime.palettized import Rounding, to_nearest
+from edkm_cli.runtime.embeddings import Rounding, to_nearest
 from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import Objective

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.packing import unpack
-from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def _identity(tensor: Tensor) -> int:
 
 def _dense_numel(module: Any, name: str, tensor: Tensor) -> int:
     """How many numbers of the dense model a tensor stands for: all weights for indices, none for LUTs and scales."""
-    if not isinstance(module, PALETTIZED) or name == "bias":
+    if not isinstance(module, PackedModule) or name == "bias":
         return tensor.numel()
     columns: Any = module.columns
-    return tensor.shape[0] * columns if name == "indices" else 0
+    return tensor.shape[0] * columns if name.startswith("indices") else 0
 
 
 _UNUSED_WARNING = 0.25  # of a layer's entries

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World, full, gathered, local
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
-from edkm_cli.format import QuantizationSpec, write_checksums, write_json
+from edkm_cli.files import write_checksums, write_json
+from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.initialize.build import Recipe, Tables, no_tables
 from edkm_cli.integrity import describe_tensors, expected_tensors, skeleton, skeleton_tensors
@@ -33,7 +34,7 @@ from edkm_cli.nn.swap import palettize_embeddings, palettize_skeleton
 from edkm_cli.packing import pack, packed_width
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.runtime.palettized import PALETTIZED
+from edkm_cli.runtime.palettized import PackedModule
 
 _PACKED = ("indices", "lut", "lut_scale", "scales", "offsets")
 RECORD = "tensors.json"
@@ -136,7 +137,9 @@ def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tens
     if packed:
         return like
     tensor = getattr(module, leaf)
-    return like.to(tensor.dtype if isinstance(module, PALETTIZED) and leaf != "bias" else dense.dtype_of(name, tensor))
+    return like.to(
+        tensor.dtype if isinstance(module, PackedModule) and leaf != "bias" else dense.dtype_of(name, tensor)
+    )
 
 
 def _remote_class(model: nn.Module) -> type | None:

@@ -23,7 +23,7 @@ from edkm_cli.export.formats.folder import read_model, require_fit
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import input_paths
 from edkm_cli.export.source import Compressed
-from edkm_cli.format import write_json
+from edkm_cli.files import write_json
 from edkm_cli.hf import load
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import apart

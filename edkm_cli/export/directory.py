@@ -18,7 +18,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
-from edkm_cli.format import json_text, sync, write_json
+from edkm_cli.files import json_text, sync, write_json
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

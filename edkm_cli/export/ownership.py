@@ -167,7 +167,7 @@ def require_replaceable(option: str, path: Path) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file of ours in one step; where its directory is a finished result, it then belongs to that."""
-    from edkm_cli.format import write_json, written_whole
+    from edkm_cli.files import write_json, written_whole
 
     with written_whole(path, f".{os.getpid()}") as partial:
         partial.write_text(text, encoding="utf-8")
@@ -180,7 +180,7 @@ def replace_file(path: Path, text: str) -> None:
 def rehearse(folder: Path, name: str) -> None:
     """Write, sync and rename a file below `folder`, as the end of a run will. Raises OSError where that fails, and
     FileExistsError where something foreign stands where it is tried."""
-    from edkm_cli.format import written_whole
+    from edkm_cli.files import written_whole
 
     trial = folder / f".{name}.rehearsal"  # always the same: a killed run leaves one at most
     if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):

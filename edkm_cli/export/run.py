@@ -21,7 +21,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.texts import STAGES, Measurements
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.ownership import run_paths
-from edkm_cli.format import digest
+from edkm_cli.files import digest
 from edkm_cli.hf import load
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.model_files import files_digest

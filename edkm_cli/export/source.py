@@ -20,7 +20,7 @@ from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles, build
 from edkm_cli.packing import unpack
-from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Compressed:
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.model = skeleton(self.config, self.spec, trust_remote_code=trust_remote_code)
         self._modules: dict[str, Any] = {
-            path: module for path, module in self.model.named_modules() if isinstance(module, PALETTIZED)
+            path: module for path, module in self.model.named_modules() if isinstance(module, PackedModule)
         }
         self.tensors: dict[str, DenseTensor] = {}
         for name, like in skeleton_tensors(self.model).items():
@@ -91,7 +91,7 @@ class Compressed:
         return self._files.get(name)
 
     def indices(self, path: str) -> Tensor:
-        """The indices of a packed module, (rows, columns) uint8."""
+        """The indices of a linear, or of an embedding whose rows all have the same bits, (rows, columns) uint8."""
         return unpack(self.stored(f"{path}.indices"), self.bits_of(path), self._modules[path].columns)
 
     def words(self, path: str) -> Tensor:
@@ -104,7 +104,9 @@ class Compressed:
 
     def levels(self, path: str) -> Tensor:
         """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""
-        levels = self.indices(path).to(torch.int16) - 2 ** (self.bits_of(path) - 1)
+        columns, parts = self._modules[path].columns, self._modules[path].row_parts
+        indices = (unpack(self.stored(f"{path}.{part.leaf}"), part.bits, columns).to(torch.int16) for part in parts)
+        levels = torch.cat([index - 2 ** (part.bits - 1) for index, part in zip(indices, parts, strict=True)])
         return levels * self.stored(f"{path}.factors") if self.spec.embedding_factors else levels
 
     def scale(self, path: str) -> float:

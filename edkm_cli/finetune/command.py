@@ -13,9 +13,9 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.texts import ORIGINAL
 from edkm_cli.export.checkpoint import write_checkpoint
+from edkm_cli.files import write_json
 from edkm_cli.finetune.config import TABLES, FinetuneConfig, require_data
 from edkm_cli.finetune.session import PackedSession, Reference, adapted_layers, add_adapter, load_adapter, save_adapter
-from edkm_cli.format import write_json
 from edkm_cli.nn.clustered import hold_packed, lut_layers
 from edkm_cli.preflight import choose_device, choose_dtype, choose_label_weight
 from edkm_cli.progress import Observer

@@ -24,15 +24,15 @@ from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
 from edkm_cli.export.ownership import listing, read_object
+from edkm_cli.files import sha256_of, write_json
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.session import WEIGHTS, PackedSession, adapted_layers, check_adapter, load_adapter
-from edkm_cli.format import sha256_of, write_json
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
-from edkm_cli.runtime.palettized import PalettizedEmbedding, PalettizedHead, PalettizedLinear, to_dense
+from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 from edkm_cli.self_text import self_text
 from edkm_cli.settings import part_of
 from edkm_cli.summaries import card
@@ -201,8 +201,8 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
             tables[path] = parameters_of(module), module.bits
-            base.set_submodule(name, to_dense(module, torch.float32))
-        elif isinstance(module, (PalettizedEmbedding, PalettizedHead)) and name.endswith(".base_layer"):
+            base.set_submodule(name, module.to_dense(torch.float32))
+        elif isinstance(module, PackedModule) and name.endswith(".base_layer"):
             raise UserError(
                 f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own that cannot "
                 "be merged into; train an adapter with --target-modules all-linear"

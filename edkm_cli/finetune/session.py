@@ -16,7 +16,8 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError, brief
 from edkm_cli.export.checkpoint import DenseFormat
 from edkm_cli.export.run import Session, model_digest
-from edkm_cli.format import QuantizationSpec, read_json, read_spec, sha256_of
+from edkm_cli.files import read_json, sha256_of
+from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import open_layers
@@ -25,7 +26,7 @@ from edkm_cli.model_files import files_digest, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.experts import is_expert
-from edkm_cli.runtime.palettized import PALETTIZED
+from edkm_cli.runtime.palettized import PackedModule
 
 ALL_LINEAR = "all-linear"
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -148,7 +149,7 @@ class Reference:
         compressed = stored_skeleton(session.directory, trust_remote_code=trust)
         shapes = {name: tuple(getattr(m, "weight", torch.empty(0)).shape) for name, m in skeleton.named_modules()}
         for name, module in compressed.named_modules():
-            shape = (module.rows, module.columns) if isinstance(module, PALETTIZED) else None
+            shape = (module.rows, module.columns) if isinstance(module, PackedModule) else None
             if shape not in (None, there := shapes.get(name)):
                 self._refuse(f"has {there or 'nothing'} at {name}, which is {shape} in {session.directory}")
         if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():

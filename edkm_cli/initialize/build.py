@@ -32,7 +32,7 @@ from edkm_cli.nn.clustered import ClusteredLinear, Clustering, hold
 from edkm_cli.nn.swap import Swap, freeze_dense_embeddings, palettize_embeddings
 from edkm_cli.preflight import RunPlan
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.runtime.palettized import Rounding
+from edkm_cli.runtime.embeddings import Rounding
 from edkm_cli.settings import part_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from edkm_cli.format import FACTORS
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
-from edkm_cli.runtime.palettized import Rounding
+from edkm_cli.runtime.embeddings import Rounding
 
 _LAZY_COLUMNS = 64
 _ROWS = 4096  # that factors of columns are chosen on

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign
 from edkm_cli.errors import UserError
-from edkm_cli.format import sha256_of, sync, write_json
+from edkm_cli.files import sha256_of, sync, write_json
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.clustered import ClusteredLinear
 from edkm_cli.nn.hooks import decoder_layers

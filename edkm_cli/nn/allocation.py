@@ -30,7 +30,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
 from edkm_cli.granularity import FREE, Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
-from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width
+from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width, parts_of
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
 from edkm_cli.targets import TARGETS
@@ -38,8 +38,12 @@ from edkm_cli.targets import TARGETS
 UNIFORM, SENSITIVITY = "uniform", "sensitivity"
 _MOST_BITS = 4  # above, errors are small everywhere
 _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS = 8, 4
-# KL from the uncompressed model at 0 bits, if it fell by four with each: of compensated linears, of embeddings with factors.
-_LINEARS_KL, _EMBEDDINGS_KL = 18.6, 20.0
+# KL from the uncompressed model at 0 bits, if it fell by four with each: of compensated linears, of embeddings with factors,
+# and of those whose first rows have more.
+_LINEARS_KL, _EMBEDDINGS_KL, _ROWS_KL = 18.6, 20.0, 3.1
+_MORE_BITS = ((24, 3), (6, 2), (2, 1))  # of the first of so many equal parts of the rows: frequent tokens come first
+_LAST_ROWS, _MORE_OF_LAST, _ROWS_STEP = 512, 2, 64  # where tokens stand that were added later, such as those of a chat
+_MOST_ALIKE = 4096  # rows of a vocabulary too small for such parts
 _LUT_DTYPE, _SHORT_LUT_DTYPE = "float16", "float8_e4m3fn"
 _SAVED_BITS = 0.03  # of a weight: tables of eight bits raise the KL by 4%, as many bits fewer would (docs/log.md)
 _MOST_MORE = 2.0  # bits that a linear's weight gets of those of small models' large embeddings
@@ -59,31 +63,56 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
     return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
 
 
+def embedding_widths(bits: int | str, rows: int) -> tuple[list[list[int]], int]:
+    """([[end, bits], ...], bits of the rows behind) of an embedding of `rows`: `4` is the same for all, `4+` more for those
+    whose tokens are frequent. Those come first: tokens are numbered by how early the tokenizer learnt them.
+
+    >>> embedding_widths(4, 49152), embedding_widths("4+", 49152)
+    (([], 4), ([[8192, 6], [24576, 5], [48640, 4]], 6))
+    """
+    least = int(str(bits).removesuffix("+"))
+    if not str(bits).endswith("+") or rows <= _MOST_ALIKE:
+        return [], least
+    ends = [[rows // share, min(least + more, MOST_FACTORED_BITS)] for share, more in _MORE_BITS]
+    ends = [[end // _ROWS_STEP * _ROWS_STEP, own] for end, own in [*ends, [rows - _LAST_ROWS, least]]]
+    last = min(least + _MORE_OF_LAST, MOST_FACTORED_BITS)
+    return [one for one, (_, after) in zip(ends, [*ends[1:], [rows, last]], strict=True) if one[1] != after], last
+
+
 def choose_embedding_bits(
-    config: CompressConfig, swaps: Sequence[Swap], average: Callable[[int], float] | None = None
-) -> int:
+    config: CompressConfig, swaps: Sequence[Swap], average: Callable[[int | str], float] | None = None
+) -> int | str:
     """What `--embedding-bits` means. Where bits go where they are worth most: as many as leave the least expected distance.
 
     `average` says how many bits a linear's weight has beside so many of an embedding's, and raises UserError where there is
     no room for both; None: as many as `--bits`, and those that embeddings have less than 8.
     """
     if config.embedding_bits != "auto":
-        return int(config.embedding_bits)
+        return config.embedding_bits
     if config.allocation != SENSITIVITY or not embedding_bits_saved(swaps, _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS):
         return _EMBEDDING_BITS
     linears = sum(math.prod(swap.shape) for swap in swaps if swap.clustered)
+    parts = config.palette == FREE and not config.embedding_group and _vocabulary(swaps) > _MOST_ALIKE
 
-    def distance(few: int) -> float:
+    def distance(few: int | str) -> float:
         try:
             more = min(embedding_bits_saved(swaps, _EMBEDDING_BITS, few) / linears, _MOST_MORE)
             of_linears = config.bits + more if average is None else average(few)
         except UserError:
-            if few == _FEWEST_EMBEDDING_BITS:
+            if few == choices[-1]:
                 raise
             return math.inf
-        return _LINEARS_KL * 4.0**-of_linears + _EMBEDDINGS_KL * 4.0**-few
+        return _LINEARS_KL * 4.0**-of_linears + (_ROWS_KL if parts else _EMBEDDINGS_KL) * 4.0 ** -int(str(few)[0])
 
-    return min(range(MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1), key=distance)
+    plain: list[int | str] = [*range(MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1)]
+    choices = [f"{int(bits) - 1}+" for bits in plain] if parts else plain
+    return min(choices, key=distance)
+
+
+def _vocabulary(swaps: Sequence[Swap]) -> int:
+    """The rows that compressed embeddings have, 0 where there are none, or their numbers differ."""
+    rows = {swap.shape[0] for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason}
+    return rows.pop() if len(rows) == 1 else 0
 
 
 def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
@@ -107,12 +136,14 @@ def planned_spec(
 ) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
     any that take the same room. What embeddings and tables save goes to the linears where their bits were not asked for."""
-    few = int(config.embedding_bits) <= MOST_FACTORED_BITS  # columns get factors where rows make up for their errors
+    ends, last = embedding_widths(config.embedding_bits, _vocabulary(swaps))
+    few = last <= MOST_FACTORED_BITS  # columns get factors where rows make up for their errors
     spec = part_of(
         QuantizationSpec,
         config,
         bits=math.floor(config.bits),
-        embedding_bits=int(config.embedding_bits),
+        embedding_bits=last,
+        embedding_rows=ends,
         embedding_group=config.embedding_group or None,
         embedding_factors=few and config.palette == FREE and not config.embedding_group and config.importance != "none",
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
@@ -130,7 +161,7 @@ def planned_spec(
     average: float = config.bits
     more: float = 0
     if asked.embedding_bits == "auto" and not asked.target_size:
-        more = embedding_bits_saved(swaps, _EMBEDDING_BITS, spec.embedding_bits)
+        more = embedding_bits_saved(swaps, _EMBEDDING_BITS, config.embedding_bits)
     if asked.lut_dtype == "auto" and not asked.target_size:
         usual = replace(spec, lut_dtype=_LUT_DTYPE, format_version=0)
         more += sum(size_bits(swap, usual, average) - size_bits(swap, spec, average) for swap in free)
@@ -158,7 +189,7 @@ def bits_for_size(
     if not least <= target_bytes <= most:
         raise UserError(
             f"--target-size must be {least / 1e6:.1f} to {most / 1e6:.1f} MB for this model with --embedding-bits "
-            f"{spec.embedding_bits}, got {target_bytes / 1e6:.1f} MB; give another size, or other --embedding-bits"
+            f"{config.embedding_bits}, got {target_bytes / 1e6:.1f} MB; give another size, or other --embedding-bits"
         )
     return average_in(linears, spec, 8.0 * (target_bytes - others))
 
@@ -191,10 +222,15 @@ def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
     return spec.linear_bits(swap.shape[0], swap.shape[1], low, layer=swap.name)
 
 
-def embedding_bits_saved(swaps: Sequence[Swap], usual: int, fewer: int) -> int:
+def embedding_bits_saved(swaps: Sequence[Swap], usual: int | str, fewer: int | str) -> int:
     """Bits that embeddings and output head take less at `fewer` bits a weight than at the `usual` number."""
     stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
-    return sum(8 * rows * (packed_width(columns, usual) - packed_width(columns, fewer)) for rows, columns in stored)
+
+    def taken(bits: int | str, rows: int, columns: int) -> int:
+        parts = parts_of(rows, *embedding_widths(bits, _vocabulary(swaps)))
+        return sum(8 * (part.end - part.first) * packed_width(columns, part.bits) for part in parts)
+
+    return sum(taken(usual, *shape) - taken(fewer, *shape) for shape in stored)
 
 
 def average_in(swaps: Sequence[Swap], spec: QuantizationSpec, room: float) -> float:

@@ -17,8 +17,9 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.nn.hooks import language_model
-from edkm_cli.runtime import palettized
+from edkm_cli.runtime import embeddings
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
+from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear, is_plain_linear
 from edkm_cli.targets import falls_back
 
 LINEAR, EMBEDDING, HEAD, OTHER = "linear", "embedding", "head", "other"
@@ -50,7 +51,7 @@ class Swap:
 def is_tied(model: Any) -> bool:
     """Whether the output embedding is the input embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(head, palettized.PalettizedHead):
+    if isinstance(head, embeddings.PalettizedHead):
         return head.tied_to is not None
     return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
 
@@ -99,8 +100,8 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
 def _is_known(module: nn.Module) -> bool:
     """Whether the palettized module computes what this one does: a subclass may do something else."""
     if isinstance(module, nn.Embedding):
-        return palettized.embedding_scale(module) is not None
-    return isinstance(module, nn.Linear) and palettized.is_plain_linear(module)
+        return embeddings.embedding_scale(module) is not None
+    return isinstance(module, nn.Linear) and is_plain_linear(module)
 
 
 def _is_router(model: nn.Module, name: str) -> bool:
@@ -164,7 +165,7 @@ def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> fl
 
 
 def palettize_embeddings(
-    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, palettized.Rounding] | None
+    model: Any, swaps: Iterable[Swap], spec: QuantizationSpec, rounded: Mapping[str, embeddings.Rounding] | None
 ) -> None:
     """Round the planned embeddings to their palette, in place; a tied head keeps decoding the embedding's.
 
@@ -177,7 +178,7 @@ def palettize_embeddings(
         dense: Any = model.get_submodule(swap.name)
         swapped = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
         if rounded is not None and not (tied and swap.role == HEAD):
-            swapped.fill(dense.weight, rounded.get(swap.name, palettized.NEAREST))
+            swapped.fill(dense.weight, rounded.get(swap.name, embeddings.NEAREST))
         if rounded is not None and swap.role == HEAD and dense.bias is not None:
             swapped.bias.data.copy_(dense.bias.data)
         model.set_submodule(swap.name, swapped)
@@ -187,21 +188,21 @@ def palettize_embeddings(
 def freeze_dense_embeddings(model: Any) -> None:
     """Embeddings are palettized before training and do not train; dense ones (embedding_bits 16) do not either."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(module, palettized.PALETTIZED):
+        if isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(module, PackedModule):
             module.weight.requires_grad_(False)
 
 
 def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:
     """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
     if swap.role == LINEAR:
-        return palettized.PalettizedLinear(dense, spec, name=swap.name)
+        return PalettizedLinear(dense, spec, name=swap.name)
     if swap.role == EMBEDDING:
-        return palettized.PalettizedEmbedding(dense, spec)
+        return embeddings.PalettizedEmbedding(dense, spec)
     if not tied:
-        return palettized.PalettizedHead(dense, spec)
+        return embeddings.PalettizedHead(dense, spec)
     # transformers ties parameters by name; here there is nothing left for it to tie.
     model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
-    return palettized.PalettizedHead(dense, spec, tied_to=model.get_input_embeddings())
+    return embeddings.PalettizedHead(dense, spec, tied_to=model.get_input_embeddings())
 
 
 def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[str], bool] = lambda _: False) -> None:
@@ -250,7 +251,7 @@ def _keep_dtype_and_device(model: Any) -> None:
 
 def is_packed(model: nn.Module) -> bool:
     """Whether any module computes from packed weights."""
-    return any(isinstance(module, palettized.PALETTIZED) for module in model.modules())
+    return any(isinstance(module, PackedModule) for module in model.modules())
 
 
 def dequantize_model(model: Any, dtype: torch.dtype) -> None:
@@ -259,10 +260,10 @@ def dequantize_model(model: Any, dtype: torch.dtype) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in list(model.named_modules()):
-        if isinstance(module, palettized.PALETTIZED):
-            model.set_submodule(name, palettized.to_dense(module, dtype))
+        if isinstance(module, PackedModule):
+            model.set_submodule(name, module.to_dense(dtype))
     fuse_experts(model)
-    if tied and isinstance(head, palettized.PalettizedHead):
+    if tied and isinstance(head, embeddings.PalettizedHead):
         head_name, embedding_name = names[id(head)], names[id(embedding)]
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight
         model._tied_weights_keys = {f"{head_name}.weight": f"{embedding_name}.weight"}

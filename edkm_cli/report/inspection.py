@@ -16,12 +16,12 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import RECORD, tensor_record
 from edkm_cli.export.source import Compressed
-from edkm_cli.format import CHECKSUMS, read_json
+from edkm_cli.files import CHECKSUMS, read_json
 from edkm_cli.integrity import AGAIN
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import unpack
-from edkm_cli.runtime.palettized import PALETTIZED, PalettizedLinear
+from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
 def describe(source: Compressed) -> dict[str, Any]:
@@ -29,12 +29,13 @@ def describe(source: Compressed) -> dict[str, Any]:
     model, spec, layers = source.model, source.spec, []
     size = footprint(model)
     for name, module in model.named_modules():
-        if not isinstance(module, PALETTIZED):
+        if not isinstance(module, PackedModule):
             continue
         buffers = {key: buffer.numel() * buffer.element_size() for key, buffer in module.named_buffers(recurse=False)}
         packed: Any = module
         linear, shape = isinstance(module, PalettizedLinear), [packed.rows, packed.columns]
-        layer = {"name": name, "kind": type(module).__name__, "bytes": buffers, "shape": shape, "bits": packed.bits}
+        bits = packed.bits if linear or not spec.embedding_rows else spec.embedding_widths
+        layer = {"name": name, "kind": type(module).__name__, "bytes": buffers, "shape": shape, "bits": bits}
         layer["luts"] = spec.granularity_of(name).groups(*shape) if linear else 0
         layer |= {"granularity": spec.module_granularity[name]} if name in spec.module_granularity else {}
         layers.append(layer)
@@ -78,11 +79,13 @@ def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> No
         raise UserError(f"{directory}: {name} must be finite, but holds NaN or Inf; {AGAIN}")
     if leaf == "lut" and isinstance(module, PalettizedLinear) and not bool((tensor.float().diff(dim=1) >= 0).all()):
         raise UserError(f"{directory}: the entries of {name} must ascend, but do not; {AGAIN}")
-    if leaf == "indices" and module is not None:
-        used = module.columns * module.bits % 8
+    if leaf.startswith("indices") and module is not None:
+        linear = isinstance(module, PalettizedLinear)
+        bits = module.bits if linear else next(part.bits for part in module.row_parts if part.leaf == leaf)
+        used = module.columns * bits % 8
         if used and bool((tensor[:, -1] >> used).any()):
             raise UserError(f"{directory}: the last bits of the rows of {name} must be zero, but are not; {AGAIN}")
-        if not isinstance(module, PalettizedLinear) and not bool(unpack(tensor, module.bits, module.columns).all()):
+        if not linear and not bool(unpack(tensor, bits, module.columns).all()):
             raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {AGAIN}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.directory import MARKER
-from edkm_cli.format import read_json
+from edkm_cli.files import read_json
 from edkm_cli.settings import shown
 from edkm_cli.summaries import STAGES, texts_of
 

@@ -5,6 +5,8 @@ decodes W again, in parts, for the gradient of x, and makes dL/dW in parts for t
 size is saved or made. Scales of rows do not train: one that requires a gradient is refused.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -173,6 +175,17 @@ def row_scaled_linear(x: Tensor, indices: Tensor, scale: Tensor, bias: Tensor | 
     return torch.ops.edkm.row_scaled_linear(x, indices, scale, bias, bits)
 
 
+def logits(x: Tensor, parts: Sequence[Packed], bias: Tensor | None) -> Tensor:
+    """`row_scaled_linear` with a matrix whose rows are those of `parts`, one after the other: x (..., in), (..., out)."""
+    return joined([row_scaled_linear(x, part.indices, part.table, None, bits=part.bits) for part in parts], bias)
+
+
+def joined(outs: list[Tensor], bias: Tensor | None) -> Tensor:
+    """The products with the parts of a matrix as its product."""
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 def row_scaled_embedding(
     ids: Tensor, indices: Tensor, scale: Tensor, *, columns: int, bits: int, dtype: torch.dtype
 ) -> Tensor:
@@ -180,3 +193,21 @@ def row_scaled_embedding(
     if torch.compiler.is_compiling() or type(ids) is not Tensor:
         return torch.ops.edkm.row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
     return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
+
+
+def decoded_rows(ids: Tensor, parts: Sequence[Packed], *, columns: int, dtype: torch.dtype) -> Tensor:
+    """`row_scaled_embedding` of a matrix whose rows are those of `parts`, one after the other. Each part decodes a row for
+    each id, of which those of its own are taken; on a CPU parts that no id is of are left out."""
+    parts = [part for part in parts if part.indices.shape[0]]
+    low, high, first, values = -math.inf, math.inf, 0, None
+    if len(parts) > 1 and ids.numel() and ids.is_cpu and type(ids) is Tensor and not torch.compiler.is_compiling():
+        low, high = (int(id) for id in ids.aminmax())
+    for number, part in enumerate(parts):
+        rows, last = part.indices.shape[0], number == len(parts) - 1
+        if (last or low < first + rows) and (not number or high >= first):  # the outer ones refuse ids that are none
+            at = ids if len(parts) == 1 else (ids - first).clamp(0 if number else None, None if last else rows - 1)
+            found = row_scaled_embedding(at, part.indices, part.table, columns=columns, bits=part.bits, dtype=dtype)
+            values = found if values is None else torch.where((ids >= first)[..., None], found, values)
+        first += rows
+    assert values is not None
+    return values

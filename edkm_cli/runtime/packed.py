@@ -1,12 +1,13 @@
 """A packed matrix as every kernel takes it, and whether its tensors belong together."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from edkm_cli.kernels.tiles import Tile
-from edkm_cli.packing import packed_width
+from edkm_cli.packing import Part, packed_width
 
 
 class Packed(NamedTuple):
@@ -26,6 +27,12 @@ class Packed(NamedTuple):
     def grouped(self) -> bool:
         """Whether rows have several scales, which only the plain path reads."""
         return self.tile is None and self.table.shape[1] != 1
+
+
+def row_parts(indices: Sequence[Tensor], scale: Tensor, parts: Sequence[Part]) -> list[Packed]:
+    """A row-scaled matrix whose rows differ in bits: the indices of each part, and the scales of all rows."""
+    scales = scale.split([len(codes) for codes in indices])
+    return [Packed(codes, own, None, part.bits, None) for codes, own, part in zip(indices, scales, parts, strict=True)]
 
 
 def check(x_columns: int, packed: Packed) -> None:

@@ -23,7 +23,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from edkm_cli.errors import UserError
-from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_json, verify_checksums
+from edkm_cli.files import read_json, verify_checksums
+from edkm_cli.format import QUANT_METHOD, QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod, pack_embeddings

@@ -32,7 +32,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
-from edkm_cli.runtime.lut_linear import row_scaled_embedding, row_scaled_linear
+from edkm_cli.runtime.lut_linear import decoded_rows, logits
+from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
 
 _LOG = init_logger("vllm.edkm")
@@ -239,28 +240,33 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
         **extra: Any,
     ) -> None:
         """Make room for this process's rows, and for those with which vLLM fills up the vocabulary."""
-        rows = sum(output_partition_sizes)
-        layer.edkm_missing = set()
-        for leaf, (dtype, shape) in self.spec.embedding_tensors(rows, input_size).items():
-            parameter = _fixed(_unfilled(shape, dtype))
-            set_weight_attrs(parameter, {"weight_loader": partial(self._load, layer, leaf)})
+        rows, layer.edkm_missing = sum(output_partition_sizes), set()
+        own = slice(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
+        self._parts = self.spec.embedding_parts(layer.org_vocab_size)
+        spans, counts = {"scale": own}, {"scale": rows}
+        for part in self._parts:
+            low, high = (min(max(row, part.first), part.end) - part.first for row in (own.start, own.stop))
+            spans[part.leaf], counts[part.leaf] = slice(low, high), high - low
+        counts[self._parts[-1].leaf] += rows - (own.stop - own.start)
+        for leaf, (dtype, shape) in self.spec.embedding_tensors(layer.org_vocab_size, input_size).items():
+            parameter = _fixed(_unfilled((counts.get(leaf, shape[0]), *shape[1:]), dtype))
+            loader = partial(self._load, layer, leaf, shape, spans.get(leaf, slice(None)))
+            set_weight_attrs(parameter, {"weight_loader": loader})
             layer.register_parameter(leaf, parameter)
             layer.edkm_missing.add(f"{self.name}.{leaf}")
 
-    def _load(self, layer: Any, leaf: str, parameter: Tensor, stored: Tensor) -> None:
-        own, of_rows = layer.shard_indices, parameter.dim() == 2
-        wanted = (layer.org_vocab_size, parameter.shape[1]) if of_rows else tuple(parameter.shape)
+    def _load(self, layer: Any, leaf: str, wanted: tuple, own: slice, parameter: Tensor, stored: Tensor) -> None:
         if tuple(stored.shape) != wanted:
             raise refused(f"{self.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
-        part = stored[own.org_vocab_start_index : own.org_vocab_end_index] if of_rows else stored
+        part = stored[own]
         parameter.data[: len(part)] = part
         parameter.data[len(part) :] = 0
         layer.edkm_missing.discard(f"{self.name}.{leaf}")
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """The output embedding decodes the tensors of the input embedding."""
-        for leaf in self.spec.embedding_tensors(1, embed_tokens.embedding_dim):
-            setattr(layer, leaf, getattr(embed_tokens, leaf))
+        for leaf, parameter in embed_tokens.named_parameters(recurse=False):
+            setattr(layer, leaf, parameter)
         layer.edkm_missing = embed_tokens.edkm_missing
         return layer
 
@@ -272,21 +278,18 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """Rows `ids` (...), decoded."""
-        values = row_scaled_embedding(
-            ids, layer.indices, layer.scale, columns=layer.embedding_dim, bits=self._bits, dtype=layer.params_dtype
-        )
-        return self._times_factors(layer, values)
+        found = decoded_rows(ids, self._packed(layer), columns=layer.embedding_dim, dtype=layer.params_dtype)
+        return self._times_factors(layer, found)
 
     def _times_factors(self, layer: Any, values: Tensor) -> Tensor:
         return values * layer.factors.to(values.dtype) if self.spec.embedding_factors else values
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits x @ W.T + bias for x (..., in)."""
-        return row_scaled_linear(self._times_factors(layer, x), layer.indices, layer.scale, bias, bits=self._bits)
+        return logits(self._times_factors(layer, x), self._packed(layer), bias)
 
-    @property
-    def _bits(self) -> int:
-        return self.spec.bits_of(self.name, embedding=True)
+    def _packed(self, layer: Any) -> list[Packed]:
+        return row_parts([getattr(layer, part.leaf) for part in self._parts], layer.scale, self._parts)
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from edkm_cli.clustering.schedule import learning_rate_factor
-from edkm_cli.config import TrainingSettings
+from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted, UserError
@@ -26,7 +26,8 @@ from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
-from edkm_cli.train.losses import Objective
+from edkm_cli.settings import part_of
+from edkm_cli.train.losses import Objective, Teacher
 from edkm_cli.train.optimizer import build_optimizer
 from edkm_cli.train.state import BestStep, Checkpoints
 from edkm_cli.train.teacher import micro_batch
@@ -326,3 +327,28 @@ def hard_loss(
     value = objective.loss(parts, batch).double().cpu() / world.size
     model.train()
     return float(world.sum(value))
+
+
+def dense_directory(staging: Path, config: CompressConfig) -> Path:
+    """Where the training keeps its own metrics and checkpoints, one directory for each learning rate that was tried: what
+    is below goes when the run is finished."""
+    return staging / CHECKPOINTS / f"dense-{config.dense_learning_rate:g}"
+
+
+def train_dense(model: Any, teacher: Teacher | None, blocks: Blocks, config: CompressConfig, **options: Any) -> None:
+    """`--compare-dense`: train a dense causal LM in place by the settings of a compressed one, to tell what compression
+    costs from what training gives; `options` are the other arguments of `train`.
+
+    Only the learning rate differs: weights that are not rounded in each forward pass want a lower one. A killed run goes on
+    from its newest checkpoint, and a finished one only loads its last. The lines of its metrics end in `staging`.
+    """
+    world, staging = options["world"], options["staging"]
+    directory = dense_directory(staging, config)
+    if world.main:
+        directory.mkdir(parents=True, exist_ok=True)
+    world.any(False)  # all wait until it is there
+    settings = part_of(TrainingSettings, config, learning_rate=config.dense_learning_rate, log_with=())
+    objective = Objective(teacher, label_weight=config.label_weight or 0.0)
+    train(model, objective, blocks, settings, **{**options, "staging": directory})
+    if world.main:
+        (staging / "metrics_dense.jsonl").write_bytes((directory / "metrics.jsonl").read_bytes())

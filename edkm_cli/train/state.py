@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from edkm_cli.config import CHECKPOINTS
 from edkm_cli.distributed import ALONE, World, assign, local
 from edkm_cli.errors import UserError
-from edkm_cli.format import sha256_of, sync, write_json
+from edkm_cli.files import sha256_of, sync, write_json
 from edkm_cli.initialize.kept import read_whole
 from edkm_cli.model_files import save_tensors
 

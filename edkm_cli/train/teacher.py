@@ -29,7 +29,7 @@ from edkm_cli.data import Batch, Blocks
 from edkm_cli.data.cache import locked
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.format import sha256_of, write_json
+from edkm_cli.files import sha256_of, write_json
 from edkm_cli.models import cache_directory
 from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from edkm_cli.cli import main
-from edkm_cli.format import write_json
+from edkm_cli.files import write_json
 from edkm_cli.train import loop
 from kill_worker import Changes, changed, end_this_process
 

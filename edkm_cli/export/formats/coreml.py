@@ -26,7 +26,7 @@ from edkm_cli.export.formats import coreml_graph
 from edkm_cli.export.formats.folder import copy_beside
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
-from edkm_cli.format import sync
+from edkm_cli.files import sync
 from edkm_cli.progress import Track, no_progress
 
 PACKAGE = "model.mlpackage"

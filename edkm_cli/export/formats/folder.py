@@ -14,7 +14,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
-from edkm_cli.format import read_json, safetensors_writer
+from edkm_cli.files import read_json, safetensors_writer
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles, build
 from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress

@@ -18,7 +18,7 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
-from edkm_cli.format import read_json
+from edkm_cli.files import read_json
 
 # transformers' model type -> llama.cpp's architecture
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}

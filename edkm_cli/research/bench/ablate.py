@@ -21,7 +21,7 @@ from torch import Tensor
 from edkm_cli.clustering import clustered_linear
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
-from edkm_cli.format import digest
+from edkm_cli.files import digest
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.report.charts import bars, save
 from edkm_cli.research.bench.config import Ablation

@@ -27,7 +27,7 @@ from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
 from edkm_cli.export.run import evaluation_documents, evaluation_names
-from edkm_cli.format import digest, write_json
+from edkm_cli.files import digest, write_json
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load

@@ -36,7 +36,8 @@ from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.export.formats import mlx
 from edkm_cli.export.formats.folder import opened, read_model
 from edkm_cli.export.formats.options import Options
-from edkm_cli.format import TORCH_DTYPES, read_spec, write_json
+from edkm_cli.files import TORCH_DTYPES, write_json
+from edkm_cli.format import read_spec
 from edkm_cli.hf import load as load_compressed
 from edkm_cli.preflight import calibration_batches
 from edkm_cli.progress import Progress, Track
@@ -227,7 +228,6 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
     text = calibration_batches(tokens, max(limits), seed=config.seed) if any(limits) else []
     spec = read_spec(directory)
     assert spec is not None
-    bits = spec.bits_of("", embedding=True)
     row = {
         "training": END_TO_END if config.steps else BLOCKS if config.start == "reconstructed" else NOTHING,
         "bits": config.bits,
@@ -237,7 +237,7 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
         "calibration_tokens": sum(batch.numel() for batch in text),
         "training_tokens": report["training_tokens"],
         "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("load", "evaluate")), 3),
-        "note": f"embeddings {f'at {bits} bits' if spec.packs_embeddings else 'as they came'}",
+        "note": f"embeddings {f'at {spec.embedding_widths} bits' if spec.packs_embeddings else 'as they came'}",
         "directory": str(directory),
     }
     return row, load_compressed(directory, dtype=torch.float32, device=settings["device"])

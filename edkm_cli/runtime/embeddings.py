@@ -1,0 +1,212 @@
+"""Embeddings of a compressed model, packed as all its modules are (runtime/palettized.py): a row has one scale, or one for
+each group of its columns, and levels about zero. Parts of the rows may have bits of their own.
+"""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from edkm_cli.format import QuantizationSpec
+from edkm_cli.packing import pack
+from edkm_cli.precision import as_autocast
+from edkm_cli.runtime import dispatch
+from edkm_cli.runtime.lut_linear import decoded_rows, joined, logits
+from edkm_cli.runtime.packed import Packed, row_parts
+from edkm_cli.runtime.palettized import PackedModule, room_of
+
+_FILL_ROWS = 2048
+
+
+def to_nearest(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Each number rounded by itself; the error is that of the weight."""
+    levels = (weight / scale).round_().clamp_(-top, top)
+    return levels, (levels * scale).sub_(weight).square_().sum(1, keepdim=True)
+
+
+class Rounding(NamedTuple):
+    """How an embedding's weight (rows, columns) is rounded.
+
+    Attributes:
+        levels: (some rows in float32, the scale of each of their numbers, the last level) -> (levels -last..last, float32;
+            the error of each row, (rows, 1)).
+        factors: the weight -> the factor of each column's scales, (columns,) uint8; None: 1 for all.
+        tops: shares of the largest magnitude that the last level is tried at; each row takes that of the least error.
+    """
+
+    levels: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = to_nearest
+    factors: Callable[[Tensor], Tensor] | None = None
+    tops: tuple[float, ...] = (1.0,)
+
+
+NEAREST = Rounding()
+
+
+class _RowScaled(PackedModule):
+    """value = scale[row, group of the column] * factor[column] * (index - 2**(bits - 1)): the palette of embeddings,
+    symmetric about zero.
+
+    Factors are powers of two, so the product is the same to the bit whether weights are multiplied with them or what
+    enters. Without `factors` all are 1.
+    """
+
+    scale: Tensor
+
+    def __init__(self, dense: nn.Module, spec: QuantizationSpec, *, own: bool = True):
+        PackedModule.__init__(self)
+        weight: Any = dense.weight
+        (self.rows, self.columns), self.bits, self.dtype = weight.shape, spec.embedding_bits, weight.dtype
+        self.row_parts, self.scale_dtype = spec.embedding_parts(self.rows), spec.embedding_scale_dtype
+        if own:
+            self._register(spec.embedding_tensors(self.rows, self.columns))
+
+    def _forget(self) -> None:
+        self._kept: tuple[list[Tensor], list[Packed]] | None = None
+        self._ready: dict[int, dispatch.Ready] = defaultdict(dispatch.Ready)
+
+    @property
+    def _source(self) -> "_RowScaled":
+        """The module that holds the tensors."""
+        return self
+
+    def parts(self) -> list[Packed]:
+        """The tensors as the kernels take them, some rows each: the same objects until one is replaced."""
+        buffers: Any = self._source._buffers
+        tensors = [buffers[leaf] for leaf in ("scale", *(part.leaf for part in self.row_parts))]
+        if self._kept is None or not all(map(is_, self._kept[0], tensors)):
+            self._kept = tensors, row_parts(tensors[1:], tensors[0], self.row_parts)
+        return self._kept[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As of all packed modules."""
+        decoded = [dispatch.dense(part, self.columns, dtype) for part in self.parts()]
+        return self._times_factors(decoded[0] if len(decoded) == 1 else torch.cat(decoded))
+
+    def _times_factors(self, values: Tensor) -> Tensor:
+        factors = self._source._buffers.get("factors")
+        return values if factors is None else values * factors.to(values)
+
+    def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
+        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
+        or a share of it, gets the last level. Some rows at a time: a vocabulary's weight may be larger than a decoder layer.
+        """
+        factors = torch.ones(self.columns, device=weight.device)
+        if (stored := self._buffers.get("factors")) is not None:
+            factors = factors if rounding.factors is None else rounding.factors(weight).float()
+            stored.copy_(factors)
+        for where, first in ((p, at) for p in self.row_parts for at in range(p.first, p.end, _FILL_ROWS)):
+            rows, middle = slice(first, min(first + _FILL_ROWS, where.end)), 2 ** (where.bits - 1)
+            part, top = weight[rows].detach().float(), middle - 1
+            largest = (part / factors).unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
+            best = [torch.zeros_like(largest), torch.zeros_like(part), torch.full_like(largest[:, :1], math.inf)]
+            for share in rounding.tops:
+                scale = (largest * share).clamp_min_(torch.finfo(self.scale_dtype).tiny).to(self.scale_dtype).float()
+                steps = scale.repeat_interleave(self.columns // scale.shape[1], 1) * factors
+                found = (scale, *rounding.levels(part, steps, top))
+                best = [torch.where(found[2] > best[2], *two) for two in zip(best, found, strict=True)]
+            self.scale[rows], levels, _ = best
+            indices: Any = self._buffers[where.leaf]
+            indices[first - where.first :][: len(part)] = pack(levels.add_(middle).to(torch.uint8), where.bits)
+
+    def extra_repr(self) -> str:
+        return f"{self.rows}, {self.columns}, bits={self.bits}"
+
+
+def embedding_scale(embedding: nn.Embedding) -> float | Tensor | None:
+    """What an embedding multiplies its rows with: 1.0 for a plain one; None for a subclass that does something else.
+
+    Gemma's and MiniCPM3's embeddings are scaled. Whether a subclass only scales is tried, with rows of its own. A scale
+    that the class keeps as a tensor is returned as one: it is rounded to the weight's dtype before it multiplies.
+    """
+    if type(embedding) is nn.Embedding:
+        plain = embedding.max_norm is None and not embedding.scale_grad_by_freq
+        return 1.0 if plain else None
+    kept = getattr(embedding, "embed_scale", None)
+    value = getattr(embedding, "scalar_embed_scale", kept)
+    if isinstance(value, Tensor) and not value.is_meta and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        return None
+    with torch.device("cpu"):  # a model may be in the making on the meta device
+        as_float32 = torch.tensor(float(value), dtype=torch.float32)
+        scale = as_float32 if isinstance(kept, Tensor) else float(value)
+        rows = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+        try:
+            same = torch.equal(_subclass_with(embedding, rows, scale)(torch.arange(3)), rows * scale)
+        except Exception:  # whatever it does, it is not scaling
+            return None
+    return scale if same else None
+
+
+def _subclass_with(embedding: nn.Embedding, weight: Tensor, scale: float | Tensor) -> nn.Embedding:
+    """An embedding of the same class with another weight; the scale, which may be on the meta device, filled in."""
+    other = copy.copy(embedding)
+    other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    other._buffers = {name: torch.as_tensor(scale).to(weight.device) for name in embedding._buffers}
+    other.num_embeddings, other.embedding_dim = weight.shape
+    if other.padding_idx is not None and other.padding_idx >= weight.shape[0]:
+        other.padding_idx = None
+    return other
+
+
+class PalettizedEmbedding(_RowScaled):
+    """`embedding(ids)` that decodes only the rows it is asked for, of a dense embedding that is plain or scaled."""
+
+    def __init__(self, dense: nn.Embedding, spec: QuantizationSpec):
+        super().__init__(dense, spec)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = self.rows, self.columns, dense.padding_idx
+        self.embed_scale = embedding_scale(dense)  # not a buffer: in no checkpoint, and no cast rounds it twice
+        like = copy.copy(dense)
+        like._parameters = {}
+        self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = self._times_factors(decoded_rows(ids, self.parts(), columns=self.columns, dtype=self.dtype))
+        if isinstance(self.embed_scale, Tensor):
+            return values * self.embed_scale.to(values.device, self.dtype)
+        return values if self.embed_scale in (1.0, None) else values * self.embed_scale
+
+    def to_dense(self, dtype: torch.dtype) -> nn.Embedding:
+        """The dense embedding, of the class it was, with the decoded weight."""
+        weight = self.dequantize(dtype)
+        return _subclass_with(self._like[0], weight, 1.0 if self.embed_scale is None else self.embed_scale)
+
+
+class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
+    """The output embedding. Tied, it has no tensors of its own and decodes those of the input embedding.
+
+    A reference, not shared buffers: moving a module to a device copies each buffer it holds, which would untie them.
+    """
+
+    bias: Any
+
+    def __init__(self, dense: nn.Linear, spec: QuantizationSpec, *, tied_to: PalettizedEmbedding | None = None):
+        super().__init__(dense, spec, own=tied_to is None)
+        self.in_features, self.out_features, self.bias = self.columns, self.rows, room_of(dense.bias)
+        self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
+
+    @property
+    def tied_to(self) -> PalettizedEmbedding | None:
+        return self._tied_to[0]
+
+    def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        return super().weight_like() if self.tied_to is None else self.tied_to.weight_like()
+
+    @property
+    def _source(self) -> _RowScaled:
+        return self if self.tied_to is None else self.tied_to
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, x = self.parts(), self._times_factors(as_autocast(x))
+        if parts[0].indices.device != x.device:  # a device map may part it from the embedding
+            parts = [part._replace(indices=part.indices.to(x.device), table=part.table.to(x.device)) for part in parts]
+        if not torch.compiler.is_compiling():
+            outs = [self._ready[i].product(x, (part,), self.columns) for i, part in enumerate(parts)]
+            if all(outs):
+                return joined([out[0] for out in outs if out], self.bias)
+        return logits(x, parts, self.bias)
