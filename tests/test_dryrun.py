@@ -196,7 +196,7 @@ def test_llama_7b_needs_no_hub_and_little_memory(peak_of, tmp_path):
     assert found["proposals"] == []
     assert found["original_weights_bytes"] == 2 * 6_738_415_616
     assert 2.5e9 < found["weights_bytes"] < 2.9e9
-    assert found["decoder_bits_per_weight"] == pytest.approx(3.16, abs=0.01)  # 3.03, and what embeddings of 5 and 6 bits save
+    assert found["decoder_bits_per_weight"] == pytest.approx(3.16, abs=0.01)  # 3.03, and what 5+ saves
     assert found["peak_memory_bytes"]["total"] == sum(found["peak_memory_bytes"].values()) / 2
 
 
