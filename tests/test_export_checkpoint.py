@@ -19,6 +19,7 @@ from edkm_cli.packing import packed_width
 from edkm_cli.report.inspection import describe, verify
 from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
 from edkm_cli.runtime.palettized import PalettizedLinear
+from edkm_cli.summaries import summary
 from helpers import cluster, export, tiny_llama, tiny_qwen
 
 
@@ -99,6 +100,7 @@ def test_embeddings_whose_rows_differ_in_bits_round_trip(tied, ids, tmp_path):
     source = Compressed(tmp_path / "one")
     assert torch.equal(source.dense("model.embed_tokens.weight"), loaded.model.embed_tokens.dequantize())
     assert {layer["bits"] for layer in describe(source)["layers"] if not layer["luts"]} == {"4 to 6"}
+    assert "LUTs, embeddings 4 to 6 bits (" in summary("inspect", describe(source))
     assert verify(source)["tensors"] > 20
     said = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
     assert (said["format_version"], said["embedding_rows"]) == (7, mixed["embedding_rows"])

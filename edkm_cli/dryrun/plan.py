@@ -99,7 +99,7 @@ def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
             counts[swap.role, swap.shape, becomes + " (override)" * bool(own.granularity)] += 1
         elif not swap.reason:
             counts[swap.role, swap.shape, ""] += 1
-    other = f"{plan.spec.embedding_widths}-bit, a float32 scale "
+    other = f"{plan.spec.embedding_widths} bits, a float32 scale "
     other += f"for {config.embedding_group} columns" if config.embedding_group else "a row"
     return [
         {"role": role, "shape": list(shape), "count": count, "becomes": becomes or other}

@@ -183,8 +183,6 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     A reference, not shared buffers: moving a module to a device copies each buffer it holds, which would untie them.
     """
 
-    bias: Any
-
     def __init__(self, dense: nn.Linear, spec: QuantizationSpec, *, tied_to: PalettizedEmbedding | None = None):
         super().__init__(dense, spec, own=tied_to is None)
         self.in_features, self.out_features, self.bias = self.columns, self.rows, room_of(dense.bias)
