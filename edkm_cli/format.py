@@ -151,8 +151,8 @@ class QuantizationSpec:
     @property
     def embedding_widths(self) -> str:
         """Bits of an embedding's indices as people read them: `8`, or `4 to 6`."""
-        low, *_, high = sorted([*(bits for _, bits in self.embedding_rows), self.embedding_bits] * 2)
-        return f"{low}" if low == high else f"{low} to {high}"
+        widths = {self.embedding_bits, *(bits for _, bits in self.embedding_rows)}
+        return f"{min(widths)} to {max(widths)}" if len(widths) > 1 else f"{self.embedding_bits}"
 
     @property
     def torch_lut_dtype(self) -> torch.dtype:

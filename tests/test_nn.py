@@ -141,9 +141,12 @@ def test_rows_of_an_embedding_have_bits_of_their_own(tied, dtype):
     model = tiny_llama(tied=tied)
     spec = QuantizationSpec(3, "row:1", "float16", 4, embedding_factors=True, embedding_rows=ends)
     parts = [range(64), range(64, 192), range(192, 250), range(250, 257)]
-    for module in (PalettizedEmbedding(model.model.embed_tokens, spec), PalettizedHead(model.lm_head, spec)):
-        dense = torch.randn(257, 24)
-        module.to(dtype).fill(dense)
+    dense, embedding = torch.randn(257, 24), PalettizedEmbedding(model.model.embed_tokens, spec)
+    head = PalettizedHead(model.lm_head, spec, tied_to=embedding if tied else None)
+    for module in (embedding, head):
+        module.to(dtype)
+        if module is embedding or not tied:
+            module.fill(dense)
         for rows, bits in zip(parts, (6, 3, 5, 4), strict=True):
             alone = PalettizedEmbedding(
                 torch.nn.Embedding(len(rows), 24), QuantizationSpec(3, "row:1", "float16", bits)

@@ -15,10 +15,10 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.nn.allocation import (
     average_in,
+    bits_by_row,
     choose,
     choose_embedding_bits,
     embedding_bits_saved,
-    embedding_widths,
     expected_rise,
     planned_spec,
     rises_of,
@@ -102,7 +102,7 @@ def test_frequent_tokens_of_a_large_vocabulary_get_more_bits(bits, few):
     swaps = [Swap("e", "embedding", (49152, 576)), Swap("l", "linear", (106_000, 1000))]
     config = CompressConfig(bits=bits, allocation="sensitivity")
     assert choose_embedding_bits(config, swaps) == few
-    ends, last = embedding_widths(few, 49152)
+    ends, last = bits_by_row(few, 49152)
     resolved = replace(config, embedding_bits=few, lut_dtype="float16")
     spec, average = planned_spec(resolved, swaps, asked=config)
     assert (spec.embedding_rows, spec.embedding_bits, spec.embedding_factors) == (ends, last, True)
@@ -111,7 +111,7 @@ def test_frequent_tokens_of_a_large_vocabulary_get_more_bits(bits, few):
     )
     assert embedding_bits_saved(swaps, 8, few) == 8 * 49152 * 576 - stored
     assert bits < average < bits + 2
-    assert embedding_widths(few, 4096) == ([], int(few[0]))
+    assert bits_by_row(few, 4096) == ([], int(few[0]))
     assert choose_embedding_bits(config, [replace(swaps[0], shape=(4096, 576)), swaps[1]]) in (5, 6)
 
 

@@ -63,11 +63,11 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
     return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
 
 
-def embedding_widths(bits: int | str, rows: int) -> tuple[list[list[int]], int]:
+def bits_by_row(bits: int | str, rows: int) -> tuple[list[list[int]], int]:
     """([[end, bits], ...], bits of the rows behind) of an embedding of `rows`: `4` is the same for all, `4+` more for those
     whose tokens are frequent. Those come first: tokens are numbered by how early the tokenizer learnt them.
 
-    >>> embedding_widths(4, 49152), embedding_widths("4+", 49152)
+    >>> bits_by_row(4, 49152), bits_by_row("4+", 49152)
     (([], 4), ([[8192, 6], [24576, 5], [48640, 4]], 6))
     """
     least = int(str(bits).removesuffix("+"))
@@ -136,7 +136,7 @@ def planned_spec(
 ) -> tuple[QuantizationSpec, float]:
     """(the checkpoint's, bits of a linear on average) of a resolved configuration; where matrices will differ in bits, with
     any that take the same room. What embeddings and tables save goes to the linears where their bits were not asked for."""
-    ends, last = embedding_widths(config.embedding_bits, _vocabulary(swaps))
+    ends, last = bits_by_row(config.embedding_bits, _vocabulary(swaps))
     few = last <= MOST_FACTORED_BITS  # columns get factors where rows make up for their errors
     spec = part_of(
         QuantizationSpec,
@@ -227,7 +227,7 @@ def embedding_bits_saved(swaps: Sequence[Swap], usual: int | str, fewer: int | s
     stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
 
     def taken(bits: int | str, rows: int, columns: int) -> int:
-        parts = parts_of(rows, *embedding_widths(bits, _vocabulary(swaps)))
+        parts = parts_of(rows, *bits_by_row(bits, _vocabulary(swaps)))
         return sum(8 * (part.end - part.first) * packed_width(columns, part.bits) for part in parts)
 
     return sum(taken(usual, *shape) - taken(fewer, *shape) for shape in stored)
