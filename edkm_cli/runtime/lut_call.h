@@ -12,6 +12,11 @@
 #else
 #define HAS_PAIRS 0
 #endif
+#if HAS_PAIRS && defined(__AMX_BF16__)
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
 /* Floats of a register where fewer than 16: lut_narrow.c has loops for those. */
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
 #define NARROW 8
@@ -24,9 +29,11 @@
 #define NOINLINE static __attribute__((noinline)) void
 #define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
+#define TILED 16   /* strips whose sums with 512 tokens, half a MiB, stay in the L2 cache beside what is multiplied */
 #define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
-#define PANEL_DEPTH 256              /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
-#define PANEL_ROW (PANEL_DEPTH + 32) /* words, or floats: an odd number of cache lines, a power of two would share few sets */
+#define PANEL_DEPTH 256             /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
+#define WHOLE_DEPTH 640             /* where tiles are multiplied, so many without a second part, whose sums wait for memory */
+#define PANEL_ROW (WHOLE_DEPTH + 32) /* words, or floats: a power of two would share few sets */
 
 /* Rows of W, decoded for panels: words of bfloat16, or floats. */
 typedef union {
@@ -56,11 +63,27 @@ typedef struct Call {
     float unscale[16];     /* what undoes it, for each token */
     /* Few tokens: all of them with whole rows. NULL where they are taken by panels, which the others are for. */
     void (*few)(Strip *);
-    void (*lay_out_row)(const struct Call *, const void *x, void *to); /* one token, filled up with zeros */
+    /* Columns [column, column + 128) of a panel: up to 16 tokens, which are `x_row` numbers apart, and zeros. */
+    void (*lay_out)(const struct Call *, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to);
+    int64_t depth; /* columns that are decoded at a time: in x, too, those of all panels lie together */
     int64_t (*decode)(const Strip *, Decoded *); /* returns the vectors of x that belong to it in a panel */
     /* sums[p][r] += row r of W times panel p, `vectors` vectors of it; panels are `apart` bytes apart. */
     void (*add)(const Decoded *, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
+    /* By tiles instead: up to TILED strips, as one whose `count` is that of their rows. 0 where memory is short. */
+    int (*tiled)(Strip *);
+    int *short_of_memory;
 } Call;
+
+INLINE int64_t bytes_of_x(const Call *call) { return call->pairs ? 2 : 4; }
+INLINE int64_t panels_of(const Call *call) { return (call->tokens + LANES - 1) / LANES; }
+
+/* Bytes of a panel's part, and where it begins; `from` is a multiple of `depth`. */
+INLINE int64_t apart_at(const Call *call, int64_t from) {
+    return smaller(call->depth, call->x_stride - from) * LANES * bytes_of_x(call);
+}
+INLINE char *panel_at(const Call *call, int64_t panel, int64_t from) {
+    return (char *)call->x + from * panels_of(call) * LANES * bytes_of_x(call) + panel * apart_at(call, from);
+}
 
 INLINE int64_t row_bytes(const Call *call) { return (call->columns * call->bits + 7) / 8; }
 
@@ -93,11 +116,24 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
     write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
 }
 
+/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
+INLINE void prefetch_next(const Strip *s) {
+    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
+    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
+    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
+        __builtin_prefetch(bytes + at);
+}
+
 #if HAS_PAIRS
 /* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` and `exponents` stay. */
 int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]);
 /* x for few tokens. */
 void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
+#endif
+#if HAS_TILES
+/* Whether the processor has tiles of bfloat16 and the system lets this process use them; `Call.tiled`. */
+int edkm_may_use_tiles(void);
+int edkm_tiles_multiply(Strip *s);
 #endif
 
 #if NARROW

@@ -146,40 +146,45 @@ static void add_floats(const Decoded *w, const char *x, int64_t vectors, int64_t
             }
 }
 
-static void lay_out_floats(const Call *call, const void *x, void *to) {
+/* A token, filled up with zeros. */
+INLINE void lay_out_row(const Call *call, const void *x, int64_t at, float *to) {
     Matrix row = {x, call->out_dtype};
-    load_run(&row, 0, call->columns, to);
-    memset((float *)to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
+    load_run(&row, at, call->columns, to);
+    memset(to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
 }
 
-/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
-INLINE void prefetch_next(const Strip *s) {
-    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
-    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
-    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
-        __builtin_prefetch(bytes + at);
+static void lay_out_floats(const Call *call, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to) {
+    Matrix rows = {x, call->out_dtype};
+    for (int64_t end = column + 128; column < end; column += LANES, to = (char *)to + LANES * sizeof(vf)) {
+        vf block[LANES] = {};
+        for (int64_t n = 0; n < tokens && column < call->columns; n++)
+            load_run(&rows, n * x_row + column, smaller(LANES, call->columns - column), (float *)(block + n));
+        transpose(block);
+        memcpy(to, block, sizeof block);
+    }
 }
 
-INLINE int64_t bytes_of_x(const Call *call) { return call->pairs ? 2 : 4; }
+/* How many columns are decoded at a time: equal parts, of whole blocks. */
+static int64_t depth_of(const Call *call) {
+    int64_t most = call->tiled && call->columns <= WHOLE_DEPTH ? WHOLE_DEPTH : PANEL_DEPTH;
+    int64_t parts = (call->columns + most - 1) / most;
+    return ((call->columns + parts - 1) / parts + 127) / 128 * 128;
+}
 
 /* A strip of whole rows with all tokens, in panels. */
 static void many_tokens(Strip *s) {
     const Call *call = s->call;
     Decoded w __attribute__((aligned(64)));
     vf sums[SHARED_PANELS][UNIT];
-    int64_t parts = (call->columns + PANEL_DEPTH - 1) / PANEL_DEPTH, depth = (call->columns + parts - 1) / parts;
-    int64_t apart = LANES * call->x_stride * bytes_of_x(call);
-    depth = (depth + 127) / 128 * 128;
     if (s->count < UNIT) memset(&w, 0, sizeof w);
     for (int64_t token = 0; token < call->tokens; token += SHARED_PANELS * LANES) {
         int64_t panels = smaller(SHARED_PANELS, (call->tokens - token + LANES - 1) / LANES);
         memset(sums, 0, panels * sizeof sums[0]);
         for (s->from = 0; s->from < call->columns; s->from = s->end) {
-            s->end = smaller(s->from + depth, call->columns);
+            s->end = smaller(s->from + call->depth, call->columns);
             int64_t vectors = call->decode(s, &w);
             prefetch_next(s);
-            const char *x = (const char *)call->x + token / LANES * apart + s->from * LANES * bytes_of_x(call);
-            call->add(&w, x, vectors, apart, panels, sums);
+            call->add(&w, panel_at(call, token / LANES, s->from), vectors, apart_at(call, s->from), panels, sums);
         }
         for (int64_t p = 0; p < panels; p++) {
             transpose(sums[p]);
@@ -204,28 +209,33 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
         s.limit = part->indices + part->rows * row_bytes(call);
         table.group = -1;
         if (!call->pairs) prepare(&u, call->bits, s.limit);
-        for (int64_t i = start; i < stop; i++) {
-            s.row = i * UNIT, s.count = (int)smaller(UNIT, part->rows - s.row);
-            (call->few ? call->few : many_tokens)(&s);
+        for (int64_t i = start, next; i < stop; i = next) {
+            next = call->few || !call->tiled ? i + 1 : smaller(i + TILED, stop);
+            s.row = i * UNIT, s.count = (int)(smaller(next * UNIT, part->rows) - s.row);
+            if (call->few) call->few(&s);
+            else if (!call->tiled) many_tokens(&s);
+            else if (!call->tiled(&s)) *call->short_of_memory = 1;
         }
     }
 }
 
-/* Panels of 16 tokens, each vector of four bytes of them. Rows are first laid out behind the panels. */
-static void lay_out_panels(const Call *call, const char *x, int64_t x_row, char *to) {
-    int64_t stride = call->x_stride * bytes_of_x(call), of_token = x_row * (call->out_dtype == FLOAT32 ? 4 : 2);
-    char *rows = to + (call->tokens + LANES - 1) / LANES * LANES * stride;
-    for (int64_t token = 0; token < call->tokens; token += LANES, to += LANES * stride) {
-        for (int64_t n = 0; n < LANES; n++) {
-            if (token + n < call->tokens) call->lay_out_row(call, x + (token + n) * of_token, rows + n * stride);
-            else memset(rows + n * stride, 0, stride);
-        }
-        for (int64_t at = 0; at < (call->columns + 63) / 64 * 64 * bytes_of_x(call); at += sizeof(vf)) {
-            vf block[LANES];
-            for (int n = 0; n < LANES; n++) block[n] = *(const vf *)(rows + n * stride + at);
-            transpose(block);
-            memcpy(to + at * LANES, block, sizeof block);
-        }
+/* Blocks [first, last) of 128 columns of panels of 16 tokens, each vector of four bytes of them. */
+typedef struct {
+    const Call *call;
+    const char *x;
+    int64_t x_row;
+} Panels;
+
+static void lay_out_blocks(const void *job, int64_t first, int64_t last) {
+    const Panels *panels = job;
+    const Call *call = panels->call;
+    int64_t across = call->x_stride / 128, of_token = panels->x_row * (call->out_dtype == FLOAT32 ? 4 : 2);
+    for (int64_t i = first; i < last; i++) {
+        int64_t token = i / across * LANES, column = i % across * 128, from = column / call->depth * call->depth;
+        call->lay_out(
+            call, panels->x + token * of_token, panels->x_row, smaller(LANES, call->tokens - token), column,
+            panel_at(call, i / across, from) + (column - from) * LANES * bytes_of_x(call)
+        );
     }
 }
 
@@ -251,30 +261,34 @@ int edkm_lut_linear(
     call.out_stride = out_row, call.columns = packed->columns, call.x_stride = (call.columns + 127) / 128 * 128;
     call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
     call.few = tokens < panels_from(&call) ? few_floats : NULL;
-    call.lay_out_row = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
+    call.lay_out = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
 #if NARROW
     call.add = edkm_narrow_add;
 #endif
-    int64_t rounded = (tokens + LANES - 1) / LANES * LANES, rows = 0, units = 0;
+    int64_t rows = 0, units = 0;
+    int failed = 0;
+    call.short_of_memory = &failed;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
     int exponents[16];
     call.pairs = edkm_pairs_take(&call, x, x_row, parts, exponents);
 #endif
-    float *own = scratch((call.few && !call.pairs ? tokens : rounded + LANES) * call.x_stride);
+    float *own = scratch((call.few && !call.pairs ? tokens : panels_of(&call) * LANES) * call.x_stride);
     if (!own) return 1;
-    call.x = own;
-    if (!call.few) lay_out_panels(&call, x, x_row, (char *)own);
+    call.x = own, call.depth = depth_of(&call);
+    Panels panels = {&call, x, x_row};
+    if (!call.few)
+        share(lay_out_blocks, &panels, panels_of(&call) * call.x_stride / 128, tokens * call.columns >= SHARED_WEIGHTS);
 #if HAS_PAIRS
     else if (call.pairs) edkm_pairs_lay_out(&call, x, x_row, exponents, own);
 #endif
     else
         for (int64_t n = 0; n < tokens; n++)
-            lay_out_floats(&call, (const char *)x + n * x_row * (dtype == FLOAT32 ? 4 : 2), own + n * call.x_stride);
+            lay_out_row(&call, x, n * x_row, own + n * call.x_stride);
     for (int64_t p = 0; p < call.count; p++)
         rows += call.parts[p].rows, units += (call.parts[p].rows + UNIT - 1) / UNIT;
     share(multiply_units, &call, units, rows * call.columns * tokens >= SHARED_PRODUCTS);
-    return 0;
+    return failed;
 }
 
 /* Dense rows of W: those that `ids` names, or `count` rows from `first` on; columns [from, end), `from` a multiple of 16. */

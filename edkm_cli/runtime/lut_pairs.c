@@ -9,11 +9,6 @@
 
 #include <stdlib.h>
 #include <time.h>
-#ifdef __AMX_BF16__
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #if HAS_PAIRS
 
@@ -48,6 +43,7 @@ typedef struct {
 } Words;
 static Words of_bits[9];
 static __m512i order[6], numbers; /* columns 4j + k of 64; 2j and 2j + 1; j */
+static uint8_t beside[3][64] __attribute__((aligned(64))); /* bytes of words 1, 2 and 4 apart, in groups of two, four and eight */
 
 INLINE __mmask64 first_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
@@ -65,6 +61,11 @@ __attribute__((constructor)) static void prepare_words(void) {
         order[k] = _mm512_load_si512(columns[k]);
     }
     numbers = _mm512_srli_epi16(order[4], 1);
+    for (int i = 0; i < 64; i++)
+        for (int k = 0, word = i / 2 % 8; k < 3; k++) {
+            int apart = 1 << k, at = word % (2 * apart);
+            beside[k][i] = (uint8_t)(2 * (word - at + at / 2 + at % 2 * apart) + i % 2);
+        }
     for (int bits = 1; bits <= 8; bits++) {
         Words *words = of_bits + bits;
         for (int two = 0; two < 2; two++) {
@@ -581,9 +582,23 @@ INLINE void lay_out_apart(const Call *call, const uint16_t *x, int64_t apart, ui
     }
 }
 
-static void lay_out_words(const Call *call, const void *x, void *to) { lay_out_apart(call, x, RUN, to); }
-
-#define AMX_PANELS 4 /* that are multiplied with a tile of W */
+/* A block of a panel: pairs of columns as decoded ones lie beside each other, 4j + k and 4j + 4 + k, each with its 16 tokens. */
+static void lay_out_words(const Call *call, const void *of, int64_t x_row, int64_t tokens, int64_t column, void *to) {
+    int64_t left = call->columns - column;
+    int codes = call->meaning != SMALL ? 1 : left > RUN / 2 ? 4 : 2;
+    __m512i pairs = _mm512_load_si512(beside[codes / 2]);
+    for (int piece = 0; piece < (codes == 2 ? 2 : 4); piece++) {
+        vf block[LANES];
+        for (int64_t n = 0; n < LANES; n++) {
+            const uint16_t *x = (const uint16_t *)of + n * x_row + column + 32 * piece;
+            __mmask32 inside = n < tokens ? first_words(left - 32 * piece) : 0;
+            block[n] = (vf)_mm512_shuffle_epi8(_mm512_maskz_loadu_epi16(inside, x), pairs);
+        }
+        transpose(block);
+        for (int j = 0; j < LANES; j++)
+            _mm512_store_si512((vf *)to + j % codes * LANES + (piece * LANES + j) / codes, (__m512i)block[j]);
+    }
+}
 
 /* `count` vectors of 32 weights, as words or, where they are multiplied one by one, as floats: the odd ones first. */
 INLINE void put_weights(int fma, int count, const __m512i weights[], Decoded *w, int row, int64_t at) {
@@ -673,48 +688,6 @@ static void add_by_ones(const Decoded *w, const char *x, int64_t pairs, int64_t 
     _mm_setcsr(before);
 }
 
-#ifdef __AMX_BF16__
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
-/* Whether the processor has tiles of bfloat16 and the system lets this process use them. */
-static int may_use_amx(void) {
-#ifdef EDKM_EMULATED_AMX
-    return 1;
-#else
-    unsigned a, b, c, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (1u << 22 | 1u << 24))) return 0;
-    return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
-#endif
-}
-
-#define FOR_PANELS(of) of(0) of(1) of(2) of(3)
-#define LOAD_SUMS(p) if (p < panels) _tile_loadd(p, sums[p], 64);
-#define STORE_SUMS(p) if (p < panels) _tile_stored(p, sums[p], 64);
-#define ADD_TILE(p)                                      \
-    if (p < panels) {                                    \
-        _tile_loadd(7, x + p * apart + 1024 * v, 64);    \
-        _tile_dpbf16ps(p, 6, 7);                         \
-    }
-static void add_by_tiles(const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]) {
-    TileConfig config = {.palette = 1};
-    for (int t = 0; t < 8; t++) config.rows[t] = UNIT, config.row_bytes[t] = 64;
-    _tile_loadconfig(&config);
-    for (; panels > 0; panels -= AMX_PANELS, sums += AMX_PANELS, x += AMX_PANELS * apart) {
-        FOR_PANELS(LOAD_SUMS)
-        for (int64_t v = 0; v < pairs / LANES; v++) {
-            _tile_loadd(6, w->words[0] + 32 * v, sizeof w->words[0]);
-            FOR_PANELS(ADD_TILE)
-        }
-        FOR_PANELS(STORE_SUMS)
-    }
-    _tile_release();
-}
-#endif
-
 /* Measured once, in less than a tenth of a millisecond; EDKM_MULTIPLY=pairs or ones says it instead. AMX is not measured: it is
  * taken. */
 static void choose_multiply(void) {
@@ -724,8 +697,8 @@ static void choose_multiply(void) {
         multiply_by = *given == 'p' ? PAIRS : ONES;
         return;
     }
-#ifdef __AMX_BF16__
-    if (may_use_amx()) {
+#if HAS_TILES
+    if (edkm_may_use_tiles()) {
         multiply_by = AMX;
         return;
     }
@@ -764,10 +737,10 @@ int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PA
     if (call->tokens > FEW_TOKENS) choose_multiply();
     call->half = takes_halves(call, x, x_row, exponents);
     call->few = call->tokens <= (call->half ? 2 * FEW_TOKENS : FEW_TOKENS) ? few_pairs : NULL;
-    call->lay_out_row = lay_out_words, call->decode = decode_pairs;
+    call->lay_out = lay_out_words, call->decode = decode_pairs;
     call->add = multiply_by == ONES ? add_by_ones : add_by_pairs;
-#ifdef __AMX_BF16__
-    if (multiply_by == AMX) call->add = add_by_tiles;
+#if HAS_TILES
+    if (multiply_by == AMX) call->tiled = edkm_tiles_multiply;
 #endif
     if (!call->half) return 1;
     for (int64_t p = 0; p < call->count; p++) {

@@ -56,7 +56,7 @@ static int64_t threads_wanted(void) {
 #endif
 
 /* `many`: whether there is enough to do for all threads, as many as `torch.set_num_threads` says. */
-static void share(void (*work)(const void *, int64_t, int64_t), const void *job, int64_t units, int many) {
+static inline void share(void (*work)(const void *, int64_t, int64_t), const void *job, int64_t units, int many) {
 #ifdef __linux__
     int threads = HAS_THREADS && many ? omp_get_max_threads() : 1;
     if (threads > 1 && units > 1 && !forked && !omp_in_parallel()) {
@@ -75,12 +75,13 @@ static void share(void (*work)(const void *, int64_t, int64_t), const void *job,
     work(job, 0, units);
 }
 
-/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. Its size is before it. */
+/* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. Its size is before it.
+ * Each file that includes this has its own. */
 static pthread_key_t scratch_key;
 static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
 static void make_key(void) { pthread_key_create(&scratch_key, free); }
 
-static float *scratch(size_t floats) {
+static inline float *scratch(size_t floats) {
     size_t bytes = floats * sizeof(float);
     pthread_once(&scratch_once, make_key);
     size_t *kept = pthread_getspecific(scratch_key);

@@ -1,0 +1,197 @@
+/* Products of many tokens by AMX: tiles of 16 rows and 32 columns of W, decoded to bfloat16, times tiles of 32 columns and 16
+ * tokens (a panel), in sums of 16 rows and 16 tokens.
+ *
+ * Up to four panels have their sums in tiles while a strip of W is decoded part after part and multiplied one part behind, so
+ * that decoding and multiplying overlap. With more, 2 x 2 tiles are multiplied at a time: a load serves two products.
+ */
+#include "lut_call.h"
+
+#if HAS_TILES
+#include "threads.h"
+
+#ifndef EDKM_EMULATED_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define PANELS 32 /* that share a decoding: what is multiplied at a time takes 256 KiB of the L2 cache */
+#define AT_ONCE 4 /* panels, or strips, whose sums are in tiles */
+
+int edkm_may_use_tiles(void) {
+#ifdef EDKM_EMULATED_AMX
+    return 1;
+#else
+    unsigned a, b, c, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (1u << 22 | 1u << 24))) return 0;
+    return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
+#endif
+}
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+typedef vf Sums[UNIT]; /* of 16 rows, each with 16 tokens */
+
+/* Scale, bias, rounding, and the first `tokens` tokens of a panel to their rows of y. */
+static void finish_sums(const Call *call, const Part *part, int64_t row, int count, int64_t panel, const Sums of) {
+    __m512 sums[UNIT];
+    __m512i words[8], next[8];
+    float factor[UNIT], bias[UNIT] = {0};
+    for (int r = 0; r < UNIT; r++) sums[r] = (__m512)of[r];
+    if (call->meaning >= LEVEL) {
+        memcpy(factor, (const float *)part->lut + row, count * sizeof(float));
+        for (int r = 0; r < count; r++) sums[r] *= factor[r];
+    }
+    if (part->bias) {
+        Matrix matrix = {part->bias, part->bias_dtype};
+        load_run(&matrix, row, count, bias);
+        for (int r = 0; r < count; r++) sums[r] += bias[r];
+    }
+    for (int i = 0; i < 8; i++) words[i] = (__m512i)_mm512_cvtne2ps_pbh(sums[i + 8], sums[i]);
+    for (int i = 0; i < 8; i += 2) { /* pairs of rows */
+        next[i] = _mm512_unpacklo_epi16(words[i], words[i + 1]);
+        next[i + 1] = _mm512_unpackhi_epi16(words[i], words[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) { /* tokens 4j + 0, 1 and 4j + 2, 3 of each half, of four rows */
+            words[i + 2 * j] = _mm512_unpacklo_epi32(next[i + j], next[i + 2 + j]);
+            words[i + 2 * j + 1] = _mm512_unpackhi_epi32(next[i + j], next[i + 2 + j]);
+        }
+    int64_t stride = call->out_stride ? call->out_stride : part->rows, first = panel * LANES;
+    uint16_t *y = (uint16_t *)call->outs[part - call->parts] + first * stride + row;
+    __mmask16 rows = (__mmask16)((1u << count) - 1);
+    for (int n = 0; n < 8; n++) { /* tokens n and n + 8 */
+        __m512i both = n % 2 ? _mm512_unpackhi_epi64(words[n / 2], words[4 + n / 2]) : _mm512_unpacklo_epi64(words[n / 2], words[4 + n / 2]);
+        both = _mm512_permutex_epi64(_mm512_shuffle_i64x2(both, both, 0xd8), 0xe4);
+        if (first + n < call->tokens) _mm256_mask_storeu_epi16(y + n * stride, rows, _mm512_castsi512_si256(both));
+        if (first + n + 8 < call->tokens) _mm256_mask_storeu_epi16(y + (n + 8) * stride, rows, _mm512_extracti64x4_epi64(both, 1));
+    }
+}
+
+#define FOR_TILES(of) of(0) of(1) of(2) of(3)
+#define CLEAR(t) _tile_zero(t);
+#define STORE(t) if (t < panels) _tile_stored(t, sums[t], 64);
+
+/* Up to four panels: sums += a part of a strip times their parts. */
+INLINE void add_part(int panels, const Decoded *w, const char *x, int64_t pairs, int64_t apart) {
+#define ADD(t)                                        \
+    if (t < panels) {                                 \
+        _tile_loadd(6, x + t * apart + 1024 * v, 64); \
+        _tile_dpbf16ps(t, 7, 6);                      \
+    }
+    for (int64_t v = 0; v < pairs / LANES; v++) {
+        _tile_loadd(7, w->words[0] + 32 * v, sizeof w->words[0]);
+        FOR_TILES(ADD)
+    }
+}
+
+INLINE void multiply_strip(int panels, Strip *s, Decoded w[2]) {
+    const Call *call = s->call;
+    Sums sums[AT_ONCE] __attribute__((aligned(64)));
+    const char *x = NULL;
+    int64_t pairs = 0, apart = 0;
+    int part = 0;
+    FOR_TILES(CLEAR)
+    for (s->from = 0; s->from < call->columns; s->from = s->end, part = !part) {
+        s->end = smaller(s->from + call->depth, call->columns);
+        int64_t next = call->decode(s, w + part);
+        prefetch_next(s);
+        add_part(panels, w + !part, x, pairs, apart);
+        x = panel_at(call, 0, s->from), pairs = next, apart = apart_at(call, s->from);
+    }
+    add_part(panels, w + !part, x, pairs, apart);
+    FOR_TILES(STORE)
+    for (int p = 0; p < panels; p++) finish_sums(call, s->part, s->row, s->count, p, sums[p]);
+}
+
+/* Two strips, or one, times two panels, or one. `sums`: those of strip r and panel p are `across` r + p further. */
+INLINE void multiply_square(
+    int rows, int panels, const Decoded *w, const char *x, int64_t pairs, int64_t apart, int fresh, int64_t across, Sums *sums
+) {
+#define FOR_SUMS(of) of(0, 0, 0) if (panels > 1) of(1, 0, 1) if (rows > 1) of(2, 1, 0) if (rows > 1 && panels > 1) of(3, 1, 1)
+#define LOAD_SUMS(t, r, p) _tile_loadd(t, sums[(r) * across + (p)], 64);
+#define STORE_SUMS(t, r, p) _tile_stored(t, sums[(r) * across + (p)], 64);
+    if (fresh) {
+        FOR_TILES(CLEAR)
+    } else {
+        FOR_SUMS(LOAD_SUMS)
+    }
+    for (int64_t v = 0; v < pairs / LANES; v++) {
+        _tile_loadd(4, w[0].words[0] + 32 * v, sizeof w->words[0]);
+        _tile_stream_loadd(6, x + 1024 * v, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (panels > 1) {
+            _tile_stream_loadd(7, x + apart + 1024 * v, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (rows > 1) {
+            _tile_loadd(5, w[1].words[0] + 32 * v, sizeof w->words[0]);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        if (rows > 1 && panels > 1) { _tile_dpbf16ps(3, 5, 7); }
+    }
+    FOR_SUMS(STORE_SUMS)
+}
+
+/* More panels: part after part of the columns, each with all strips. */
+static void multiply_squares(Strip *s, Decoded w[2], Sums *sums) {
+    const Call *call = s->call;
+    Sums last[4] __attribute__((aligned(64)));
+    const int64_t first = s->row, end = s->row + s->count, all = panels_of(call);
+    for (int64_t panel = 0; panel < all; panel += PANELS) {
+        int64_t panels = smaller(PANELS, all - panel);
+        for (s->from = 0; s->from < call->columns; s->from = s->end) {
+            s->end = smaller(s->from + call->depth, call->columns);
+            int64_t apart = apart_at(call, s->from);
+            for (int64_t row = first; row < end; row += 2 * UNIT) {
+                int64_t strips = smaller(2, (end - row + UNIT - 1) / UNIT), pairs = 0;
+                for (int64_t i = 0; i < strips; i++) {
+                    s->row = row + i * UNIT, s->count = (int)smaller(UNIT, end - s->row);
+                    pairs = call->decode(s, w + i);
+                    prefetch_next(s);
+                }
+                for (int64_t p = 0; p < panels; p += 2) {
+                    const char *x = panel_at(call, panel + p, s->from);
+                    int fresh = !s->from, done = s->end == call->columns;
+                    Sums *kept = sums + (row - first) / UNIT * PANELS + p;
+                    int64_t across = PANELS;
+                    if (done && fresh) kept = last, across = 2;
+                    if (strips == 2 && p + 1 < panels) multiply_square(2, 2, w, x, pairs, apart, fresh, across, kept);
+                    else if (strips == 2) multiply_square(2, 1, w, x, pairs, apart, fresh, across, kept);
+                    else if (p + 1 < panels) multiply_square(1, 2, w, x, pairs, apart, fresh, across, kept);
+                    else multiply_square(1, 1, w, x, pairs, apart, fresh, across, kept);
+                    for (int64_t i = 0; done && i < strips; i++)
+                        for (int64_t j = 0; j < smaller(2, panels - p); j++)
+                            finish_sums(
+                                call, s->part, row + i * UNIT, (int)smaller(UNIT, end - row - i * UNIT), panel + p + j,
+                                kept[i * across + j]
+                            );
+                }
+            }
+        }
+    }
+}
+
+int edkm_tiles_multiply(Strip *s) {
+    TileConfig config = {.palette = 1};
+    int64_t end = s->row + s->count, panels = panels_of(s->call);
+    Decoded *w = (Decoded *)scratch(2 * sizeof(Decoded) / 4 + (panels > AT_ONCE) * TILED * PANELS * sizeof(Sums) / 4);
+    if (!w) return 0;
+    for (int t = 0; t < 8; t++) config.rows[t] = UNIT, config.row_bytes[t] = 64;
+    _tile_loadconfig(&config);
+    if (panels > AT_ONCE) multiply_squares(s, w, (Sums *)(w + 2));
+    for (int64_t row = s->row; panels <= AT_ONCE && row < end; row += UNIT) {
+        s->row = row, s->count = (int)smaller(UNIT, end - row);
+        if (panels == 1) multiply_strip(1, s, w);
+        else if (panels == 2) multiply_strip(2, s, w);
+        else if (panels == 3) multiply_strip(3, s, w);
+        else multiply_strip(4, s, w);
+    }
+    _tile_release();
+    return 1;
+}
+#endif
