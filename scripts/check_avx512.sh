@@ -18,7 +18,7 @@ if [ ! -x "$BOCHS/bochs" ]; then
         { tail -5 "$scratch/build.log"; exit 1; }
 fi
 
-sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_narrow.c edkm_cli/runtime/lut_pairs.c
+sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_narrow.c edkm_cli/runtime/lut_pairs.c edkm_cli/runtime/lut_tiles.c
 edkm_cli/kernels/palette.c edkm_cli/kernels/columns.c edkm_cli/kernels/kmeans.c"
 mkdir -p "$scratch/root/dev" "$scratch/root/bin" "$scratch/disk/boot/grub"
 build() { # a level of edkm_cli/kernels/levels.py

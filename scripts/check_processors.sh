@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_narrow.c edkm_cli/runtime/lut_pairs.c
+sources="tests/processors.c edkm_cli/runtime/lut_linear.c edkm_cli/runtime/lut_narrow.c edkm_cli/runtime/lut_pairs.c edkm_cli/runtime/lut_tiles.c
 edkm_cli/kernels/palette.c edkm_cli/kernels/columns.c edkm_cli/kernels/kmeans.c"
 flags="-O2 -static -Wno-psabi -fno-math-errno -fno-trapping-math -Iedkm_cli/kernels"
 

@@ -8,6 +8,8 @@
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_release
+#undef _tile_zero
+#undef _tile_stream_loadd
 #define __AMX_BF16__ 1
 #define EDKM_EMULATED_AMX 1
 
@@ -22,6 +24,8 @@ static float emulated_float(uint16_t half) {
 
 #define _tile_loadconfig(config) ((void)(config))
 #define _tile_release() ((void)0)
+#define _tile_zero(t) memset(emulated_tiles[t], 0, sizeof emulated_tiles[t])
+#define _tile_stream_loadd(t, at, stride) _tile_loadd(t, at, stride)
 #define _tile_loadd(t, at, stride) \
     for (int i_ = 0; i_ < 16; i_++) memcpy(emulated_tiles[t][i_], (const char *)(at) + i_ * (stride), 64)
 #define _tile_stored(t, at, stride) \

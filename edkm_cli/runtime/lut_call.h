@@ -29,11 +29,15 @@
 #define NOINLINE static __attribute__((noinline)) void
 #define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
-#define TILED 16   /* strips whose sums with 512 tokens, half a MiB, stay in the L2 cache beside what is multiplied */
+/* Where AMX multiplies, panels that share a decoding, and strips that share what is laid out of them: 320 and 512 KiB (their
+ * sums) of the L2 cache. Up to SUM_TILES panels, sums are in tiles. */
+#define TILED_PANELS 16
+#define TILED 32
+#define SUM_TILES 4
 #define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
 #define PANEL_DEPTH 256             /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
-#define WHOLE_DEPTH 640             /* where tiles are multiplied, so many without a second part, whose sums wait for memory */
-#define PANEL_ROW (WHOLE_DEPTH + 32) /* words, or floats: a power of two would share few sets */
+#define TILED_DEPTH 640             /* where more than SUM_TILES panels are multiplied by AMX: fewer parts' sums wait for memory */
+#define PANEL_ROW (TILED_DEPTH + 32) /* words, or floats: a power of two would share few sets */
 
 /* Rows of W, decoded for panels: words of bfloat16, or floats. */
 typedef union {
@@ -49,7 +53,7 @@ typedef struct {
     const Unpacker *u;
     Table *table;
     const uint8_t *limit;
-    int64_t row, from, end;
+    int64_t row, from, end, panel, panels;
     int count, bits;
 } Strip;
 
@@ -65,6 +69,7 @@ typedef struct Call {
     void (*few)(Strip *);
     /* Columns [column, column + 128) of a panel: up to 16 tokens, which are `x_row` numbers apart, and zeros. */
     void (*lay_out)(const struct Call *, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to);
+    int64_t units, group; /* UNITs of rows of all parts; panels that share a decoding */
     int64_t depth; /* columns that are decoded at a time: in x, too, those of all panels lie together */
     int64_t (*decode)(const Strip *, Decoded *); /* returns the vectors of x that belong to it in a panel */
     /* sums[p][r] += row r of W times panel p, `vectors` vectors of it; panels are `apart` bytes apart. */

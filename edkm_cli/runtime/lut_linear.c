@@ -164,39 +164,37 @@ static void lay_out_floats(const Call *call, const void *x, int64_t x_row, int64
     }
 }
 
-/* How many columns are decoded at a time: equal parts, of whole blocks. */
-static int64_t depth_of(const Call *call) {
-    int64_t most = call->tiled && call->columns <= WHOLE_DEPTH ? WHOLE_DEPTH : PANEL_DEPTH;
-    int64_t parts = (call->columns + most - 1) / most;
-    return ((call->columns + parts - 1) / parts + 127) / 128 * 128;
+/* How many columns are decoded at a time: equal parts, of whole blocks. How many panels share a decoding: equal groups, too. */
+static void divide(Call *call) {
+    int64_t panels = panels_of(call), all = panels <= 2 && call->columns <= TILED_DEPTH;
+    int64_t most = call->tiled && (panels > SUM_TILES || all) ? TILED_DEPTH : PANEL_DEPTH;
+    int64_t parts = (call->columns + most - 1) / most, together = call->tiled ? TILED_PANELS : SHARED_PANELS;
+    int64_t groups = (panels + together - 1) / together;
+    call->depth = ((call->columns + parts - 1) / parts + 127) / 128 * 128;
+    call->group = ((panels + groups - 1) / groups + 1) / 2 * 2;
 }
 
-/* A strip of whole rows with all tokens, in panels. */
+/* A strip of whole rows with a group of panels. */
 static void many_tokens(Strip *s) {
     const Call *call = s->call;
     Decoded w __attribute__((aligned(64)));
-    vf sums[SHARED_PANELS][UNIT];
+    vf sums[SHARED_PANELS][UNIT] = {};
     if (s->count < UNIT) memset(&w, 0, sizeof w);
-    for (int64_t token = 0; token < call->tokens; token += SHARED_PANELS * LANES) {
-        int64_t panels = smaller(SHARED_PANELS, (call->tokens - token + LANES - 1) / LANES);
-        memset(sums, 0, panels * sizeof sums[0]);
-        for (s->from = 0; s->from < call->columns; s->from = s->end) {
-            s->end = smaller(s->from + call->depth, call->columns);
-            int64_t vectors = call->decode(s, &w);
-            prefetch_next(s);
-            call->add(&w, panel_at(call, token / LANES, s->from), vectors, apart_at(call, s->from), panels, sums);
-        }
-        for (int64_t p = 0; p < panels; p++) {
-            transpose(sums[p]);
-            for (int64_t n = 0, at = token + p * LANES; n < smaller(LANES, call->tokens - at); n++)
-                finish(call, s->part, s->row, s->count, at + n, sums[p][n]);
-        }
+    for (s->from = 0; s->from < call->columns; s->from = s->end) {
+        s->end = smaller(s->from + call->depth, call->columns);
+        int64_t vectors = call->decode(s, &w);
+        prefetch_next(s);
+        call->add(&w, panel_at(call, s->panel, s->from), vectors, apart_at(call, s->from), s->panels, sums);
+    }
+    for (int64_t p = 0; p < s->panels; p++) {
+        transpose(sums[p]);
+        for (int64_t n = 0, at = (s->panel + p) * LANES; n < smaller(LANES, call->tokens - at); n++)
+            finish(call, s->part, s->row, s->count, at + n, sums[p][n]);
     }
 }
 
-/* Units [first, last) of all parts, one after the other. */
-static void multiply_units(const void *job, int64_t first, int64_t last) {
-    const Call *call = job;
+/* Units [first, last) of all parts, one after the other, with one group of panels. */
+static void multiply_parts(const Call *call, int64_t panel, int64_t first, int64_t last) {
     for (int64_t p = 0, before = 0; p < call->count; p++) {
         const Part *part = call->parts + p;
         int64_t own = (part->rows + UNIT - 1) / UNIT, start = first > before ? first - before : 0;
@@ -207,6 +205,7 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
         before += own;
         if (start >= stop) continue;
         s.limit = part->indices + part->rows * row_bytes(call);
+        s.panel = panel, s.panels = smaller(call->group, panels_of(call) - panel);
         table.group = -1;
         if (!call->pairs) prepare(&u, call->bits, s.limit);
         for (int64_t i = start, next; i < stop; i = next) {
@@ -216,6 +215,16 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
             else if (!call->tiled) many_tokens(&s);
             else if (!call->tiled(&s)) *call->short_of_memory = 1;
         }
+    }
+}
+
+/* Units of the first group of panels, then those of the second: threads find what they laid out in their own caches. */
+static void multiply_units(const void *job, int64_t first, int64_t last) {
+    const Call *call = job;
+    for (int64_t at = first, end; at < last; at = end) {
+        int64_t group = at / call->units, before = group * call->units;
+        end = smaller(last, before + call->units);
+        multiply_parts(call, group * call->group, at - before, end - before);
     }
 }
 
@@ -265,7 +274,7 @@ int edkm_lut_linear(
 #if NARROW
     call.add = edkm_narrow_add;
 #endif
-    int64_t rows = 0, units = 0;
+    int64_t rows = 0;
     int failed = 0;
     call.short_of_memory = &failed;
 #if HAS_PAIRS
@@ -275,7 +284,7 @@ int edkm_lut_linear(
 #endif
     float *own = scratch((call.few && !call.pairs ? tokens : panels_of(&call) * LANES) * call.x_stride);
     if (!own) return 1;
-    call.x = own, call.depth = depth_of(&call);
+    call.x = own, divide(&call);
     Panels panels = {&call, x, x_row};
     if (!call.few)
         share(lay_out_blocks, &panels, panels_of(&call) * call.x_stride / 128, tokens * call.columns >= SHARED_WEIGHTS);
@@ -286,8 +295,9 @@ int edkm_lut_linear(
         for (int64_t n = 0; n < tokens; n++)
             lay_out_row(&call, x, n * x_row, own + n * call.x_stride);
     for (int64_t p = 0; p < call.count; p++)
-        rows += call.parts[p].rows, units += (call.parts[p].rows + UNIT - 1) / UNIT;
-    share(multiply_units, &call, units, rows * call.columns * tokens >= SHARED_PRODUCTS);
+        rows += call.parts[p].rows, call.units += (call.parts[p].rows + UNIT - 1) / UNIT;
+    int64_t groups = call.few ? 1 : (panels_of(&call) + call.group - 1) / call.group;
+    share(multiply_units, &call, call.units * groups, rows * call.columns * tokens >= SHARED_PRODUCTS);
     return failed;
 }
 

@@ -239,6 +239,16 @@ INLINE void add_sixteen(
     }
 }
 
+/* Every 256 columns, or tile, sums start anew, which keeps rounding errors small. */
+INLINE void add_up(int tokens, vn acc[ROWS][4][VECTORS], vn sums[ROWS][4]) {
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < tokens; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[r][n] += acc[r][n][v], acc[r][n][v] = (vn){};
+}
+
 /* y[n][r] = row r of a strip times token n, for all its rows and up to four tokens; x is padded with zeros. */
 INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, const float *x, float y[4][UNIT]) {
     const Call *call = s->call;
@@ -246,7 +256,7 @@ INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, co
     Entries entries[ROWS];
     uint8_t copy[ROWS][READ];
     for (int first = 0; first < s->count; first += ROWS) {
-        vn acc[ROWS][4][VECTORS] = {};
+        vn acc[ROWS][4][VECTORS] = {}, sums[ROWS][4] = {};
         int64_t rows[ROWS], groups[ROWS];
         for (int r = 0; r < ROWS; r++) {
             rows[r] = s->row + smaller(first + r, s->count - 1);
@@ -260,18 +270,17 @@ INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, co
                 use_entries(kind, s, groups[r]++, entries + r);
             }
             int64_t steps = (tile + 15) / 16, quick = readable_steps(s, p[ROWS - 1], steps), i = 0;
-            for (; i < quick; i++) add_sixteen(kind, tokens, c, entries, p, 2 * i * bits, at + 16 * i, stride, acc);
+            for (int64_t stop; i < quick; add_up(tokens, acc, sums))
+                for (stop = smaller(i + 16, quick); i < stop; i++)
+                    add_sixteen(kind, tokens, c, entries, p, 2 * i * bits, at + 16 * i, stride, acc);
             for (; i < steps; i++) {
                 for (int r = 0; r < ROWS; r++) ends[r] = copied(s, p[r] + 2 * i * bits, copy[r]);
                 add_sixteen(kind, tokens, c, entries, ends, 0, at + 16 * i, stride, acc);
             }
         }
+        add_up(tokens, acc, sums);
         for (int r = 0; r < ROWS && first + r < s->count; r++)
-            for (int n = 0; n < tokens; n++) {
-                vn sum = acc[r][n][0];
-                for (int v = 1; v < VECTORS; v++) sum += acc[r][n][v];
-                y[n][first + r] = sum_of(sum);
-            }
+            for (int n = 0; n < tokens; n++) y[n][first + r] = sum_of(sums[r][n]);
     }
 }
 

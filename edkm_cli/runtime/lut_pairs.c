@@ -389,7 +389,7 @@ INLINE void few(int half, int kind, int rows, int tokens, const Strip *of, vf su
     const Strip strip = *of, *s = &strip;
     const Call *call = s->call;
     const Words words = of_bits[s->bits], *u = &words;
-    const int ways = kind > HALVES ? 2 : tokens > 8 ? 1 : tokens == 8 ? 2 : 4; /* sums of a token, so that additions overlap */
+    const int ways = kind > HALVES || rows == 2 ? 2 : tokens > 8 ? 1 : tokens == 8 ? 2 : 4; /* sums of a token: additions overlap */
     const int64_t step = RUN * s->bits / 8, in_row = row_bytes(call), left = (s->end - s->from) % RUN, whole = s->end - left;
     const int64_t ahead = s->end - s->from == call->columns ? AHEAD : in_row; /* of a part of a row: that of the next one */
     const uint8_t *first = s->part->indices + s->row * in_row + s->from * s->bits / 8;

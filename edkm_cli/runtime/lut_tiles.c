@@ -15,8 +15,6 @@
 #include <unistd.h>
 #endif
 
-#define PANELS 32 /* that share a decoding: what is multiplied at a time takes 256 KiB of the L2 cache */
-#define AT_ONCE 4 /* panels, or strips, whose sums are in tiles */
 
 int edkm_may_use_tiles(void) {
 #ifdef EDKM_EMULATED_AMX
@@ -36,7 +34,7 @@ typedef struct {
 
 typedef vf Sums[UNIT]; /* of 16 rows, each with 16 tokens */
 
-/* Scale, bias, rounding, and the first `tokens` tokens of a panel to their rows of y. */
+/* Scale, bias, rounding, and a panel's tokens to their rows of y. */
 static void finish_sums(const Call *call, const Part *part, int64_t row, int count, int64_t panel, const Sums of) {
     __m512 sums[UNIT];
     __m512i words[8], next[8];
@@ -65,8 +63,9 @@ static void finish_sums(const Call *call, const Part *part, int64_t row, int cou
     uint16_t *y = (uint16_t *)call->outs[part - call->parts] + first * stride + row;
     __mmask16 rows = (__mmask16)((1u << count) - 1);
     for (int n = 0; n < 8; n++) { /* tokens n and n + 8 */
-        __m512i both = n % 2 ? _mm512_unpackhi_epi64(words[n / 2], words[4 + n / 2]) : _mm512_unpacklo_epi64(words[n / 2], words[4 + n / 2]);
-        both = _mm512_permutex_epi64(_mm512_shuffle_i64x2(both, both, 0xd8), 0xe4);
+        __m512i low = words[n / 2], high = words[4 + n / 2];
+        __m512i both = n % 2 ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
+        both = _mm512_shuffle_i64x2(both, both, 0xd8);
         if (first + n < call->tokens) _mm256_mask_storeu_epi16(y + n * stride, rows, _mm512_castsi512_si256(both));
         if (first + n + 8 < call->tokens) _mm256_mask_storeu_epi16(y + (n + 8) * stride, rows, _mm512_extracti64x4_epi64(both, 1));
     }
@@ -74,7 +73,7 @@ static void finish_sums(const Call *call, const Part *part, int64_t row, int cou
 
 #define FOR_TILES(of) of(0) of(1) of(2) of(3)
 #define CLEAR(t) _tile_zero(t);
-#define STORE(t) if (t < panels) _tile_stored(t, sums[t], 64);
+#define STORE(t) if (t < panels) { _tile_stored(t, sums[t], 64); }
 
 /* Up to four panels: sums += a part of a strip times their parts. */
 INLINE void add_part(int panels, const Decoded *w, const char *x, int64_t pairs, int64_t apart) {
@@ -91,7 +90,7 @@ INLINE void add_part(int panels, const Decoded *w, const char *x, int64_t pairs,
 
 INLINE void multiply_strip(int panels, Strip *s, Decoded w[2]) {
     const Call *call = s->call;
-    Sums sums[AT_ONCE] __attribute__((aligned(64)));
+    Sums sums[SUM_TILES] __attribute__((aligned(64)));
     const char *x = NULL;
     int64_t pairs = 0, apart = 0;
     int part = 0;
@@ -101,24 +100,23 @@ INLINE void multiply_strip(int panels, Strip *s, Decoded w[2]) {
         int64_t next = call->decode(s, w + part);
         prefetch_next(s);
         add_part(panels, w + !part, x, pairs, apart);
-        x = panel_at(call, 0, s->from), pairs = next, apart = apart_at(call, s->from);
+        x = panel_at(call, s->panel, s->from), pairs = next, apart = apart_at(call, s->from);
     }
     add_part(panels, w + !part, x, pairs, apart);
     FOR_TILES(STORE)
-    for (int p = 0; p < panels; p++) finish_sums(call, s->part, s->row, s->count, p, sums[p]);
+    for (int p = 0; p < panels; p++) finish_sums(call, s->part, s->row, s->count, s->panel + p, sums[p]);
 }
 
-/* Two strips, or one, times two panels, or one. `sums`: those of strip r and panel p are `across` r + p further. */
+/* Two strips, or one, times two panels, or one: sums[2r + p]. What is loaded of x does not drive W from the L1 cache. */
 INLINE void multiply_square(
-    int rows, int panels, const Decoded *w, const char *x, int64_t pairs, int64_t apart, int fresh, int64_t across, Sums *sums
+    int rows, int panels, const Decoded *w, const char *x, int64_t pairs, int64_t apart, int fresh, Sums sums[4]
 ) {
-#define FOR_SUMS(of) of(0, 0, 0) if (panels > 1) of(1, 0, 1) if (rows > 1) of(2, 1, 0) if (rows > 1 && panels > 1) of(3, 1, 1)
-#define LOAD_SUMS(t, r, p) _tile_loadd(t, sums[(r) * across + (p)], 64);
-#define STORE_SUMS(t, r, p) _tile_stored(t, sums[(r) * across + (p)], 64);
+#define LOAD_SUM(t) if (t / 2 < rows && t % 2 < panels) { _tile_loadd(t, sums[t], 64); }
+#define STORE_SUM(t) if (t / 2 < rows && t % 2 < panels) { _tile_stored(t, sums[t], 64); }
     if (fresh) {
         FOR_TILES(CLEAR)
     } else {
-        FOR_SUMS(LOAD_SUMS)
+        FOR_TILES(LOAD_SUM)
     }
     for (int64_t v = 0; v < pairs / LANES; v++) {
         _tile_loadd(4, w[0].words[0] + 32 * v, sizeof w->words[0]);
@@ -134,43 +132,37 @@ INLINE void multiply_square(
         }
         if (rows > 1 && panels > 1) { _tile_dpbf16ps(3, 5, 7); }
     }
-    FOR_SUMS(STORE_SUMS)
+    FOR_TILES(STORE_SUM)
 }
 
-/* More panels: part after part of the columns, each with all strips. */
-static void multiply_squares(Strip *s, Decoded w[2], Sums *sums) {
+/* More panels: part after part of the columns, each with two strips after the other. */
+static void multiply_squares(Strip *s, Decoded w[2], Sums *all) {
     const Call *call = s->call;
-    Sums last[4] __attribute__((aligned(64)));
-    const int64_t first = s->row, end = s->row + s->count, all = panels_of(call);
-    for (int64_t panel = 0; panel < all; panel += PANELS) {
-        int64_t panels = smaller(PANELS, all - panel);
-        for (s->from = 0; s->from < call->columns; s->from = s->end) {
-            s->end = smaller(s->from + call->depth, call->columns);
-            int64_t apart = apart_at(call, s->from);
-            for (int64_t row = first; row < end; row += 2 * UNIT) {
-                int64_t strips = smaller(2, (end - row + UNIT - 1) / UNIT), pairs = 0;
-                for (int64_t i = 0; i < strips; i++) {
-                    s->row = row + i * UNIT, s->count = (int)smaller(UNIT, end - s->row);
-                    pairs = call->decode(s, w + i);
-                    prefetch_next(s);
-                }
-                for (int64_t p = 0; p < panels; p += 2) {
-                    const char *x = panel_at(call, panel + p, s->from);
-                    int fresh = !s->from, done = s->end == call->columns;
-                    Sums *kept = sums + (row - first) / UNIT * PANELS + p;
-                    int64_t across = PANELS;
-                    if (done && fresh) kept = last, across = 2;
-                    if (strips == 2 && p + 1 < panels) multiply_square(2, 2, w, x, pairs, apart, fresh, across, kept);
-                    else if (strips == 2) multiply_square(2, 1, w, x, pairs, apart, fresh, across, kept);
-                    else if (p + 1 < panels) multiply_square(1, 2, w, x, pairs, apart, fresh, across, kept);
-                    else multiply_square(1, 1, w, x, pairs, apart, fresh, across, kept);
-                    for (int64_t i = 0; done && i < strips; i++)
-                        for (int64_t j = 0; j < smaller(2, panels - p); j++)
-                            finish_sums(
-                                call, s->part, row + i * UNIT, (int)smaller(UNIT, end - row - i * UNIT), panel + p + j,
-                                kept[i * across + j]
-                            );
-                }
+    const int64_t first = s->row, end = s->row + s->count;
+    for (s->from = 0; s->from < call->columns; s->from = s->end) {
+        s->end = smaller(s->from + call->depth, call->columns);
+        const int64_t apart = apart_at(call, s->from);
+        const int fresh = !s->from, done = s->end == call->columns;
+        for (int64_t row = first; row < end; row += 2 * UNIT) {
+            int64_t strips = end - row > UNIT ? 2 : 1, pairs = 0;
+            for (int64_t i = 0; i < strips; i++) {
+                s->row = row + i * UNIT, s->count = (int)smaller(UNIT, end - s->row);
+                pairs = call->decode(s, w + i);
+                prefetch_next(s);
+            }
+            for (int64_t p = 0; p < s->panels; p += 2) {
+                const char *x = panel_at(call, s->panel + p, s->from);
+                const int64_t panels = smaller(2, s->panels - p);
+                Sums *sums = fresh && done ? all : all + ((row - first) / UNIT * TILED_PANELS + 2 * p);
+                if (strips == 2 && panels == 2) multiply_square(2, 2, w, x, pairs, apart, fresh, sums);
+                else if (strips == 2) multiply_square(2, 1, w, x, pairs, apart, fresh, sums);
+                else if (panels == 2) multiply_square(1, 2, w, x, pairs, apart, fresh, sums);
+                else multiply_square(1, 1, w, x, pairs, apart, fresh, sums);
+                for (int64_t i = 0; done && i < strips; i++)
+                    for (int64_t j = 0; j < panels; j++)
+                        finish_sums(
+                            call, s->part, row + i * UNIT, (int)smaller(UNIT, end - row - i * UNIT), s->panel + p + j, sums[2 * i + j]
+                        );
             }
         }
     }
@@ -178,13 +170,13 @@ static void multiply_squares(Strip *s, Decoded w[2], Sums *sums) {
 
 int edkm_tiles_multiply(Strip *s) {
     TileConfig config = {.palette = 1};
-    int64_t end = s->row + s->count, panels = panels_of(s->call);
-    Decoded *w = (Decoded *)scratch(2 * sizeof(Decoded) / 4 + (panels > AT_ONCE) * TILED * PANELS * sizeof(Sums) / 4);
+    const int64_t end = s->row + s->count, panels = s->panels;
+    Decoded *w = (Decoded *)scratch((2 * sizeof *w + (panels > SUM_TILES) * TILED * TILED_PANELS * sizeof(Sums)) / sizeof(float));
     if (!w) return 0;
     for (int t = 0; t < 8; t++) config.rows[t] = UNIT, config.row_bytes[t] = 64;
     _tile_loadconfig(&config);
-    if (panels > AT_ONCE) multiply_squares(s, w, (Sums *)(w + 2));
-    for (int64_t row = s->row; panels <= AT_ONCE && row < end; row += UNIT) {
+    if (panels > SUM_TILES) multiply_squares(s, w, (Sums *)(w + 2));
+    for (int64_t row = s->row; panels <= SUM_TILES && row < end; row += UNIT) {
         s->row = row, s->count = (int)smaller(UNIT, end - row);
         if (panels == 1) multiply_strip(1, s, w);
         else if (panels == 2) multiply_strip(2, s, w);
