@@ -239,7 +239,8 @@ INLINE void add_sixteen(
     }
 }
 
-/* Every 256 columns, or tile, sums start anew, which keeps rounding errors small. */
+/* Every 512 columns, or tile, sums of several tokens start anew, which keeps rounding errors small; one token's are in twice as
+ * many. */
 INLINE void add_up(int tokens, vn acc[ROWS][4][VECTORS], vn sums[ROWS][4]) {
 #pragma GCC unroll 2
     for (int r = 0; r < ROWS; r++)
@@ -270,9 +271,10 @@ INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, co
                 use_entries(kind, s, groups[r]++, entries + r);
             }
             int64_t steps = (tile + 15) / 16, quick = readable_steps(s, p[ROWS - 1], steps), i = 0;
-            for (int64_t stop; i < quick; add_up(tokens, acc, sums))
-                for (stop = smaller(i + 16, quick); i < stop; i++)
-                    add_sixteen(kind, tokens, c, entries, p, 2 * i * bits, at + 16 * i, stride, acc);
+            for (; i < quick; i++) {
+                add_sixteen(kind, tokens, c, entries, p, 2 * i * bits, at + 16 * i, stride, acc);
+                if (tokens > 1 && i % 32 == 31) add_up(tokens, acc, sums);
+            }
             for (; i < steps; i++) {
                 for (int r = 0; r < ROWS; r++) ends[r] = copied(s, p[r] + 2 * i * bits, copy[r]);
                 add_sixteen(kind, tokens, c, entries, ends, 0, at + 16 * i, stride, acc);
