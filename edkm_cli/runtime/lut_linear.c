@@ -178,7 +178,8 @@ static void divide(Call *call) {
 static void many_tokens(Strip *s) {
     const Call *call = s->call;
     Decoded w __attribute__((aligned(64)));
-    vf sums[SHARED_PANELS][UNIT] = {};
+    vf sums[SHARED_PANELS][UNIT];
+    memset(sums, 0, s->panels * sizeof *sums);
     if (s->count < UNIT) memset(&w, 0, sizeof w);
     for (s->from = 0; s->from < call->columns; s->from = s->end) {
         s->end = smaller(s->from + call->depth, call->columns);
