@@ -36,12 +36,13 @@
 #define SUM_TILES 4
 #define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
 #define PANEL_DEPTH 256              /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
-#define TILED_DEPTH 640              /* where more than SUM_TILES panels are multiplied by AMX: sums wait for memory less often */
-#define PANEL_ROW (TILED_DEPTH + 32) /* words, or floats: a power of two would share few sets */
+#define PANEL_ROW (PANEL_DEPTH + 32) /* floats: an odd number of cache lines, a power of two would share few sets */
+#define TILED_DEPTH 640              /* the same where many panels are multiplied by AMX: sums wait for memory less often */
+#define TILED_ROW (TILED_DEPTH + 32) /* words */
 
 /* Rows of W, decoded for panels: words of bfloat16, or floats. */
 typedef union {
-    uint16_t words[UNIT][PANEL_ROW];
+    uint16_t words[UNIT][TILED_ROW];
     float floats[UNIT][PANEL_ROW];
 } Decoded;
 

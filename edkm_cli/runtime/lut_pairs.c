@@ -3,7 +3,7 @@
  * words.
  *
  * Blocks of 128 columns are decoded in an order of their own (below), in which the activations are laid out once a call. Up to
- * eight tokens, in float16 up to 16, share a decoding in registers; more take panels (lut_linear.c).
+ * eight tokens, in float16 up to 16, share a decoding in registers; more take panels (lut_linear.c) or, by AMX, tiles (lut_tiles.c).
  */
 #include "lut_call.h"
 

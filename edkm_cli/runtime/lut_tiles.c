@@ -15,7 +15,6 @@
 #include <unistd.h>
 #endif
 
-
 int edkm_may_use_tiles(void) {
 #ifdef EDKM_EMULATED_AMX
     return 1;
@@ -88,6 +87,7 @@ INLINE void add_part(int panels, const Decoded *w, const char *x, int64_t pairs,
     }
 }
 
+/* A strip with all of its columns: each part is decoded before the one before it is multiplied. */
 INLINE void multiply_strip(int panels, Strip *s, Decoded w[2]) {
     const Call *call = s->call;
     Sums sums[SUM_TILES] __attribute__((aligned(64)));
