@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 
 import pytest
@@ -74,14 +75,34 @@ def same_to_rounding(output, reference):
     return close and metrics_of(output) == pytest.approx(metrics_of(reference), rel=1e-3)
 
 
+def layers_done(unfinished):
+    """How many layers' start is on disk, of one that ended before its last layer; 0 of any other."""
+    progress = unfinished / "checkpoints" / "start" / "progress.json"
+    return json.loads(progress.read_text())["layers"] if progress.exists() else 0
+
+
+def near(output, reference, done):
+    """Whether a start that went on in another arithmetic after `done` layers is the reference's: in its entries what was
+    done, but for near ties what follows. (Text that a tiny model writes anew changes half of the entries.)"""
+    ours, wanted = (load_file(path / "model.safetensors") for path in (output, reference))
+    entries = {name: tensor for name, tensor in wanted.items() if not tensor.is_floating_point()}
+    if any(ours[name].shape != tensor.shape for name, tensor in entries.items()):
+        return False
+    changed = {name: int((ours[name] != tensor).sum()) for name, tensor in entries.items()}
+    follows = {name for name in entries if int((re.findall(r"layers\.(\d+)", name) or [-1])[0]) >= done}
+    few = sum(changed[name] for name in follows) <= 0.1 * sum(entries[name].numel() for name in follows)
+    same = not any(changed[name] for name in entries.keys() - follows)
+    return few and same and metrics_of(output) == pytest.approx(metrics_of(reference), rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_default_road_killed_at_twenty_moments_goes_on_in_another_setting_or_says_why_not(
     start, model_directory, text_file, tmp_path
 ):
     """Held assignments, text that the model wrote. The other setting (two processes in place of two batches a step, or
-    PyTorch in place of the C kernels, both without the first one's cache) goes on from what is on disk; where nothing that
-    training needs was there yet, it does all of it in its own way."""
+    PyTorch in place of the C kernels, both without the first one's cache) goes on from what is on disk, between two layers
+    of the start, too; where nothing that training needs was there yet, it does all of it in its own way."""
     values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 6, "save_every": 2}
     values["lut_dtype"] = "float16"  # of eight bits an entry would differ by an eighth or not at all
 
@@ -117,10 +138,12 @@ def test_the_default_road_killed_at_twenty_moments_goes_on_in_another_setting_or
         name, setting = f"killed-{index}", ("processes", "kernels")[index % 2]
         config = configured(name)
         assert was_killed(start(kill_worker.run, config, after=after, number=number, environment=first))
+        done = layers_done(tmp_path / f"{name}.partial")
         assert finish_all(go_on(name, setting)) == {0}
         found = [
             whole for whole in ("first", setting) if same_to_rounding(tmp_path / name, tmp_path / f"whole-{whole}")
         ]
-        assert found, (after, number, setting)
+        between = done and near(tmp_path / name, tmp_path / "whole-first", done)
+        assert found or between, (after, number, setting)
         if after:  # training had begun: it went on with the same tables on the same entries
             assert "first" in found
