@@ -48,7 +48,7 @@ fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-fuzz: venv  ## 20,000 mutated checkpoints (make test draws 2,000), and as many times more of all other files
+fuzz: venv  ## 20,000 mutated checkpoints (make test draws 1,000), and as many times more of all other files
 	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py
 
 faults: venv  ## 100 faults in the middle of a run (make test injects 10), with a table in out/faults.json

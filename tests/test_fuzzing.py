@@ -19,7 +19,7 @@ from edkm_cli.report.inspection import verify
 from fuzzing import Mutator, copied
 from helpers import byte_tokenizer, cluster, tiny_llama
 
-COUNT = int(os.environ.get("EDKM_FUZZ", "2000"))
+COUNT = int(os.environ.get("EDKM_FUZZ", "1000"))
 SECONDS = 20
 
 

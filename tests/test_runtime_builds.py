@@ -1,7 +1,9 @@
 """The kernels of packed products as other processors run them: the same C, built otherwise, run here as far as that goes."""
 
+import functools
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,19 +32,31 @@ def has(*features):
     return lut_linear_c.library() is not None and all(feature in lines for feature in features)
 
 
-@pytest.fixture
-def use(monkeypatch, tmp_path):
-    """use(flags, **environment): the kernels built with these flags, in this test."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """compiled(flags): the kernels built with these flags, once."""
 
-    def built(flags, **environment):
-        library = tmp_path / f"kernels{len(list(tmp_path.iterdir()))}.so"
+    @functools.cache
+    def library(flags):
+        file = tmp_path_factory.mktemp("built") / "kernels.so"
         sources = [file for file in Path(lut_linear_c.__file__).parent.glob("*.c") if file.name != "calls.c"]
         options = ["-O2", "-shared", "-fPIC", "-Wno-psabi", f"-I{Path(build.__file__).parent}", *flags.split()]
-        subprocess.run(["cc", *options, *sources, "-o", library, "-lm"], check=True)
-        compiled = build.ctypes.CDLL(str(library))
+        subprocess.run(["cc", *options, *sources, "-o", file, "-lm"], check=True)
+        return file
+
+    return library
+
+
+@pytest.fixture
+def use(monkeypatch, tmp_path, compiled):
+    """use(flags, **environment): the kernels built with these flags, in this test, with nothing measured yet."""
+
+    def built(flags, **environment):
+        copy = shutil.copy(compiled(flags), tmp_path / f"kernels{len(list(tmp_path.iterdir()))}.so")
+        loaded = build.ctypes.CDLL(str(copy))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(build, "library", lambda wing: compiled)
+        monkeypatch.setattr(build, "library", lambda wing: loaded)
         lut_linear_c.library.cache_clear()
         lut_linear_c.level.cache_clear()
 
