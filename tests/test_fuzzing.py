@@ -3,7 +3,6 @@
 `make fuzz` draws more of them; EDKM_FUZZ is the number.
 """
 
-import os
 import resource
 import signal
 from pathlib import Path
@@ -16,10 +15,9 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed
 from edkm_cli.hf import load
 from edkm_cli.report.inspection import verify
-from fuzzing import Mutator, copied
+from fuzzing import COUNT, Mutator, copied
 from helpers import byte_tokenizer, cluster, tiny_llama
 
-COUNT = int(os.environ.get("EDKM_FUZZ", "1000"))
 SECONDS = 20
 
 

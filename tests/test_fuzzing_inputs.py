@@ -3,7 +3,6 @@
 `make fuzz` draws more of them; EDKM_FUZZ is the number of checkpoints, of which these are shares.
 """
 
-import os
 import random
 import resource
 import signal
@@ -19,10 +18,10 @@ from edkm_cli.research.compare.config import build_compare_config
 from edkm_cli.settings import configs_directory
 from edkm_cli.train.loop import keep_metrics
 from edkm_cli.train.state import BestStep
+from fuzzing import COUNT
 from fuzzing_text import data_files, mutated
 from helpers import byte_tokenizer
 
-COUNT = int(os.environ.get("EDKM_FUZZ", "2000"))
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 SECONDS = 20
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -64,7 +63,7 @@ def attempts():
 def test_mutated_data_files_are_read_or_refused(attempts, tmp_path):
     draw, files, tokenizer = random.Random(0), data_files(), byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    for number in range(COUNT // 8):
+    for number in range(COUNT // 4):
         name = draw.choice(sorted(files))
         path = tmp_path / name
         path.write_bytes(mutated(draw, files[name]))
@@ -78,7 +77,7 @@ def test_mutated_data_files_are_read_or_refused(attempts, tmp_path):
         )
 
 
-@pytest.mark.parametrize(("name", "share"), [("smollm2_chat.yaml", 20), ("compare_smollm2.yaml", 40)])
+@pytest.mark.parametrize(("name", "share"), [("smollm2_chat.yaml", 10), ("compare_smollm2.yaml", 20)])
 def test_mutated_settings_are_read_or_refused(attempts, tmp_path, name, share):
     draw, whole = random.Random(1), (configs_directory() / name).read_bytes()
     build = build_compare_config if name.startswith("compare") else build_config
@@ -95,7 +94,7 @@ def test_mutated_reports_and_metrics_are_shown_or_refused(attempts, tmp_path):
         "report.json": (RESULTS / f"compress_{run}").read_bytes(),
         "metrics.jsonl": b"".join((RESULTS / f"metrics_{run}l").read_bytes().splitlines(keepends=True)[:6]),
     }
-    for number in range(COUNT // 20):
+    for number in range(COUNT // 10):
         changed = draw.choice(sorted(files))
         for name, data in files.items():
             (tmp_path / name).write_bytes(mutated(draw, data) if name == changed else data)
@@ -110,7 +109,7 @@ def test_mutated_metrics_of_an_unfinished_run_are_kept_or_refused(attempts, tmp_
         BestStep(tmp_path, 4)
         keep_metrics(path, 4)
 
-    for _ in range(COUNT // 10):
+    for _ in range(COUNT // 5):
         data = mutated(draw, whole)
         path.write_bytes(data)
         attempts(repr(data[:200]), resumed)
