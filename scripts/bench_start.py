@@ -1,6 +1,7 @@
 """Time the reconstructed start of one decoder layer by part, beside what the operations of each part allow, as JSON.
 
     python scripts/bench_start.py --json FILE                          LLaMA-7B's shape, 2,048 tokens
+    python scripts/bench_start.py --device cuda --json FILE
     python scripts/bench_start.py --hidden 256 --intermediate 688 --heads 4 --tokens 512
 
 The layer has random weights, and so has the text. Nothing is downloaded or written but the JSON. The functions are those of
@@ -25,6 +26,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
@@ -32,6 +34,7 @@ from edkm_cli.initialize import build, compensate, corrections, importance, reco
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.precision import bfloat16_products, multiplies_bfloat16
+from edkm_cli.preflight import choose_dtype
 
 # Part -> what is timed as that part: (where its name is looked up, the name).
 TIMED: dict[str, list[tuple[Any, str]]] = {
@@ -50,13 +53,15 @@ TIMED: dict[str, list[tuple[Any, str]]] = {
 class Stopwatch:
     """Seconds by part; the innermost part that runs is the one that counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
         self.seconds: dict[str, float] = defaultdict(float)
         self.cpu_seconds: dict[str, float] = defaultdict(float)
         self._running = ["other"]
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def _turn(self) -> None:
+        self._wait()
         now, cpu = time.perf_counter(), time.process_time()
         self.seconds[self._running[-1]] += now - self._since
         self.cpu_seconds[self._running[-1]] += cpu - self._cpu_since
@@ -95,28 +100,28 @@ def operations(hidden: int, intermediate: int, tokens: int) -> dict[str, float]:
     }
 
 
-def speeds() -> dict[str, float]:
+def speeds(device: str) -> dict[str, float]:
     """Operations a second of a large product, by precision (bfloat16 where the processor multiplies it: others take
     minutes), and bytes a second of a copy."""
     found = {}
-    for name in ("bfloat16", "float32", "float64")[not multiplies_bfloat16("cpu") :]:
-        left = torch.randn(2048, 2048).to(getattr(torch, name))
-        best = min(_seconds(lambda left=left: left @ left) for _ in range(4))
+    for name in ("bfloat16", "float32", "float64")[not multiplies_bfloat16(device) :]:
+        left = torch.randn(2048, 2048, device=device).to(getattr(torch, name))
+        best = min(_seconds(lambda left=left: left @ left, device) for _ in range(4))
         found[f"{name}_operations_per_second"] = 2 * 2048**3 / best
-    source = torch.zeros(2**26)
-    found["copied_bytes_per_second"] = source.nbytes / min(_seconds(source.clone) for _ in range(4))
+    source = torch.zeros(2**26, device=device)
+    found["copied_bytes_per_second"] = source.nbytes / min(_seconds(source.clone, device) for _ in range(4))
     return found
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    watch = Stopwatch(device)
+    watch.timed("", call)()
+    return watch.seconds[""]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """One layer, its parts timed."""
-    hidden, intermediate, tokens = arguments.hidden, arguments.intermediate, arguments.tokens
+    hidden, intermediate, tokens, device = arguments.hidden, arguments.intermediate, arguments.tokens, arguments.device
     torch.manual_seed(arguments.seed)
     config = LlamaConfig(
         vocab_size=512,
@@ -127,14 +132,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         tie_word_embeddings=True,
         max_position_embeddings=2048,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval().to(device, getattr(torch, choose_dtype("auto", device)))
     granularity = Granularity.parse("row:1")
     spec = QuantizationSpec(bits=3, granularity=granularity, lut_dtype="float16", embedding_bits=8)
     clustering = Clustering(bits=3, granularity=granularity, lut_dtype="float16")
     swaps = plan_swaps(model, embedding_bits=8)
     recipe = build.Recipe(swaps, spec, clustering, importance="gradient", average_bits=3.0, passes=0, holds=True)
     text = torch.randint(0, 512, (max(1, tokens // 512), min(tokens, 512)))
-    watch = Stopwatch()
+    watch = Stopwatch(device)
     with ExitStack() as timing:
         for part, places in TIMED.items():
             for where, name in places:
@@ -144,8 +149,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             watch.timed("importance", importance.collect),
         )
         options: dict[str, Any] = {"calibration": [*text[:4].split(1)], "fitting": [*text.split(1)]}
-        build.initialize(model, recipe, **options, steps=build.Steps(collect=collect, tables=tables))
-    needed, speed = operations(hidden, intermediate, tokens), speeds()
+        build.initialize(
+            model, recipe, **options, world=World(device=device), steps=build.Steps(collect=collect, tables=tables)
+        )
+    needed, speed = operations(hidden, intermediate, tokens), speeds(device)
     with bfloat16_products():
         rounds = torch.get_float32_matmul_precision() == "medium"
     plain = speed["float32_operations_per_second"]
@@ -159,10 +166,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "shape": {"hidden": hidden, "intermediate": intermediate, "heads": arguments.heads, "tokens": tokens},
         "seconds": round(sum(watch.seconds.values()), 3),
         "parts": parts,
-        "peak_memory_bytes": peak_memory_bytes("cpu"),
+        "peak_memory_bytes": peak_memory_bytes(device),
         "threads": torch.get_num_threads(),
         **speed,
-        "hardware": hardware(),
+        "hardware": hardware(device),
         "versions": versions(),
     }
 
@@ -175,6 +182,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = measure(arguments)

@@ -13,6 +13,7 @@
 #define SHARED static
 #define DEVICE static inline
 #define KERNEL static void
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 typedef struct {
     unsigned x, y, z, w;
@@ -62,6 +63,7 @@ static float __uint_as_float(unsigned bits) {
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
+static unsigned merge(unsigned mask, unsigned a, unsigned b) { return (mask & a) | (~mask & b); }
 /* PTX prmt.b32, its mode of signs included. */
 static unsigned permute(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;

@@ -107,17 +107,28 @@ def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> lis
     return (passes_c if layout_c.supports(values) else passes_torch).kmeans(values, importance, ks)
 
 
+def _rounding(tensor: Tensor) -> ModuleType | None:
+    """The module with Triton's kernels of rounding, where they take this tensor."""
+    if tensor.is_cuda and has_triton():
+        from edkm_cli.kernels import rounding_triton
+
+        return rounding_triton if rounding_triton.supports(tensor) else None
+    return None
+
+
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
     """Round the columns of a block (columns, rows) one after the other; see `passes_torch.round_columns`."""
     if stored == block.dtype == torch.float32 and layout_c.supports(block):
         return passes_c.round_columns(block, luts, tiles, factor)
-    return passes_torch.round_columns(block, luts, tiles, factor, stored)
+    return (_rounding(block) or passes_torch).round_columns(block, luts, tiles, factor, stored)
 
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
     """Improve the choice of entries (out, in) uint8 one column after the other, in place; see `passes_torch.descend`."""
-    fast = errors.dtype == torch.float32 and layout_c.supports(errors)
-    (passes_c if fast else passes_torch).descend(indices, errors, luts, hessian, sweeps)
+    if errors.dtype == torch.float32 and layout_c.supports(errors):
+        passes_c.descend(indices, errors, luts, hessian, sweeps)
+    else:
+        passes_torch.descend(indices, errors, luts, hessian, sweeps, (_rounding(errors) or passes_torch).changes)
 
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:

@@ -11,7 +11,7 @@ K-means is Lloyd's iteration on sorted values from several starts, best kept: a 
 global one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -206,7 +206,30 @@ def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, st
     return errors
 
 
-def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
+def changes(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, start: int, end: int) -> Tensor:
+    """What `descend` adds to the entries of the columns from `start` to `end`, (out, end - start); `indices` is changed."""
+    width, diagonal = indices.shape[1] // luts.shape[1], hessian.diagonal()
+    part = errors[:, start:end].clone()
+    found = torch.zeros_like(part)
+    for j in range(start, end):
+        entries = luts[:, j // width]
+        now = entries.gather(1, indices[:, j : j + 1].long())
+        best = now - part[:, j - start, None] / diagonal[j]
+        chosen = (entries - best).abs().argmin(1, keepdim=True)
+        found[:, j - start] = (entries.gather(1, chosen) - now)[:, 0]
+        part.addr_(found[:, j - start], hessian[j, start:end])
+        indices[:, j] = chosen[:, 0].to(indices.dtype)
+    return found
+
+
+def descend(
+    indices: Tensor,
+    errors: Tensor,
+    luts: Tensor,
+    hessian: Tensor,
+    sweeps: int,
+    block_changes: Callable[..., Tensor] = changes,
+) -> None:
     """Coordinate descent on tr((Q - W) H (Q - W)^T) over the choice of entries Q, in place, all rows side by side.
 
     With the others held, a weight q_j is best at q_j - r_j / H_jj, r = (q - w) H, and takes the entry nearest to that. Ends
@@ -218,25 +241,14 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
         luts: (out, tiles, k) in the same dtype: the entries of a row in each of `tiles` equal parts of the columns.
         hessian: (in, in) in the same dtype, symmetric, its diagonal positive.
         sweeps: over all columns, at most.
+        block_changes: `changes`, or a faster one.
     """
     columns = indices.shape[1]
-    width = columns // luts.shape[1]
-    diagonal = hessian.diagonal()
     for _ in range(sweeps):
         before = indices.clone()
         for start in range(0, columns, _BLOCK):
             end = min(start + _BLOCK, columns)
-            part = errors[:, start:end].clone()
-            changes = torch.zeros_like(part)
-            for j in range(start, end):
-                entries = luts[:, j // width]
-                now = entries.gather(1, indices[:, j : j + 1].long())
-                best = now - part[:, j - start, None] / diagonal[j]
-                chosen = (entries - best).abs().argmin(1, keepdim=True)
-                changes[:, j - start] = (entries.gather(1, chosen) - now)[:, 0]
-                part.addr_(changes[:, j - start], hessian[j, start:end])
-                indices[:, j] = chosen[:, 0].to(indices.dtype)
-            errors.addmm_(changes, hessian[start:end])
+            errors.addmm_(block_changes(indices, errors, luts, hessian, start, end), hessian[start:end])
         if torch.equal(before, indices):
             return
 

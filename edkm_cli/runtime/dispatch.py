@@ -1,8 +1,8 @@
 """The dispatch of products with packed matrices: which path runs when, decoding in parts, and gradients.
 
-Paths, chosen by `_path` (docs/runtime.md): `kernel` never writes W out (C; on a GPU CUDA, and Triton as its fallback: for
-other matrices, and where CUDA's fails); `dense` decodes a part of W at a time into memory that stays in cache, and PyTorch
-multiplies; `reference` is plain PyTorch. EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
+Paths, chosen by `_path` (docs/runtime.md): `kernel` never writes W out (C; CUDA C on a GPU); `dense` decodes a part of W at
+a time into memory that stays in cache (on a GPU all of it, by Triton), and PyTorch multiplies; `reference` is plain PyTorch.
+EDKM_LUT_LINEAR=kernel, dense or reference forces one, where it can run.
 """
 
 import functools
@@ -23,7 +23,6 @@ _PATHS = ("auto", "kernel", "dense", "reference")
 _PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB
 _PART_ROWS = 128  # fewer rows than that make a slow product
 _ALL_TOKENS = 1 << 32
-_GPU_TOKENS = 8  # up to so many, on a GPU: the kernel reads a quarter of the bytes; beyond, cuBLAS's arithmetic wins
 
 
 @functools.cache
@@ -47,11 +46,7 @@ def _path(x: Tensor, packed: Packed) -> str:
     if forced == "reference":
         return forced
     if x.is_cuda:
-        few = x.numel() <= _GPU_TOKENS * x.shape[-1] if forced == "auto" else forced == "kernel"
-        if few and lut_linear_cuda.supports(x, packed):
-            return "cuda"
-        triton = few and has_triton() and packed.indices.is_cuda and x.dtype in DTYPES and not packed.grouped
-        return "triton" if triton else "dense"
+        return "cuda" if forced != "dense" and lut_linear_cuda.supports(x, packed) else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
         return "reference"
     if forced != "auto":
@@ -62,7 +57,7 @@ def _path(x: Tensor, packed: Packed) -> str:
 def computes_packed(packed: Packed) -> bool:
     """Whether one token's product is computed from the packed weight; else decoding it once is faster."""
     if packed.indices.is_cuda:
-        return has_triton() and not packed.grouped
+        return lut_linear_cuda.reads(packed)
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
 
 
@@ -79,10 +74,6 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
         return lut_linear_c.linears(x, lut_linear_c.prepare((packed,), x.shape[-1]))[0]
     if path == "reference":
         return lut_linear_torch.linear(x, packed)
-    if path == "triton":
-        from edkm_cli.runtime import lut_linear_triton
-
-        return lut_linear_triton.linear(x, packed)
     out_features, columns = packed.indices.shape[0], x.shape[-1]
     out = x.new_empty(*x.shape[:-1], out_features)
     for rows in _row_ranges(out_features, columns, x):

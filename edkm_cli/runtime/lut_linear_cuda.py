@@ -1,8 +1,8 @@
-"""lut_linear.cu on a GPU: 1 to 8 rows of 16-bit activations times a packed matrix of 3 or 4 bits.
+"""lut_linear.cu on a GPU: 1 to 32 rows of 16-bit activations times a packed matrix of 2 to 8 bits.
 
 Compiled at first use for the GPU at hand by NVRTC, which PyTorch brings along, and launched as PyTorch's own
 `torch.cuda._compile_kernel` would: that one asks for an installed CUDA toolkit, whose headers this kernel does not need.
-Where compiling or launching fails, one warning says why and the Triton kernel computes.
+Where compiling or launching fails, one warning says why, and matrices are decoded for cuBLAS.
 """
 
 import ctypes
@@ -16,32 +16,40 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.packing import packed_width
 from edkm_cli.runtime.packed import Packed
 
 _LOG = logging.getLogger(__name__)
 _NO_BIAS = -1
 ROWS = 16  # of W that a block takes
-TOKENS = 8
+TOKENS = 32  # at most; a product takes eight at a time
 WARPS = 8
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 products
 
 
+def reads(packed: Packed) -> bool:
+    """Whether the kernel was written for a matrix of this width, tables and layout: tables that span rows, or row scales."""
+    rows_of = packed.tile is None or packed_width(packed.tile[1], packed.bits) == packed.indices.shape[1]
+    return 2 <= packed.bits <= 8 and rows_of and not packed.grouped and packed.table.dtype in DTYPES
+
+
 def takes(x: Tensor, packed: Packed) -> bool:
     """Whether the kernel was written for these dtypes and shapes, wherever they are."""
-    indices, table, bias, bits, tile = packed
-    columns = x.shape[-1]
-    kinds = {table.dtype} if bias is None else {table.dtype, bias.dtype}
-    known = x.dtype in (torch.bfloat16, torch.float16) and kinds <= DTYPES.keys()
-    fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and indices.shape[0] * columns < 1 << 40
-    return known and fits and bits in (3, 4) and tile is not None and tile[1] == columns
+    columns, bias = x.shape[-1], packed.bias
+    known = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype in DTYPES)
+    fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and packed.indices.shape[0] * columns < 1 << 40
+    return known and fits and reads(packed)
 
 
 def settings(x: Tensor, packed: Packed) -> dict[str, int]:
     """What lut_linear.cu is compiled with for this product."""
     return {
         "BITS": packed.bits,
-        "VECTOR": 4 if x.shape[-1] % 128 == 0 else 1,  # words of one load: a run of 128 columns fills four
+        # Of one load: a run of 128 columns fills four words. Larger tables take few registers for codes.
+        "VECTOR": 4 if x.shape[-1] % 128 == 0 and packed.bits <= 4 else 1,
+        "TILES": 1 << (-(-x.numel() // (8 * x.shape[-1])) - 1).bit_length(),  # of eight rows of x: 1, 2 or 4
         "HALF": int(x.dtype == torch.float16),
+        "LEVELS": int(packed.tile is None),
         "LUT": DTYPES[packed.table.dtype],
         "BIAS": _NO_BIAS if packed.bias is None else DTYPES[packed.bias.dtype],
         "WARPS": WARPS,
@@ -116,7 +124,9 @@ def linear(x: Tensor, packed: Packed) -> Tensor | None:
             raise
         if not _broken:
             _broken.append(str(error))
-            _LOG.warning("the CUDA kernel of packed linears is not available, Triton computes (slower): %s", error)
+            _LOG.warning(
+                "the CUDA kernel of packed linears is not available, matrices are decoded (slower): %s", error
+            )
         return None
 
 
@@ -128,10 +138,9 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _launch(x: Tensor, packed: Packed, kernel: Callable[..., None]) -> Tensor:
     indices, table, bias, _, tile = packed
-    assert tile is not None
     rows, columns = indices.shape[0], x.shape[-1]
     flat, out = _aligned(x), x.new_empty(*x.shape[:-1], rows)
     tensors = [flat, _aligned(indices), _aligned(table), flat if bias is None else bias.contiguous(), out]
-    numbers = [rows, columns, x.numel() // columns, tile[0]]
+    numbers = [rows, columns, x.numel() // columns, tile[0] if tile else 1]
     kernel(grid=(-(-rows // ROWS), 1, 1), block=(32 * WARPS, 1, 1), args=[*tensors, *numbers])
     return out
