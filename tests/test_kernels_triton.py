@@ -25,6 +25,9 @@ CASES = [
     (torch.float32, (2, 64), (1, 64), 16, "weights"),
     (torch.bfloat16, (2, 64), (1, 64), 16, None),
     (torch.float16, (2, 64), (1, 64), 16, "columns"),
+    (torch.float32, (1, 300), (1, 300), 32, "weights"),  # in several chunks
+    (torch.bfloat16, (4, 48), (2, 16), 8, "columns"),
+    (torch.float32, (4, 48), (2, 16), 4, "weights"),
 ]
 
 
@@ -57,7 +60,7 @@ def check_groups(dtype, shape, tile, k, kind):
     from edkm_cli.kernels import attention_triton
 
     weight, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    start = torch.linspace(-1.5, 1.5, k).repeat(shape[0] // tile[0], 1)
+    start = torch.linspace(-1.5, 1.5, k).repeat(weight.numel() // (tile[0] * tile[1]), 1)
     assert attention_triton.supports(weight, tile, k)
     importance = {None: None, "columns": torch.rand(shape[1]).bfloat16(), "weights": torch.randn(shape).exp()}[kind]
     check_group(weight, grad, start, tile, k, importance)

@@ -1,10 +1,9 @@
-"""Triton kernels for CUDA: a group of weights stays in registers while all iterations run over it.
+"""Triton kernels for CUDA: a group of weights is clustered by one program, all iterations in one kernel.
 
-One program clusters one group that is a run of contiguous weights (row geometries): it loads the group once, iterates,
-and writes the soft weights, or, in backward, runs forward again, then back, and writes the weight's gradient. Attention
-is never a matrix: a loop over centroids k computes d, then exp, twice (once for the normaliser, once for the sums),
-which for k = 8 costs less than a trip to memory would. Centroids are k-vectors in registers too; entry j is read by
-a masked sum. Larger groups, larger k and blocks go the PyTorch path (`supports` says which).
+A program goes through its group in chunks: forward once for each iteration and once for the soft weights; backward runs
+forward again, then back, and writes the weight's gradient. Attention is never a matrix in memory: of a chunk it is (k, chunk)
+in registers, all k of a weight in one thread, so that only the sums over a whole group need other threads. `supports` says
+what goes the PyTorch path.
 
 Read with docs/clustering.md beside it; names are those of closed_form.py.
 """
@@ -18,199 +17,176 @@ from torch import Tensor
 
 from edkm_cli.kernels.closed_form import EMPTY_MASS, Passes, Spread
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.kernels.tiles import Tile, to_groups
 
-_MAX_K = 16
+_MAX_K = 32
 _MAX_GROUP = 16384
+_CHUNK_ENTRIES = 4096  # k times the weights at a time: 32 numbers a thread in each tensor of a chunk
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 def supports(weight: Tensor, tile: Tile, k: int) -> bool:
-    """Whether the kernels take this weight: contiguous groups of at most 16,384 weights, k a power of two up to 16."""
-    whole_rows = tile[1] == weight.shape[1]
+    """Whether the kernels take this weight: groups of at most 16,384 weights, k a power of two up to 32."""
     fits = tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0
     runs = weight.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"  # in Python on CPU tensors, as in tests
-    return whole_rows and fits and weight.dtype in DTYPES and runs
+    return fits and weight.dtype in DTYPES and runs
 
 
 @triton.jit
-def _entry(vector, j, K: tl.constexpr):
-    """vector[j] of a (K,) vector in registers."""
-    return tl.sum(tl.where(tl.arange(0, K) == j, vector, 0.0), 0)
+def _chunk(weight, importance, first, columns, tile_rows, tile_columns, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
+    """(weights, how much each counts, offsets, which are inside) of this program's group from number `first` on."""
+    across, at = columns // tile_columns, first + tl.arange(0, CHUNK)
+    row = tl.program_id(0) // across * tile_rows + at // tile_columns
+    column = tl.program_id(0) % across * tile_columns + at % tile_columns
+    offset, inside = row.to(tl.int64) * columns + column, at < tile_rows * tile_columns
+    w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
+    m = tl.where(inside, 1.0, 0.0)
+    if WEIGHTED == 1:
+        m = tl.load(importance + column, mask=inside, other=0.0).to(tl.float32)
+    if WEIGHTED == 2:
+        m = tl.load(importance + offset, mask=inside, other=0.0).to(tl.float32)
+    return w, m, offset, inside
 
 
 @triton.jit
-def _normaliser(w, c, inverse_tau, K: tl.constexpr):
-    """(least squared distance, 1 / sum of exponentials) of each weight."""
-    least = (w - _entry(c, 0, K)) * (w - _entry(c, 0, K))
-    for j in tl.static_range(1, K):
-        d = w - _entry(c, j, K)
-        least = tl.minimum(least, d * d)
-    total = tl.zeros_like(w)
-    for j in tl.static_range(K):
-        d = w - _entry(c, j, K)
-        total += tl.exp((least - d * d) * inverse_tau)
-    return least, 1.0 / total
+def _attention(w, c, inverse_tau):
+    """(distances, attention), both (k, chunk), of weights and centroids."""
+    d = w[None, :] - c[:, None]
+    square = d * d
+    e = tl.exp2((tl.min(square, 0)[None, :] - square) * (inverse_tau * _LOG2_E))
+    return d, e * (1.0 / tl.sum(e, 0))[None, :]
 
 
 @triton.jit
-def _soft(w, c, least, share, inverse_tau, K: tl.constexpr):
-    """The attention-weighted sum of the centroids at each weight."""
-    mean = tl.zeros_like(w)
-    for j in tl.static_range(K):
-        entry = _entry(c, j, K)
-        d = w - entry
-        mean += tl.exp((least - d * d) * inverse_tau) * share * entry
-    return mean
-
-
-@triton.jit
-def _importance(importance, group, at, stride, period, inside, WEIGHTED: tl.constexpr):
-    """How much each weight counts: a group's importance starts `stride` after the one before, and repeats itself."""
-    if WEIGHTED:
-        return tl.load(importance + group * stride + at % period, mask=inside, other=0.0).to(tl.float32)
-    else:
-        return tl.where(inside, 1.0, 0.0)
-
-
-@triton.jit
-def _moments(w, m, inside, c, inverse_tau, K: tl.constexpr):
-    """(M, D), (K,) each; weights count by m."""
-    least, share = _normaliser(w, c, inverse_tau, K)
-    lanes = tl.arange(0, K)
-    shift = tl.zeros_like(c)
-    mass = tl.zeros_like(c)
-    for j in tl.static_range(K):
-        d = w - _entry(c, j, K)
-        a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0) * m
-        shift = tl.where(lanes == j, tl.sum(a * d, 0), shift)
-        mass = tl.where(lanes == j, tl.sum(a, 0), mass)
-    return shift, mass
+def _moments(
+    weight, importance, c, inverse_tau, columns, tile_rows, tile_columns,
+    WEIGHTED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(M, D), (K,) each."""
+    shift, mass = tl.zeros((K, CHUNK), tl.float32), tl.zeros((K, CHUNK), tl.float32)
+    for first in range(0, tile_rows * tile_columns, CHUNK):
+        w, m, _, _ = _chunk(weight, importance, first, columns, tile_rows, tile_columns, WEIGHTED, CHUNK)
+        d, a = _attention(w, c, inverse_tau)
+        a *= m[None, :]
+        shift += a * d
+        mass += a
+    return tl.sum(shift, 1), tl.sum(mass, 1)
 
 
 @triton.jit
 def _forward_kernel(
-    weight, importance, centroids, tau, moved, out, n, stride, period, iterations, empty_mass,
-    ITERATE: tl.constexpr, WEIGHTED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    weight, importance, centroids, tau, moved, out, columns, tile_rows, tile_columns, iterations, empty_mass,
+    ITERATE: tl.constexpr, WEIGHTED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs are groups. ITERATE: write centroids after `iterations` updates to `moved`; else soft weights to `out`."""
-    group = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, N)
-    inside = at < n
-    lanes = tl.arange(0, K)
-    w = tl.load(weight + group * n + at, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(centroids + group * K + lanes)
-    inverse_tau = 1.0 / tl.load(tau + group)
+    of_group = tl.program_id(0).to(tl.int64) * K + tl.arange(0, K)
+    c = tl.load(centroids + of_group)
+    inverse_tau = 1.0 / tl.load(tau + tl.program_id(0))
     if ITERATE:
-        m = _importance(importance, group, at, stride, period, inside, WEIGHTED)
         for _ in range(iterations):
-            shift, mass = _moments(w, m, inside, c, inverse_tau, K)
+            shift, mass = _moments(
+                weight, importance, c, inverse_tau, columns, tile_rows, tile_columns, WEIGHTED, K, CHUNK
+            )
             c += shift / (mass + empty_mass)
-        tl.store(moved + group * K + lanes, c)
+        tl.store(moved + of_group, c)
     else:
-        least, share = _normaliser(w, c, inverse_tau, K)
-        mean = _soft(w, c, least, share, inverse_tau, K)
-        tl.store(out + group * n + at, mean.to(out.dtype.element_ty), mask=inside)
+        for first in range(0, tile_rows * tile_columns, CHUNK):
+            w, _, offset, inside = _chunk(weight, importance, first, columns, tile_rows, tile_columns, 0, CHUNK)
+            _, a = _attention(w, c, inverse_tau)
+            tl.store(out + offset, tl.sum(a * c[:, None], 0).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    weight, importance, centroids, tau, mean_slope, grad, grad_moved, path, grad_weight, grad_centroids, n, stride, period,
-    iterations, empty_mass, WEIGHTED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    weight, importance, centroids, tau, mean_slope, grad, grad_moved, path, sums, grad_weight, grad_centroids,
+    columns, tile_rows, tile_columns, iterations, empty_mass,
+    WEIGHTED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Programs are groups. `path` (groups, iterations + 1, 2, K) is scratch: centroids and masses of each iteration.
+    """Programs are groups. `path` (groups, iterations + 1, 2, K) is scratch: centroids and masses of each iteration; so are
+    `sums`, of the weight's shape: its gradient so far.
 
     mean_slope (groups, 2): the group's mean, and 2 (d tau / d variance) / n. Gradients of tau are carried times tau^2.
     """
-    group = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, N)
-    inside = at < n
-    lanes = tl.arange(0, K)
-    w = tl.load(weight + group * n + at, mask=inside, other=0.0).to(tl.float32)
-    m = _importance(importance, group, at, stride, period, inside, WEIGHTED)
-    g = tl.load(grad + group * n + at, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(centroids + group * K + lanes)
-    gamma = tl.load(grad_moved + group * K + lanes)
+    group, n = tl.program_id(0).to(tl.int64), tile_rows * tile_columns
+    of_group = group * K + tl.arange(0, K)
+    c = tl.load(centroids + of_group)
     inverse_tau = 1.0 / tl.load(tau + group)
-    notes = path + group * (iterations + 1) * 2 * K + lanes
+    notes = path + group * (iterations + 1) * 2 * K + tl.arange(0, K)
     for t in range(iterations):
-        shift, mass = _moments(w, m, inside, c, inverse_tau, K)
+        shift, mass = _moments(weight, importance, c, inverse_tau, columns, tile_rows, tile_columns, WEIGHTED, K, CHUNK)
         tl.store(notes + t * 2 * K, c)
         tl.store(notes + t * 2 * K + K, mass)
         c += shift / (mass + empty_mass)
     tl.debug_barrier()  # one thread has stored an entry that all threads load below
     # the output: p_j = g A_j (c_j - mean)
-    least, share = _normaliser(w, c, inverse_tau, K)
-    soft = _soft(w, c, least, share, inverse_tau, K)
-    from_logits = tl.zeros_like(w)
-    tau_sum = tl.zeros_like(w)
-    for j in tl.static_range(K):
-        entry = _entry(c, j, K)
-        d = w - entry
-        direct = tl.where(inside, g * tl.exp((least - d * d) * inverse_tau) * share, 0.0)
-        part = direct * (entry - soft) * d
-        from_logits += part
-        tau_sum += part * d
-        gamma += tl.where(lanes == j, tl.sum(direct + part * (2.0 * inverse_tau), 0), 0.0)
-    dw = from_logits * (-2.0 * inverse_tau)
+    of_c, of_tau = tl.zeros((K, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for first in range(0, n, CHUNK):
+        w, _, offset, inside = _chunk(weight, importance, first, columns, tile_rows, tile_columns, 0, CHUNK)
+        d, a = _attention(w, c, inverse_tau)
+        direct = a * tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+        part = direct * (c[:, None] - tl.sum(a * c[:, None], 0)[None, :]) * d
+        of_c += direct + part * (2.0 * inverse_tau)
+        of_tau += tl.sum(part * d, 0)
+        tl.store(sums + offset, tl.sum(part, 0) * (-2.0 * inverse_tau), mask=inside)
+    gamma = tl.load(grad_moved + of_group) + tl.sum(of_c, 1)
     # the iterations, last first: u_j = pull_j (w - c'_j), p_j = m A_j (u_j - sum A u)
     for back in range(iterations):
         t = iterations - 1 - back
         moved = c
         c = tl.load(notes + t * 2 * K)
         pull = gamma / (tl.load(notes + t * 2 * K + K) + empty_mass)
-        gamma = pull * empty_mass
-        least, share = _normaliser(w, c, inverse_tau, K)
-        mean = tl.zeros_like(w)
-        for j in tl.static_range(K):
-            d = w - _entry(c, j, K)
-            mean += tl.exp((least - d * d) * inverse_tau) * share * _entry(pull, j, K) * (w - _entry(moved, j, K))
-        from_logits = tl.zeros_like(w)
-        for j in tl.static_range(K):
-            d = w - _entry(c, j, K)
-            a = tl.where(inside, tl.exp((least - d * d) * inverse_tau) * share, 0.0) * m
-            part = a * (_entry(pull, j, K) * (w - _entry(moved, j, K)) - mean) * d
-            dw += a * _entry(pull, j, K)
-            from_logits += part
-            tau_sum += part * d
-            gamma += tl.where(lanes == j, tl.sum(part, 0) * (2.0 * inverse_tau), 0.0)
-        dw -= from_logits * (2.0 * inverse_tau)
-    grad_tau = tl.sum(tau_sum, 0) * inverse_tau * inverse_tau
-    at_mean = tl.load(mean_slope + group * 2)
-    slope = tl.load(mean_slope + group * 2 + 1)
-    # A slope of zero means that tau is held at its floor, where grad_tau may overflow
-    dw += tl.where(slope == 0.0, 0.0, grad_tau * slope) * (w - at_mean)
-    tl.store(grad_weight + group * n + at, dw.to(grad_weight.dtype.element_ty), mask=inside)
-    tl.store(grad_centroids + group * K + lanes, gamma)
+        of_c = tl.zeros((K, CHUNK), tl.float32)
+        tl.debug_barrier()  # what a chunk's threads stored, others may load
+        for first in range(0, n, CHUNK):
+            w, m, offset, inside = _chunk(weight, importance, first, columns, tile_rows, tile_columns, WEIGHTED, CHUNK)
+            d, a = _attention(w, c, inverse_tau)
+            u = pull[:, None] * (w[None, :] - moved[:, None])
+            off = u - tl.sum(a * u, 0)[None, :]
+            a *= m[None, :]
+            part = a * off * d
+            of_c += part
+            of_tau += tl.sum(part * d, 0)
+            dw = tl.sum(a * pull[:, None], 0) - tl.sum(part, 0) * (2.0 * inverse_tau)
+            tl.store(sums + offset, tl.load(sums + offset, mask=inside, other=0.0) + dw, mask=inside)
+        gamma = pull * empty_mass + tl.sum(of_c, 1) * (2.0 * inverse_tau)
+    tl.debug_barrier()
+    at_mean, slope = tl.load(mean_slope + group * 2), tl.load(mean_slope + group * 2 + 1)
+    # A slope of zero means that tau is held at its floor, where its gradient may overflow
+    grad_tau = tl.sum(of_tau, 0) * inverse_tau * inverse_tau
+    by_variance = tl.where(slope == 0.0, 0.0, grad_tau * slope)
+    for first in range(0, n, CHUNK):
+        w, _, offset, inside = _chunk(weight, importance, first, columns, tile_rows, tile_columns, 0, CHUNK)
+        dw = tl.load(sums + offset, mask=inside, other=0.0) + by_variance * (w - at_mean)
+        tl.store(grad_weight + offset, dw.to(grad_weight.dtype.element_ty), mask=inside)
+    tl.store(grad_centroids + of_group, gamma)
 
 
 class TritonPasses(Passes):
-    """A weight whose groups fit in registers: all iterations in one kernel, all of backward in another.
+    """A weight of small groups: all iterations in one kernel, all of backward in another.
 
     `importance` is (in,), which the rows share, or (out, in).
     """
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
-        self._weight = weight.contiguous()
+        self._weight, self._tile = weight.contiguous(), tile
         self._importance = self._weight if importance is None else importance.contiguous()
-        self._weighted = importance is not None
+        self._weighted = 0 if importance is None else importance.dim()
         self.group_size = tile[0] * tile[1]
         self._groups = weight.numel() // self.group_size
-        columns_only = importance is not None and importance.dim() == 1
-        self._repeats = (0, weight.shape[1]) if columns_only else (self.group_size, self.group_size)
-        block = triton.next_power_of_2(self.group_size)
-        self._shape = {"N": block, "num_warps": 16 if block >= 8192 else 8 if block >= 2048 else 4}
+
+    def _shape(self, k: int) -> dict[str, int]:
+        chunk = max(32, min(triton.next_power_of_2(self.group_size), _CHUNK_ENTRIES // k))
+        return {"WEIGHTED": self._weighted, "K": k, "CHUNK": chunk, "num_warps": max(1, min(4, chunk // 32))}
 
     def spread(self) -> tuple[Tensor, Tensor]:
-        grouped = self._weight.view(self._groups, self.group_size).float()
-        variance, mean = torch.var_mean(grouped, dim=1, correction=0)
+        variance, mean = torch.var_mean(to_groups(self._weight, self._tile).float(), dim=1, correction=0)
         return mean.double(), variance.double()
 
     def _forward(self, centroids: Tensor, tau: Tensor, iterations: int, out: Tensor | None) -> Tensor:
-        moved, k = torch.empty_like(centroids), centroids.shape[1]
-        target = self._weight if out is None else out
+        moved, target = torch.empty_like(centroids), self._weight if out is None else out
         _forward_kernel[(self._groups,)](
-            self._weight, self._importance, centroids.contiguous(), tau.float(), moved, target, self.group_size,
-            *self._repeats, iterations, EMPTY_MASS, ITERATE=out is None, WEIGHTED=self._weighted, K=k, **self._shape,
+            self._weight, self._importance, centroids.contiguous(), tau.float(), moved, target, self._weight.shape[1],
+            *self._tile, iterations, EMPTY_MASS, ITERATE=out is None, **self._shape(centroids.shape[1]),
         )  # fmt: skip
         return moved
 
@@ -229,10 +205,10 @@ class TritonPasses(Passes):
         gamma = torch.zeros_like(start) if grad_moved is None else grad_moved.to(start.dtype).contiguous()
         path = torch.empty(self._groups, iterations + 1, 2, k, dtype=torch.float32, device=start.device)
         grad_weight, grad_start = torch.empty_like(self._weight), torch.empty_like(start)
+        sums = grad_weight if grad_weight.dtype == torch.float32 else torch.empty_like(grad_weight, dtype=torch.float32)
         mean_slope = torch.stack((spread.mean, spread.slope * (2.0 / self.group_size)), 1).float().contiguous()
         _backward_kernel[(self._groups,)](
-            self._weight, self._importance, start.contiguous(), spread.tau.float(), mean_slope, upstream, gamma, path,
-            grad_weight, grad_start, self.group_size, *self._repeats, iterations, EMPTY_MASS, WEIGHTED=self._weighted, K=k,
-            **self._shape,
+            self._weight, self._importance, start.contiguous(), spread.tau.float(), mean_slope, upstream, gamma, path, sums,
+            grad_weight, grad_start, self._weight.shape[1], *self._tile, iterations, EMPTY_MASS, **self._shape(k),
         )  # fmt: skip
         return grad_weight, grad_start
