@@ -1,9 +1,9 @@
 """Triton kernels for CUDA: a group of weights is clustered by one program, all iterations in one kernel.
 
 A program goes through its group in chunks: forward once for each iteration and once for the soft weights; backward runs
-forward again, then back, and writes the weight's gradient. Attention is never a matrix in memory: of a chunk it is (k, chunk)
-in registers, all k of a weight in one thread, so that only the sums over a whole group need other threads. `supports` says
-what goes the PyTorch path.
+forward again, then back, and writes the weight's gradient. Attention is never a matrix in memory: of a chunk it is in
+registers, (k, chunk), all k of a weight in one thread, so that only the sums over a whole group need other threads.
+`supports` says what goes the PyTorch path.
 
 Read with docs/clustering.md beside it; names are those of closed_form.py.
 """

@@ -124,9 +124,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor | None:
             raise
         if not _broken:
             _broken.append(str(error))
-            _LOG.warning(
-                "the CUDA kernel of packed linears is not available, matrices are decoded (slower): %s", error
-            )
+            _LOG.warning("the CUDA kernel of packed linears is not available, matrices are decoded (slower): %s", error)
         return None
 
 
