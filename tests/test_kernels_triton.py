@@ -137,6 +137,11 @@ def check_packed(dtype, rows, columns, bits, tile):
         wanted = lut_linear_torch.dense(packed, columns, kept)
         assert torch.equal(lut_linear_triton.dense(packed, columns, kept), wanted)
     torch.testing.assert_close(lut_linear_triton.dense(packed, columns, dtype), wanted.to(dtype))
+    values = torch.randn(rows - 2, columns).to(dtype)  # of the rows from the third on
+    sums = lut_linear_torch.sum_by_code(values.double(), packed, columns, 2)
+    torch.testing.assert_close(
+        lut_linear_triton.sum_by_code(values, packed, columns, 2).double(), sums, rtol=1e-4, atol=1e-4
+    )
 
 
 def check_rounding(rows, columns, k, tiles, stored):

@@ -76,10 +76,12 @@ def on_cpu(tmp_path_factory):
         return libraries[key]
 
     def kernel_of(given):
-        def kernel(*, grid, block, args):
-            assert block == (32 * WARPS, 1, 1)
-            passed = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a) for a in args]
-            library(given).launch(ctypes.c_int(grid[0]), *passed)
+        def kernel(blocks, *values):
+            assert given["WARPS"] == WARPS
+            passed = [ctypes.c_void_p(value or None) for value in values[:5]] + [
+                ctypes.c_int(value) for value in values[5:]
+            ]
+            library(given).launch(ctypes.c_int(blocks), *passed)
 
         return kernel
 
@@ -89,6 +91,7 @@ def on_cpu(tmp_path_factory):
         assert lut_linear_cuda.takes(x, packed)
         return lut_linear_cuda._launch(x, packed, kernel_of(lut_linear_cuda.settings(x, packed)))
 
+    linear.kernel_of = kernel_of
     yield linear
     lut_linear_cuda.WARPS = before
 
@@ -159,6 +162,34 @@ def test_products_that_the_kernel_was_not_written_for_go_elsewhere(change):
     assert not lut_linear_cuda.takes(x.float(), packed)
     assert not lut_linear_cuda.takes(activations(33, 64, torch.bfloat16), packed)
     assert not lut_linear_cuda.takes(x[:, :48], packed)
+
+
+def test_a_modules_products_are_prepared_once_and_give_way_to_gradients(on_cpu, monkeypatch):
+    """On a processor that takes itself for a GPU: where the kernel comes from is the only difference."""
+    made, kernel_of = [], on_cpu.kernel_of
+    monkeypatch.setattr(lut_linear_cuda, "_broken", [])
+    monkeypatch.setattr(lut_linear_cuda, "supports", lut_linear_cuda.takes)
+    monkeypatch.setattr(lut_linear_cuda, "_kernel", lambda device, given: made.append(given) or kernel_of(dict(given)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a tensor in host memory says of itself
+    matrices = [
+        random_packed(16, 64, 3),
+        random_packed(32, 64, 5, tile_rows=0),
+        random_packed(8, 64, 3, bias=torch.float32),
+    ]
+    product = lut_linear_cuda.products(matrices, 64)
+    for _ in range(2):
+        for tokens in (1, 9):
+            x = activations(tokens, 64, torch.bfloat16)
+            with torch.no_grad():
+                found = product(x)
+            assert all(torch.equal(one, on_cpu(x, packed)) for one, packed in zip(found, matrices, strict=True))
+    assert len(made) == 2 * 3
+    assert product(activations(33, 64, torch.bfloat16)) is None
+    assert product(activations(1, 64, torch.float32)) is None
+    assert product(activations(1, 64, torch.bfloat16).requires_grad_()) is None
+    monkeypatch.setattr(lut_linear_cuda, "_launch", lambda *given: 1 / torch.cuda.missing)
+    assert product(activations(1, 64, torch.bfloat16)) is None
+    assert lut_linear_cuda._broken
 
 
 @pytest.mark.parametrize(("bits", "tiles"), [(2, 1), (3, 1), (4, 1), (3, 2), (4, 4), (6, 1), (8, 2)])

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +85,11 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
 
 
 def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products | None:
-    """`lut_linear_c.products` of matrices that have one input; None where that is not the way for all of them."""
+    """`lut_linear_c.products` of matrices that have one input, on a GPU `lut_linear_cuda.products`; None where that is not
+    the way for all of them."""
     first = matrices[0]
+    if first.indices.is_cuda:
+        return lut_linear_cuda.products(matrices, columns) if forced_path() in ("auto", "kernel") else None
     alike = all(m.bits == first.bits and (m.tile is None) == (first.tile is None) for m in matrices)
     if not alike or not _kernel_takes(matrices):
         return None
@@ -95,6 +99,15 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
 def keep(matrices: Sequence[Packed], columns: int) -> int | None:
     """`lut_linear_c.keep`; None where that is not the way for all of them, too."""
     return lut_linear_c.keep(matrices, columns, _limits()) if _kernel_takes(matrices) else None
+
+
+def _triton(packed: Packed) -> Any:
+    """Triton's kernels of packed matrices, where they read this one; else None."""
+    if not packed.indices.is_cuda or not has_triton() or packed.grouped:
+        return None
+    from edkm_cli.runtime import lut_linear_triton
+
+    return lut_linear_triton
 
 
 def _limits() -> dict[torch.dtype, int]:
@@ -131,12 +144,14 @@ def table_gradient(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
     assert tile is not None
     kept = x.dtype if x.dtype == torch.float64 or x.dtype == grad.dtype == torch.bfloat16 else torch.float32
     flat, upstream = x.reshape(-1, columns).to(kept), grad.reshape(-1, grad.shape[-1]).to(kept)
-    fast = kept != torch.float64 and forced_path() != "reference" and x.is_cpu and lut_linear_c.supports(packed)
-    sum_by_code = (lut_linear_c if fast else lut_linear_torch).sum_by_code
+    fast = kept != torch.float64 and forced_path() != "reference"
+    triton = _triton(packed) if fast else None
+    passes = triton or (lut_linear_c if fast and x.is_cpu and lut_linear_c.supports(packed) else lut_linear_torch)
     sums = flat.new_zeros(upstream.shape[1] // tile[0], columns // tile[1], 2**packed.bits, dtype=torch.float64)
     for rows in _row_ranges(upstream.shape[1], columns, x):
         part = upstream[:, rows.start : rows.stop].t() @ flat
-        part = sum_by_code(part.float() if kept == torch.bfloat16 else part, packed, columns, rows.start)
+        part = part.float() if kept == torch.bfloat16 and triton is None else part
+        part = passes.sum_by_code(part, packed, columns, rows.start)
         tiles = torch.arange(rows.start, rows.stop, device=x.device) // tile[0]
         sums.index_add_(0, tiles, part.double())
     return sums.flatten(0, 1).to(packed.table.dtype)
@@ -148,10 +163,8 @@ def dense(
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
-    if packed.indices.is_cuda and has_triton() and not packed.grouped:
-        from edkm_cli.runtime import lut_linear_triton
-
-        return lut_linear_triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
+    if (triton := _triton(packed)) is not None:
+        return triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
     if forced_path() != "reference" and lut_linear_c.supports(packed):
         return lut_linear_c.dense(packed, columns, dtype, row_range=rows, column_range=span)
     return lut_linear_torch.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]

@@ -8,7 +8,7 @@ Where compiling or launching fails, one warning says why, and matrices are decod
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.packing import packed_width
+from edkm_cli.runtime.lut_linear_c import unwatched
 from edkm_cli.runtime.packed import Packed
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ ROWS = 16  # of W that a block takes
 TOKENS = 32  # at most; a product takes eight at a time
 WARPS = 8
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+Kernel = Callable[..., None]  # of a number of blocks and the kernel's parameters: addresses and numbers
 
 
 def reads(packed: Packed) -> bool:
@@ -94,18 +96,37 @@ def compiled(text: str, architecture: str, nvrtc: Any, *options: str) -> tuple[b
 
 
 _broken: list[str] = []  # why the kernel is not used in this process, once it failed
+_FAILURES = (RuntimeError, OSError, AttributeError, ImportError, KeyError, TypeError)
+
+
+def _give_up(error: Exception) -> None:
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        raise error
+    if not _broken:
+        _broken.append(str(error))
+        _LOG.warning("the CUDA kernel of packed linears is not available, matrices are decoded (slower): %s", error)
 
 
 @functools.cache
-def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Callable[..., None]:
+def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Kernel:
     """The compiled kernel on a GPU. Raises whatever compiling or loading raises."""
     from torch.cuda import _utils
 
     find = getattr(_utils, "_get_gpu_rtc_library", None) or _utils._get_nvrtc_library  # as PyTorch finds NVRTC
+    driver = (getattr(_utils, "_get_gpu_runtime_library", None) or _utils._get_cuda_library)()
     major, minor = torch.cuda.get_device_capability(device)
     code, _ = compiled(source(dict(given)), f"sm_{major}{minor}", find())
-    found: Any = _utils._cuda_load_module(code, ["lut_linear"])
-    return found["lut_linear"]
+    module: Any = _utils._cuda_load_module(code, ["lut_linear"])
+    function, threads = module["lut_linear"], 32 * dict(given)["WARPS"]
+
+    def launch(blocks: int, *values: int) -> None:
+        numbers = (ctypes.c_uint64 * len(values))(*values)  # of which the driver reads as much as a parameter has
+        first = ctypes.addressof(numbers)
+        places = (ctypes.c_void_p * len(values))(*range(first, first + ctypes.sizeof(numbers), 8))
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        _utils._check_cuda(driver.cuLaunchKernel(function.func, blocks, 1, 1, threads, 1, 1, 0, stream, places, None))
+
+    return launch
 
 
 def supports(x: Tensor, packed: Packed) -> bool:
@@ -119,13 +140,35 @@ def linear(x: Tensor, packed: Packed) -> Tensor | None:
     try:
         with torch.cuda.device(x.device):
             return _launch(x, packed, _kernel(x.device.index, tuple(settings(x, packed).items())))
-    except (RuntimeError, OSError, AttributeError, ImportError, KeyError, TypeError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
-        if not _broken:
-            _broken.append(str(error))
-            _LOG.warning("the CUDA kernel of packed linears is not available, matrices are decoded (slower): %s", error)
+    except _FAILURES as error:
+        _give_up(error)
         return None
+
+
+def products(matrices: Sequence[Packed], columns: int) -> Callable[[Tensor], list[Tensor] | None]:
+    """A function of x that gives its product with each matrix, or None where another path is to be taken: its kernels are
+    found once, and the dispatcher, which takes longer than a product of one token, is left out."""
+    kernels: dict[tuple[torch.dtype, int], list[Kernel]] = {}
+    biases = [packed.bias for packed in matrices if packed.bias is not None]
+
+    def product(x: Tensor) -> list[Tensor] | None:
+        tokens = x.numel() // columns
+        if tokens > TOKENS or not unwatched(x, *biases) or x.get_device() != torch.cuda.current_device():
+            return None
+        try:
+            if (x.dtype, tokens) not in kernels:
+                if not all(supports(x, packed) for packed in matrices):
+                    return None
+                given = [tuple(settings(x, packed).items()) for packed in matrices]
+                kernels[x.dtype, tokens] = [_kernel(x.get_device(), one) for one in given]
+            found = kernels[x.dtype, tokens]
+            return [_launch(x, packed, kernel) for packed, kernel in zip(matrices, found, strict=True)]
+        except _FAILURES as error:
+            _give_up(error)
+            kernels.clear()
+            return None
+
+    return product
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -134,11 +177,17 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _launch(x: Tensor, packed: Packed, kernel: Callable[..., None]) -> Tensor:
+def _launch(x: Tensor, packed: Packed, kernel: Kernel) -> Tensor:
     indices, table, bias, _, tile = packed
     rows, columns = indices.shape[0], x.shape[-1]
-    flat, out = _aligned(x), x.new_empty(*x.shape[:-1], rows)
-    tensors = [flat, _aligned(indices), _aligned(table), flat if bias is None else bias.contiguous(), out]
-    numbers = [rows, columns, x.numel() // columns, tile[0] if tile else 1]
-    kernel(grid=(-(-rows // ROWS), 1, 1), block=(32 * WARPS, 1, 1), args=[*tensors, *numbers])
+    x, out = _aligned(x), x.new_empty(*x.shape[:-1], rows)
+    indices, table, bias = _aligned(indices), _aligned(table), bias if bias is None else bias.contiguous()
+    addresses = (
+        x.data_ptr(),
+        indices.data_ptr(),
+        table.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
+    kernel(-(-rows // ROWS), *addresses, rows, columns, x.numel() // columns, tile[0] if tile else 1)
     return out

@@ -1,4 +1,5 @@
-"""A Triton kernel for CUDA: packed matrices of any kind decoded (lut_linear_torch.py), for cuBLAS to multiply."""
+"""Triton kernels for CUDA: packed matrices of any kind decoded, for cuBLAS to multiply, and values summed by their codes
+(lut_linear_torch.py)."""
 
 import torch
 import triton
@@ -9,24 +10,18 @@ from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime.packed import Packed
 
 _COLUMNS = 1024
+_ENTRIES = 8192  # sums in registers: of each entry and some columns
 
 
 @triton.jit
-def _weights(
-    indices, table, row, column, inside, bytes_a_row, across, tile_rows, tile_columns, BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Weights of rows (R, 1) and columns (1, C) as float32; levels unscaled."""
+def _codes(indices, row, column, inside, bytes_a_row, BITS: tl.constexpr):
+    """The codes of a row's columns, in any shape that the two have together."""
     bit = column * BITS
     at = indices + row.to(tl.int64) * bytes_a_row + bit // 8
     code = tl.load(at, mask=inside, other=0).to(tl.int32)
     crossing = inside & (bit % 8 + BITS > 8)
     code |= tl.load(at + 1, mask=crossing, other=0).to(tl.int32) << 8
-    code = (code >> (bit % 8)) & (2**BITS - 1)
-    if LEVELS:
-        return (code - 2 ** (BITS - 1)).to(tl.float32)
-    group = (row // tile_rows) * across + column // tile_columns
-    return tl.load(table + group.to(tl.int64) * (2**BITS) + code, mask=inside, other=0.0).to(tl.float32)
+    return (code >> (bit % 8)) & (2**BITS - 1)
 
 
 @triton.jit
@@ -34,13 +29,50 @@ def _dense_kernel(
     indices, table, out, columns, bytes_a_row, across, tile_rows, tile_columns,
     BITS: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    w = _weights(indices, table, row, column, inside, bytes_a_row, across, tile_rows, tile_columns, BITS, LEVELS)
+    code = _codes(indices, row, column, inside, bytes_a_row, BITS)
     if LEVELS:
-        w *= tl.load(table + row)
+        w = (code - 2 ** (BITS - 1)).to(tl.float32) * tl.load(table + row)
+    else:
+        group = (row // tile_rows) * across + column // tile_columns
+        w = tl.load(table + group.to(tl.int64) * (2**BITS) + code, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * columns + column, w.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(
+    values, indices, sums, first, columns, bytes_a_row, tile_columns, BITS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row, entry = tl.program_id(0), tl.arange(0, 2**BITS)
+    found = tl.zeros((2**BITS, COLUMNS), tl.float32)
+    for start in range(0, tile_columns, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        column, inside = tl.program_id(1) * tile_columns + at, at < tile_columns
+        code = _codes(indices, first + row, column, inside, bytes_a_row, BITS)
+        value = tl.load(values + row.to(tl.int64) * columns + column, mask=inside, other=0.0).to(tl.float32)
+        found += tl.where(entry[:, None] == code[None, :], value[None, :], 0.0)
+    place = (row * tl.num_programs(1) + tl.program_id(1)) * 2**BITS
+    tl.store(sums + place + entry, tl.sum(found, 1))
+
+
+def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:
+    """`lut_linear_torch.sum_by_code`, of values of any dtype in `DTYPES`, in float32."""
+    across, tile_columns = (1, columns) if packed.tile is None else (columns // packed.tile[1], packed.tile[1])
+    sums = torch.empty(len(values), across, 2**packed.bits, dtype=torch.float32, device=values.device)
+    indices, run = packed.indices.contiguous(), min(_ENTRIES >> packed.bits, triton.next_power_of_2(tile_columns))
+    _sum_kernel[(len(values), across)](
+        values.contiguous(),
+        indices,
+        sums,
+        first,
+        columns,
+        indices.shape[1],
+        tile_columns,
+        BITS=packed.bits,
+        COLUMNS=run,
+    )
+    return sums
 
 
 def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
