@@ -21,6 +21,7 @@ from edkm_cli.dryrun.ledger import STANDS_FOR, Ledger, stands_for
 from edkm_cli.dryrun.meta import CLUSTERING, GRADIENTS, META, OPTIMIZER, SHARDING
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.compensate import PART_BYTES, fits_tables
+from edkm_cli.kernels.passes_torch import ONE_HOT_NUMBERS
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import LINEAR
@@ -143,7 +144,7 @@ class OneExpert:
         return register_optimizer_step_post_hook(self._stepped)
 
 
-def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool) -> int:
+def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, corrected: bool, gpu: bool) -> int:
     """The most that `Compensation` holds at once, in bytes.
 
     Args:
@@ -152,6 +153,7 @@ def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, cor
         bits: the most that its tables may get.
         hidden: size of the residual stream, to which the layer's output is added where it is as wide.
         corrected: whether the weight is corrected for the errors of the layers before, too.
+        gpu: whether sums by pairs of entries are products with one-hot matrices.
     """
     square, size = layer.in_features**2, layer.out_features * layer.in_features
     groups, k, grid = len(layer.centroids), 2**bits, layer.clustering.grid
@@ -165,6 +167,7 @@ def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, cor
     moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
     # The Hessian, damped, too, and its factor; the weight, rounded and times H, its codes; sums of H by pairs of entries.
     fitting = 3 * 4 * square + (3 * 4 + 1) * size + 8 * (layer.out_features + groups) * k**2 + widened
+    fitting += 17 * min(ONE_HOT_NUMBERS, size * k) * gpu
     # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
     improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]

@@ -255,7 +255,7 @@ class Rehearsal:
         bits = max(tried_bits(average)) if average else layer.clustering.bits  # any matrix may get the most
         hidden = getattr(self._skeleton.config, "hidden_size", 0)
         corrected = corrections is not None and inputs[0].dim() == 3  # experts get a choice of the tokens
-        size = compensated_bytes(layer, inputs[0], bits, hidden, corrected=corrected)
+        size = compensated_bytes(layer, inputs[0], bits, hidden, corrected=corrected, gpu=self.world.gpu)
         with self._ledger.more(size, CLUSTERING):
             pass
         if corrections is not None:

@@ -20,7 +20,7 @@ from edkm_cli.kernels.closed_form import Passes, centroid_dtype
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 _BLOCK = 64  # columns whose changes `descend` passes on to the others in one product
-ONE_HOT_NUMBERS = 2**25  # in a one-hot matrix, at most: 128 MiB
+ONE_HOT_NUMBERS = 2**23  # in a one-hot matrix, at most, of which four are held in float32
 _STEPS = 100
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}  # values sorted at a time; about 80 bytes are in use for each
 _CHUNK_ENTRIES = {"cpu": 1 << 17, "cuda": 1 << 26}  # entries of an attention map worked on at a time
@@ -262,7 +262,7 @@ def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
     """
     sums = []
     for codes in indices.split(max(1, ONE_HOT_NUMBERS // (len(hessian) * k))):
-        chosen = torch.nn.functional.one_hot(codes.t().long(), k).to(hessian.dtype)  # (in, rows, k)
+        chosen = (codes.t()[..., None] == torch.arange(k, device=codes.device)).to(hessian.dtype)  # (in, rows, k)
         weighted = (hessian @ chosen.flatten(1)).view_as(chosen).permute(1, 0, 2)  # (rows, in, k)
         sums.append((chosen.permute(1, 2, 0) @ weighted).double())
     return torch.cat(sums)
