@@ -17,17 +17,17 @@ work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
 if [ "$DEVICE" = cpu ]; then
-    PARTS=${PARTS:-kernels held full compress processes clustering runtime decode ablation offload}
+    PARTS=${PARTS:-kernels held full compress processes start clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-300} SHAPE=${SHAPE:-tiny} machine=cpu
     training=(--sequence-length 64 --steps 2 --warmup 1) held=() hidden=32 layers=2
     run=(--steps 2 --calibration-tokens 256 --start-tokens 256 --sequence-length 64 --context 64 --eval-windows 2)
     runtime=(--shape 64x64 --tokens 1)
     clustering=(--width 64 --tokens 16) ablation=(--width 64)
     offload=(step --model "$work/model" --tokens 32 --repeats 1)
-    decode=(--tokens 2)
+    decode=(--tokens 2) start=(--hidden 128 --intermediate 256 --heads 4 --tokens 256)
     processes=2
 else
-    PARTS=${PARTS:-kernels held full compress processes clustering runtime decode ablation offload}
+    PARTS=${PARTS:-kernels held full compress processes start clustering runtime decode ablation offload}
     LIMIT=${LIMIT:-150} SHAPE=${SHAPE:-llama-7b}
     machine=$("$PYTHON" -c 'import sys, torch
 if not torch.cuda.is_available():
@@ -35,8 +35,8 @@ if not torch.cuda.is_available():
 print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || exit 2
     training=() held=(--memory-limit 24GiB) hidden=1024 layers=8
     run=(--steps 20 --calibration-tokens 8192 --sequence-length 1024 --context 1024)
-    decode=(--shape llama-7b)
-    runtime=(--shape 4096x4096 --shape 11008x4096 --shape 4096x11008 --tokens 1 --tokens 16)
+    decode=(--shape llama-7b) start=()
+    runtime=(--shape 4096x4096 --shape 11008x4096 --shape 4096x11008 --tokens 1 --tokens 8 --tokens 16 --tokens 32)
     clustering=() ablation=()
     offload=(block)
     processes=$("$PYTHON" -c 'import torch; print(min(2, torch.cuda.device_count()))')
@@ -76,6 +76,8 @@ part compress "${compress[@]}" --output "$work/held" --label-weight 0 --json "$w
 part processes "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
     "${compress[@]:1}" --output "$work/sharded" --sharding full --granularity tensor --mode soft --iterations 3 \
     --dtype bfloat16 --no-distill --json "$work/compress-sharded.json"
+part start "$PYTHON" scripts/bench_start.py --device "$DEVICE" "${start[@]}" \
+    --json "$target/start_${SHAPE}-layer_${machine}_$day.json"
 part runtime "${edkm[@]}" bench runtime --device "$DEVICE" "${runtime[@]}" --json "$target/bench_runtime_${machine}_$day.json"
 [ "$DEVICE" = cpu ] || part runtime "${edkm[@]}" bench runtime --cold --device "$DEVICE" "${runtime[@]}" \
     --json "$target/bench_runtime-cold_${machine}_$day.json"

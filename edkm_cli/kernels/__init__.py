@@ -5,9 +5,11 @@ A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton`
 """
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,15 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
+    """A module of Triton's kernels, if they `supports` these arguments: imported late, since that takes longer than most
+    commands."""
+    if not tensor.is_cuda or not has_triton():
+        return None
+    module = importlib.import_module(f"edkm_cli.kernels.{name}")
+    return module if module.supports(tensor, *more) else None
+
+
 def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None) -> Passes:
     """The fastest passes there are for this weight and k centroids.
 
@@ -35,11 +46,9 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
         return shapes_meta.ShapePasses(weight, tile, importance)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
-    if weight.is_cuda and has_triton():
-        from edkm_cli.kernels import attention_triton  # late: importing Triton takes longer than most commands
-
-        if attention_triton.supports(weight, tile, k):
-            return attention_triton.TritonPasses(weight, tile, importance)
+    if (fast := triton_module("attention_triton", weight, tile, k)) is not None:
+        found: Passes = fast.TritonPasses(weight, tile, importance)
+        return found
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 
@@ -52,12 +61,8 @@ def _palette(weight: Tensor) -> ModuleType:
     """The module with the fastest `nearest`, `snap` and `sum_by_entry` for this weight."""
     if weight.is_meta:
         return shapes_meta
-    if weight.is_cuda and has_triton():
-        from edkm_cli.kernels import palette_triton
-
-        if palette_triton.supports(weight):
-            return palette_triton
-    return passes_c if layout_c.supports(weight) else passes_torch
+    on_cpu = passes_c if layout_c.supports(weight) else passes_torch
+    return triton_module("palette_triton", weight) or on_cpu
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
@@ -107,20 +112,11 @@ def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> lis
     return (passes_c if layout_c.supports(values) else passes_torch).kmeans(values, importance, ks)
 
 
-def _rounding(tensor: Tensor) -> ModuleType | None:
-    """The module with Triton's kernels of rounding, where they take this tensor."""
-    if tensor.is_cuda and has_triton():
-        from edkm_cli.kernels import rounding_triton
-
-        return rounding_triton if rounding_triton.supports(tensor) else None
-    return None
-
-
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
     """Round the columns of a block (columns, rows) one after the other; see `passes_torch.round_columns`."""
     if stored == block.dtype == torch.float32 and layout_c.supports(block):
         return passes_c.round_columns(block, luts, tiles, factor)
-    return (_rounding(block) or passes_torch).round_columns(block, luts, tiles, factor, stored)
+    return (triton_module("rounding_triton", block) or passes_torch).round_columns(block, luts, tiles, factor, stored)
 
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
@@ -128,7 +124,8 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
     if errors.dtype == torch.float32 and layout_c.supports(errors):
         passes_c.descend(indices, errors, luts, hessian, sweeps)
     else:
-        passes_torch.descend(indices, errors, luts, hessian, sweeps, (_rounding(errors) or passes_torch).changes)
+        changes = (triton_module("rounding_triton", errors) or passes_torch).changes
+        passes_torch.descend(indices, errors, luts, hessian, sweeps, changes)
 
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
