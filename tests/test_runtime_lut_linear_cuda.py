@@ -161,7 +161,10 @@ def test_products_that_the_kernel_was_not_written_for_go_elsewhere(change):
     assert not lut_linear_cuda.takes(x, packed._replace(**change))
     assert not lut_linear_cuda.takes(x.float(), packed)
     assert not lut_linear_cuda.takes(activations(33, 64, torch.bfloat16), packed)
-    assert not lut_linear_cuda.takes(x[:, :48], packed)
+    for columns in (32, 48, 96):
+        assert not lut_linear_cuda.takes(activations(1, columns, torch.bfloat16), packed)
+        levels = random_packed(16, 64, 3, tile_rows=0)
+        assert not lut_linear_cuda.takes(activations(1, columns, torch.bfloat16), levels)
 
 
 def test_a_modules_products_are_prepared_once_and_give_way_to_gradients(on_cpu, monkeypatch):
@@ -186,6 +189,8 @@ def test_a_modules_products_are_prepared_once_and_give_way_to_gradients(on_cpu, 
     assert len(made) == 2 * 3
     assert product(activations(33, 64, torch.bfloat16)) is None
     assert product(activations(1, 64, torch.float32)) is None
+    for wrong in (activations(2, 32, torch.bfloat16), activations(1, 128, torch.bfloat16)):
+        assert product(wrong) is None
     assert product(activations(1, 64, torch.bfloat16).requires_grad_()) is None
     monkeypatch.setattr(lut_linear_cuda, "_launch", lambda *given: 1 / torch.cuda.missing)
     assert product(activations(1, 64, torch.bfloat16)) is None

@@ -40,7 +40,7 @@ def takes(x: Tensor, packed: Packed) -> bool:
     columns, bias = x.shape[-1], packed.bias
     known = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype in DTYPES)
     fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and packed.indices.shape[0] * columns < 1 << 40
-    return known and fits and reads(packed)
+    return known and fits and reads(packed) and packed.indices.shape[1] == packed_width(columns, packed.bits)
 
 
 def settings(x: Tensor, packed: Packed) -> dict[str, int]:
@@ -153,7 +153,9 @@ def products(matrices: Sequence[Packed], columns: int) -> Callable[[Tensor], lis
 
     def product(x: Tensor) -> list[Tensor] | None:
         tokens = x.numel() // columns
-        if tokens > TOKENS or not unwatched(x, *biases) or x.get_device() != torch.cuda.current_device():
+        if tokens > TOKENS or x.shape[-1:] != (columns,) or not unwatched(x, *biases):
+            return None
+        if x.get_device() != torch.cuda.current_device():
             return None
         try:
             if (x.dtype, tokens) not in kernels:
