@@ -167,7 +167,7 @@ def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, cor
     moving = 3 * 4 * square + (2 * 4 + layer.weight.element_size()) * size + 4 * layer.centroids.numel()
     # The Hessian, damped, too, and its factor; the weight, rounded and times H, its codes; sums of H by pairs of entries.
     fitting = 3 * 4 * square + (3 * 4 + 1) * size + 8 * (layer.out_features + groups) * k**2 + widened
-    fitting += 17 * min(ONE_HOT_NUMBERS, size * k) * gpu
+    fitting += 17 * min(ONE_HOT_NUMBERS, size * k) * gpu  # compared in bytes; chosen, weighted, and a copy of both
     # The Hessian, damped, too, and its factor; the weight, its errors and what they raise, codes; three numbers an entry.
     improving = 3 * 4 * square + (4 * 4 + 1) * size + 3 * 4 * groups * 2**bits + widened
     needed = [factoring, moving, improving]

@@ -5,7 +5,6 @@ A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton`
 """
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
@@ -33,7 +32,7 @@ def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
     commands."""
     if not tensor.is_cuda or not has_triton():
         return None
-    module = importlib.import_module(f"edkm_cli.kernels.{name}")
+    module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None
 
 
@@ -46,7 +45,7 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
         return shapes_meta.ShapePasses(weight, tile, importance)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
-    if (fast := triton_module("attention_triton", weight, tile, k)) is not None:
+    if (fast := triton_module(f"{__name__}.attention_triton", weight, tile, k)) is not None:
         found: Passes = fast.TritonPasses(weight, tile, importance)
         return found
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
@@ -62,7 +61,7 @@ def _palette(weight: Tensor) -> ModuleType:
     if weight.is_meta:
         return shapes_meta
     on_cpu = passes_c if layout_c.supports(weight) else passes_torch
-    return triton_module("palette_triton", weight) or on_cpu
+    return triton_module(f"{__name__}.palette_triton", weight) or on_cpu
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
@@ -112,11 +111,16 @@ def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> lis
     return (passes_c if layout_c.supports(values) else passes_torch).kmeans(values, importance, ks)
 
 
+def _rounding(tensor: Tensor) -> ModuleType:
+    """The module with the fastest `round_columns` and `changes` where the C kernels are not the way."""
+    return triton_module(f"{__name__}.rounding_triton", tensor) or passes_torch
+
+
 def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor, stored: torch.dtype) -> Tensor:
     """Round the columns of a block (columns, rows) one after the other; see `passes_torch.round_columns`."""
     if stored == block.dtype == torch.float32 and layout_c.supports(block):
         return passes_c.round_columns(block, luts, tiles, factor)
-    return (triton_module("rounding_triton", block) or passes_torch).round_columns(block, luts, tiles, factor, stored)
+    return _rounding(block).round_columns(block, luts, tiles, factor, stored)
 
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
@@ -124,8 +128,7 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
     if errors.dtype == torch.float32 and layout_c.supports(errors):
         passes_c.descend(indices, errors, luts, hessian, sweeps)
     else:
-        changes = (triton_module("rounding_triton", errors) or passes_torch).changes
-        passes_torch.descend(indices, errors, luts, hessian, sweeps, changes)
+        passes_torch.descend(indices, errors, luts, hessian, sweeps, _rounding(errors).changes)
 
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:

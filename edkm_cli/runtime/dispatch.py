@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.kernels import has_triton
+from edkm_cli.kernels import triton_module
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime import lut_linear_c, lut_linear_cuda, lut_linear_torch
 from edkm_cli.runtime.packed import Packed, check
@@ -103,11 +103,7 @@ def keep(matrices: Sequence[Packed], columns: int) -> int | None:
 
 def _triton(packed: Packed) -> Any:
     """Triton's kernels of packed matrices, where they read this one; else None."""
-    if not packed.indices.is_cuda or not has_triton() or packed.grouped:
-        return None
-    from edkm_cli.runtime import lut_linear_triton
-
-    return lut_linear_triton
+    return triton_module("edkm_cli.runtime.lut_linear_triton", packed.indices, packed)
 
 
 def _limits() -> dict[torch.dtype, int]:

@@ -129,6 +129,10 @@ def _kernel(device: int, given: tuple[tuple[str, int], ...]) -> Kernel:
     return launch
 
 
+def _kernel_of(x: Tensor, packed: Packed) -> Kernel:
+    return _kernel(x.get_device(), tuple(settings(x, packed).items()))
+
+
 def supports(x: Tensor, packed: Packed) -> bool:
     """Whether this product goes by the kernel."""
     here = not _broken and x.is_cuda and packed.indices.device == x.device and torch.version.hip is None
@@ -139,7 +143,7 @@ def linear(x: Tensor, packed: Packed) -> Tensor | None:
     """x @ W.T + bias with table entries rounded to x's dtype and float32 sums; None where the kernel fails."""
     try:
         with torch.cuda.device(x.device):
-            return _launch(x, packed, _kernel(x.device.index, tuple(settings(x, packed).items())))
+            return _launch(x, packed, _kernel_of(x, packed))
     except _FAILURES as error:
         _give_up(error)
         return None
@@ -161,8 +165,7 @@ def products(matrices: Sequence[Packed], columns: int) -> Callable[[Tensor], lis
             if (x.dtype, tokens) not in kernels:
                 if not all(supports(x, packed) for packed in matrices):
                     return None
-                given = [tuple(settings(x, packed).items()) for packed in matrices]
-                kernels[x.dtype, tokens] = [_kernel(x.get_device(), one) for one in given]
+                kernels[x.dtype, tokens] = [_kernel_of(x, packed) for packed in matrices]
             found = kernels[x.dtype, tokens]
             return [_launch(x, packed, kernel) for packed, kernel in zip(matrices, found, strict=True)]
         except _FAILURES as error:

@@ -13,6 +13,11 @@ _COLUMNS = 1024
 _ENTRIES = 8192  # sums in registers: of each entry and some columns
 
 
+def supports(indices: Tensor, packed: Packed) -> bool:
+    """Whether the kernels read this matrix on a GPU: all but rows with several scales."""
+    return indices.is_cuda and not packed.grouped
+
+
 @triton.jit
 def _codes(indices, row, column, inside, bytes_a_row, BITS: tl.constexpr):
     """The codes of a row's columns, in any shape that the two have together."""
@@ -62,16 +67,8 @@ def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Ten
     sums = torch.empty(len(values), across, 2**packed.bits, dtype=torch.float32, device=values.device)
     indices, run = packed.indices.contiguous(), min(_ENTRIES >> packed.bits, triton.next_power_of_2(tile_columns))
     _sum_kernel[(len(values), across)](
-        values.contiguous(),
-        indices,
-        sums,
-        first,
-        columns,
-        indices.shape[1],
-        tile_columns,
-        BITS=packed.bits,
-        COLUMNS=run,
-    )
+        values.contiguous(), indices, sums, first, columns, indices.shape[1], tile_columns, BITS=packed.bits, COLUMNS=run
+    )  # fmt: skip
     return sums
 
 
