@@ -1,5 +1,5 @@
-"""The output embedding's errors compensate one another: as a reference in float64 does it, and better than rounding to
-nearest on the inputs that it sees."""
+"""The errors of an embedding's row compensate one another: as a reference in float64 does it, and better than rounding to
+nearest on what is seen."""
 
 import json
 
@@ -12,7 +12,7 @@ from edkm_cli.compress import compress
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.initialize.build import Recipe, initialize
-from edkm_cli.initialize.embeddings import column_factors, compensating_rounding, output_embedding
+from edkm_cli.initialize.embeddings import column_factors, compensating_rounding, rounded_embeddings
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import Swap, plan_swaps
 from edkm_cli.runtime.embeddings import NEAREST, PalettizedEmbedding, PalettizedHead, Rounding, to_nearest
@@ -55,6 +55,20 @@ def test_levels_are_those_of_the_reference(tied, damping):
     assert torch.equal(found, one_by_one(weight, moment, scale, 7, damping))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_input_embedding_is_rounded_by_the_gradients_in_its_rows(tied):
+    weight, entering, scale = problem(4)
+    leaving = problem(5)[1]
+    swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
+    rounding = compensating_rounding(swaps, {"embed": entering, "lm_head": leaving})
+    assert set(rounding) == ({"embed"} if tied else {"embed", "lm_head"})
+    cost = leaving + 2 * entering if tied else entering
+    found, errors = rounding["embed"].levels(weight, scale, 7)
+    assert torch.equal(found, one_by_one(weight, cost, scale, 7, 0.01))
+    difference = to_nearest(weight, scale, 7)[0] * scale - weight
+    assert float(errors.sum()) < 0.75 * float(((difference @ cost) * difference).sum())
+
+
 def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
     weight, moment, scale = problem(1)
     (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
@@ -69,7 +83,7 @@ def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
 def test_without_inputs_or_with_a_dense_head_numbers_are_rounded_by_themselves():
     assert compensating_rounding([HEAD], {}) == {}
     dense = Swap("lm_head", "head", (30, 16), reason="matches --skip")
-    assert output_embedding([dense]) == []
+    assert rounded_embeddings([dense]) == []
     assert compensating_rounding([dense], {"lm_head": torch.eye(16)}) == {}
 
 

@@ -54,7 +54,7 @@ def plain_start(model, recipe, calibration, fitting):
     """What `initialize` gives, with the whole model, its importance and its dense weights in memory."""
     linears = [swap for swap in recipe.swaps if swap.clustered]
     names, kind = [swap.name for swap in linears], recipe.importance
-    importance = importance_of(model, names, calibration, kind=kind, moments=["lm_head"])
+    importance = importance_of(model, names, calibration, kind=kind, moments=["lm_head", "model.embed_tokens"])
     bits = dict.fromkeys(names, recipe.spec.bits)
     if recipe.average_bits:
         rises = {}
@@ -90,8 +90,10 @@ def test_importance_is_that_of_the_whole_model(make, kind, monkeypatch):
     monkeypatch.setattr(streaming, "_MEMORY_BYTES", 5000)  # some hidden states wait on disk
     model, batches, found = make(), texts(3, 32), {}
     names = [swap.name for swap in plan_swaps(model, embedding_bits=8) if swap.clustered]
-    expected = importance_of(model, names, batches, kind=kind, moments=["lm_head"])
-    how = {"by_layer": True, "kind": kind, "moments": ["lm_head"]}
+    ends = ["lm_head", "model.embed_tokens"]
+    expected = importance_of(model, names, batches, kind=kind, moments=ends)
+    assert (ends[1] in expected) == (kind == "gradient")
+    how = {"by_layer": True, "kind": kind, "moments": ends}
     found |= collect(Layers(model), names, batches, lambda _, __, more: found.update(more), **how)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -111,6 +113,28 @@ def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, 
     assert found.keys() == expected.keys() == set(names)
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "granite"])
+def test_gradients_in_the_rows_of_an_embedding_that_is_multiplied(model_type, exact_products):
+    """By the module in Gemma, after it in Granite."""
+    model, batches, found = family(model_type, embedding_multiplier=3.0), texts(2, 32), []
+    weight = model.get_input_embeddings().weight
+    name = next(name for name, value in model.named_parameters() if value is weight).removesuffix(".weight")
+    for whole in (True, False):
+        about = {"by_layer": not whole, "kind": "gradient", "moments": [name]}
+        found.append(collect(Layers(model), [], batches, lambda *_: None, **about)[name])
+    ids = torch.cat(batches)
+    rows = torch.nn.Parameter(weight.detach()[ids])  # one for each token, however it enters
+    embed = lambda module, args, output: output / weight[ids] * rows  # noqa: E731
+    handle = model.get_input_embeddings().register_forward_hook(embed)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    handle.remove()
+    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    gradients = torch.autograd.grad(loss, rows)[0][:, 1:].flatten(0, 1)
+    expected = gradients.t() @ gradients / ids.numel()
+    for products in found:
+        torch.testing.assert_close(products, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,20 @@ def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids, exa
     torch.testing.assert_close(importance, outer.square().mean(0), rtol=1e-4, atol=1e-9)
 
 
+def test_products_of_gradients_in_the_rows_of_an_embedding(ids, exact_products):
+    model = tiny_llama(tied=False)
+    name = "model.embed_tokens"
+    found = importance_of(model, [], [ids[:1], ids[1:]], kind="gradient", moments=[name])[name]
+    expected = torch.zeros_like(found)
+    for text in ids:
+        rows = model.get_input_embeddings()(text[None]).detach().requires_grad_(True)
+        logits = model(inputs_embeds=rows).logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], text[1:], reduction="sum")
+        gradients = torch.autograd.grad(loss, rows)[0][0, 1:]
+        expected += gradients.t() @ gradients / ids.numel()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
+
+
 def test_an_unknown_importance_is_refused(ids):
     with pytest.raises(UserError, match="importance must be one of"):
         importance_of(tiny_llama(), [], [ids], kind="magic")

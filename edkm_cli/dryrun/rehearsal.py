@@ -28,6 +28,7 @@ from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.granularity import FREE, Granularity, table_numbers
 from edkm_cli.initialize.build import Recipe, Steps, initialize
 from edkm_cli.initialize.corrections import Corrections
+from edkm_cli.initialize.embeddings import cost_of_errors
 from edkm_cli.initialize.importance import Take, collect
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
@@ -35,7 +36,7 @@ from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.hooks import decoder_layers, hooked
 from edkm_cli.nn.parts import Parts
-from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
+from edkm_cli.nn.swap import Swap
 from edkm_cli.packing import pack
 from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import RunPlan, calibration_text, needed_tokens, start_batches
@@ -209,10 +210,9 @@ class Rehearsal:
                 return to_nearest(weight, scale, top)
 
         found: dict[str, Rounding] = {}
-        for moment in moments.values():
+        for name, (moment, _) in cost_of_errors(swaps, moments).items():
             with self._ledger.more(36 * moment.numel(), CLUSTERING):
-                factor = moment.clone()
-            found |= {swap.name: Rounding(partial(rounded, factor)) for swap in swaps if swap.role in (EMBEDDING, HEAD)}
+                found[name] = Rounding(partial(rounded, moment.clone()))
         return found
 
     def _rebuild(self, prepare: Callable[[str, nn.Module], None], finish: Callable[[Any], None]) -> Any:

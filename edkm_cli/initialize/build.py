@@ -22,7 +22,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.initialize.compensate import compensate
-from edkm_cli.initialize.embeddings import compensating_rounding, output_embedding
+from edkm_cli.initialize.embeddings import compensating_rounding, rounded_embeddings
 from edkm_cli.initialize.importance import collect
 from edkm_cli.initialize.kept import Begun, KeptStart, tensors_of
 from edkm_cli.initialize.layers import Layers
@@ -171,14 +171,14 @@ def initialize(
     begun = kept.begun() if kept is not None else None
     done, bits, _, states = begun or (0, {}, {}, None)
     importance: dict[str, Tensor] = {}
-    head = output_embedding(recipe.swaps)
+    ends = rounded_embeddings(recipe.swaps)
     if begun is None:
-        options: dict[str, Any] = {"kind": recipe.importance, "moments": head, "world": world, "track": track}
+        options: dict[str, Any] = {"kind": recipe.importance, "moments": ends, "world": world, "track": track}
         names, take = [swap.name for swap in recipe.clustered], tables.add if build is None else _leave
         importance = steps.collect(layers, names, list(calibration), take, by_layer=by_layer, **options)
         bits = tables.choose()
     recipe = tables.recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
-    rounding = steps.rounding(recipe.swaps, {name: importance.pop(name) for name in head if name in importance})
+    rounding = steps.rounding(recipe.swaps, {name: importance.pop(name) for name in ends if name in importance})
 
     def prepare(path: str, part: nn.Module) -> None:
         tables.add(path, part, importance)

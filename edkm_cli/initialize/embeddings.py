@@ -1,9 +1,10 @@
-"""Rounding the output embedding so that the errors of a row compensate one another.
+"""Rounding embeddings so that the errors of a row compensate one another.
 
-Of an embedding's error the output feels nearly all: each token is compared with every row. With final hidden states X the
-error of the logits is tr((W - Q) H (W - Q)^T), H = X^T X, and columns are rounded one after the other as in
-`edkm_cli.initialize.compensate` (GPTQ, arXiv 2210.17323), to the levels of the row's scale, of which several are tried. At 6
-bits that halves the KL that rounding SmolLM2's embedding costs (docs/log.md).
+With final hidden states X the error of the logits is tr((W - Q) H (W - Q)^T), H = X^T X. What an error of an input
+embedding's row e costs is, to second order, e^T G e with the products G of the loss's gradients in the rows (the Fisher
+matrix). With either, columns are rounded one after the other as in `edkm_cli.initialize.compensate` (GPTQ, arXiv
+2210.17323), to the levels of the row's scale, of which several are tried. That leaves a third of the KL that rounding
+SmolLM2's embedding to 4 bits costs as an input, and half at 6 bits as an output (docs/log.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,23 +24,32 @@ _SHARE_TRIED = 8  # one of so many columns may have a factor
 _TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
 _DAMPING = 0.01
 _DAMPING_TIED = 0.1  # the input embedding's use of the same rows is served by small errors, whatever their direction
+_ENTERING = 2.0  # tied rows' errors count so often on their way in: more than second order says (docs/log.md)
 
 
-def output_embedding(swaps: Sequence[Swap]) -> list[str]:
-    """The path of the output embedding that is rounded, if there is one."""
-    return [swap.name for swap in swaps if swap.role == HEAD and not swap.reason]
+def rounded_embeddings(swaps: Sequence[Swap]) -> list[str]:
+    """The paths of the embeddings that are rounded."""
+    return [swap.name for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason]
+
+
+def cost_of_errors(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:
+    """Path of an embedding that is stored -> (what errors in a row cost, (columns, columns); its damping).
+
+    `moments`: of an output embedding the products of its inputs, of an input embedding those of the loss's gradients in its
+    rows; an embedding without any is left out. A tied one serves both.
+    """
+    rounded = {swap.role: swap for swap in swaps if swap.name in rounded_embeddings(swaps)}
+    head, embedding = rounded.get(HEAD), rounded.get(EMBEDDING)
+    if head is None or embedding is None or not head.tied or head.name not in moments:
+        return {swap.name: (moments[swap.name], _DAMPING) for swap in rounded.values() if swap.name in moments}
+    if embedding.name not in moments:
+        return {embedding.name: (moments[head.name], _DAMPING_TIED)}
+    return {embedding.name: (moments[head.name] + _ENTERING * moments[embedding.name], _DAMPING)}
 
 
 def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, Rounding]:
-    """How to round the embedding whose rows make the logits, by its path; empty without `moments`, path of the output
-    embedding -> products of its inputs (in, in)."""
-    found: dict[str, Rounding] = {}
-    for swap in swaps:
-        if swap.role == HEAD and not swap.reason and swap.name in moments:
-            names = [other.name for other in swaps if other.role == EMBEDDING and not other.reason]
-            name = names[0] if swap.tied else swap.name
-            found[name] = _rounding(moments[swap.name], _DAMPING_TIED if swap.tied else _DAMPING)
-    return found
+    """How to round the embeddings that `cost_of_errors` knows, by their paths."""
+    return {name: _rounding(*cost) for name, cost in cost_of_errors(swaps, moments).items()}
 
 
 def _rounding(moment: Tensor, damping: float) -> Rounding:

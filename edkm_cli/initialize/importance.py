@@ -31,18 +31,18 @@ Take = Callable[[str, nn.Module, dict[str, Tensor]], None]
 
 class _Collector:
     """A hook on linears that adds up squared inputs, or squared gradients of the weight, in float32 in host memory; of
-    those in `moments`, products of the inputs.
+    those in `moments`, products of the inputs, or of what an embedding gives, of its gradients.
 
     Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
     """
 
-    def __init__(self, layers: dict[str, nn.Linear], kind: str, world: World, moments: Sequence[str] = ()):
+    def __init__(self, layers: dict[str, Any], kind: str, world: World, moments: Sequence[str] = ()):
         self.sums: dict[str, Tensor] = {}
         self.tokens = dict.fromkeys(layers, 0)
         self.counts = True
         self._waiting: dict[str, list[Tensor]] | None = None
         self._kind, self._world, self._moments = kind, world, moments
-        self._layers, self._names = layers, {layer: name for name, layer in layers.items()}
+        self.layers, self._names = layers, {layer: name for name, layer in layers.items()}
 
     def see(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """After each pass of a layer."""
@@ -61,6 +61,14 @@ class _Collector:
                 self._add(name, squares.t() @ x.float().square(), by_rows=True)
 
             output.register_hook(arrived)
+
+    def see_entering(self, gradients: Tensor) -> None:
+        """In what entered, (batch, sequence, hidden). First tokens, where attention rests, have some that are thousands of
+        times as large, which tell of the row of one token only."""
+        for name in self._moments:
+            if isinstance(self.layers[name], nn.Embedding):
+                rows = gradients[:, 1:].flatten(0, 1)
+                self._add(name, sum_of_products(rows, rows))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -81,10 +89,10 @@ class _Collector:
         """Over all processes, by `tokens`. The weights of an expert that got too few all count alike, as those of
         the sibling that counts least do on average."""
         split = self._world.sharded and self._kind == "gradient"
-        for name in self._layers:  # one that this process's tokens did not reach takes part with zeros
+        for name in self.layers:  # one that this process's tokens did not reach takes part with zeros
             if is_expert(name) and name not in self.sums:
-                shape = self._layers[name].weight.shape[self._kind == "activation" :]
-                self.sums[name] = torch.zeros(shape, device="meta" if self._layers[name].weight.is_meta else "cpu")
+                shape = self.layers[name].weight.shape[self._kind == "activation" :]
+                self.sums[name] = torch.zeros(shape, device="meta" if self.layers[name].weight.is_meta else "cpu")
         # In place: the sums of a 7B model are 26 GB.
         found = {
             name: (value if split and name not in self._moments else self._world.sum(value)).div_(max(tokens, 1))
@@ -107,7 +115,8 @@ class _Collector:
 @contextmanager
 def _collecting(*about: Any) -> Iterator[_Collector]:
     collector = _Collector(*about)
-    with hooked(about[0].values(), collector.see, after=True):
+    linears = [layer for layer in collector.layers.values() if isinstance(layer, nn.Linear)]
+    with hooked(linears, collector.see, after=True):
         yield collector
 
 
@@ -133,7 +142,8 @@ def collect(
             "", or `by_layer`, to the same bits, with one decoder layer in memory at a time, in any order; a model that is
             sharded cannot be taken so.
         kind: `activation` gives (in,) a layer, `gradient` (out, in), `none` nothing.
-        moments: further linears, outside of the decoder layers, each of which gives the products of its inputs, (in, in).
+        moments: further modules, outside of the decoder layers: a linear gives the products of its inputs, (in, in), and
+            the input embedding, with `gradient`, those of the gradients in its rows, (hidden, hidden).
         world: the processes. Where the model is sharded, `gradient` gives each its share of the rows
             (`World.gather_rows` makes them whole).
 
@@ -157,7 +167,7 @@ def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, tra
     turns = world.turns(batches)
     with _collecting(layers, *how) as collector, frozen(model), evaluating(model), bfloat16_products():
         for batch, collector.counts in track(turns, "calibration", len(turns)):
-            _run(model, batch.to(world.device), kind)
+            _run(model, batch.to(world.device), kind, collector)
     return collector.means(sum(batch.numel() for batch in batches))
 
 
@@ -207,6 +217,11 @@ def _by_layer(
                     hidden[index] = torch.autograd.grad(output, start, hidden[index])[0]
                 take(path, layer, sums.means(tokens))
             next(progress, None)
+        with collector("") as sums:
+            for index, (batch, sums.counts) in enumerate(turns if gradient else ()):
+                scale = _scale_of_rows(model.get_input_embeddings().weight, batch, entered[index])
+                sums.see_entering(hidden[index] * scale)
+            found |= sums.means(tokens)
     return found
 
 
@@ -229,15 +244,26 @@ def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bo
     return gradients
 
 
-def _run(model: Any, batch: Tensor, kind: str) -> None:
+def _scale_of_rows(weight: Tensor, ids: Tensor, entered: Tensor) -> Tensor:
+    """What an embedding's rows were multiplied with on the way to what entered, (batch, sequence, hidden)."""
+    rows = weight.detach()[ids].float()
+    return (entered.detach().float() * rows).sum() / rows.square().sum()
+
+
+def _run(model: Any, batch: Tensor, kind: str, collector: _Collector) -> None:
     if kind == "activation":
         with torch.no_grad():
             model(input_ids=batch, use_cache=False)  # the whole model: FSDP2 gathers the root's parameters for it alone
         return
-    # No parameter asks for a gradient, so the embedded tokens do, or there would be no graph.
-    embedding = model.get_input_embeddings()
-    asking = hooked([embedding], lambda layer, args, output: output.detach().requires_grad_(True), after=True)
-    with asking, torch.enable_grad():
+    entered: list[Any] = []
+
+    def ask(embedding: nn.Embedding, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """No parameter asks for a gradient, so the embedded tokens do, or there would be no graph."""
+        entered[:] = output.detach().requires_grad_(True), _scale_of_rows(embedding.weight, batch, output)
+        return entered[0]
+
+    with hooked([model.get_input_embeddings()], ask, after=True), torch.enable_grad():
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
         # A sum, not a mean: each token's own gradient is squared.
         nn.functional.cross_entropy(logits.float(), batch[:, 1:].flatten(), reduction="sum").backward()
+    collector.see_entering(entered[0].grad * entered[1])
