@@ -83,7 +83,7 @@ def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
 def test_without_inputs_or_with_a_dense_head_numbers_are_rounded_by_themselves():
     assert compensating_rounding([HEAD], {}) == {}
     dense = Swap("lm_head", "head", (30, 16), reason="matches --skip")
-    assert rounded_embeddings([dense]) == []
+    assert rounded_embeddings([dense]) == {}
     assert compensating_rounding([dense], {"lm_head": torch.eye(16)}) == {}
 
 

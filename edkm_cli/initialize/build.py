@@ -171,7 +171,7 @@ def initialize(
     begun = kept.begun() if kept is not None else None
     done, bits, _, states = begun or (0, {}, {}, None)
     importance: dict[str, Tensor] = {}
-    ends = rounded_embeddings(recipe.swaps)
+    ends = [swap.name for swap in rounded_embeddings(recipe.swaps).values()]
     if begun is None:
         options: dict[str, Any] = {"kind": recipe.importance, "moments": ends, "world": world, "track": track}
         names, take = [swap.name for swap in recipe.clustered], tables.add if build is None else _leave

@@ -23,13 +23,13 @@ _ROWS = 4096  # that factors of columns are chosen on
 _SHARE_TRIED = 8  # one of so many columns may have a factor
 _TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
 _DAMPING = 0.01
-_DAMPING_TIED = 0.1  # the input embedding's use of the same rows is served by small errors, whatever their direction
+_DAMPING_TIED = 0.1  # without gradients: the use as an input is served by small errors, whatever their direction
 _ENTERING = 2.0  # tied rows' errors count so often on their way in: more than second order says (docs/log.md)
 
 
-def rounded_embeddings(swaps: Sequence[Swap]) -> list[str]:
-    """The paths of the embeddings that are rounded."""
-    return [swap.name for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason]
+def rounded_embeddings(swaps: Sequence[Swap]) -> dict[str, Swap]:
+    """The embeddings that are rounded, by their role: at most an input and an output embedding."""
+    return {swap.role: swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason}
 
 
 def cost_of_errors(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:
@@ -38,7 +38,7 @@ def cost_of_errors(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict
     `moments`: of an output embedding the products of its inputs, of an input embedding those of the loss's gradients in its
     rows; an embedding without any is left out. A tied one serves both.
     """
-    rounded = {swap.role: swap for swap in swaps if swap.name in rounded_embeddings(swaps)}
+    rounded = rounded_embeddings(swaps)
     head, embedding = rounded.get(HEAD), rounded.get(EMBEDDING)
     if head is None or embedding is None or not head.tied or head.name not in moments:
         return {swap.name: (moments[swap.name], _DAMPING) for swap in rounded.values() if swap.name in moments}
@@ -61,7 +61,7 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
     effect[by_size] = factor.diagonal().pow(-2).float()
 
     def rounded(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """Levels -top..top of a weight, whose numbers each have a scale, all (rows, columns) float32; the logits' error."""
+        """Levels -top..top of a weight, whose numbers each have a scale, all (rows, columns) float32; what they cost."""
         passing, order = passed_on.to(weight.device), by_size.to(weight.device)
         scales = scale.t()[order].contiguous()
 

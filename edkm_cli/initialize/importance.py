@@ -42,7 +42,7 @@ class _Collector:
         self.counts = True
         self._waiting: dict[str, list[Tensor]] | None = None
         self._kind, self._world, self._moments = kind, world, moments
-        self.layers, self._names = layers, {layer: name for name, layer in layers.items()}
+        self._layers, self._names = layers, {layer: name for name, layer in layers.items()}
 
     def see(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """After each pass of a layer."""
@@ -66,7 +66,7 @@ class _Collector:
         """In what entered, (batch, sequence, hidden). First tokens, where attention rests, have some that are thousands of
         times as large, which tell of the row of one token only."""
         for name in self._moments:
-            if isinstance(self.layers[name], nn.Embedding):
+            if isinstance(self._layers[name], nn.Embedding):
                 rows = gradients[:, 1:].flatten(0, 1)
                 self._add(name, sum_of_products(rows, rows))
 
@@ -89,10 +89,10 @@ class _Collector:
         """Over all processes, by `tokens`. The weights of an expert that got too few all count alike, as those of
         the sibling that counts least do on average."""
         split = self._world.sharded and self._kind == "gradient"
-        for name in self.layers:  # one that this process's tokens did not reach takes part with zeros
+        for name in self._layers:  # one that this process's tokens did not reach takes part with zeros
             if is_expert(name) and name not in self.sums:
-                shape = self.layers[name].weight.shape[self._kind == "activation" :]
-                self.sums[name] = torch.zeros(shape, device="meta" if self.layers[name].weight.is_meta else "cpu")
+                shape = self._layers[name].weight.shape[self._kind == "activation" :]
+                self.sums[name] = torch.zeros(shape, device="meta" if self._layers[name].weight.is_meta else "cpu")
         # In place: the sums of a 7B model are 26 GB.
         found = {
             name: (value if split and name not in self._moments else self._world.sum(value)).div_(max(tokens, 1))
@@ -115,7 +115,7 @@ class _Collector:
 @contextmanager
 def _collecting(*about: Any) -> Iterator[_Collector]:
     collector = _Collector(*about)
-    linears = [layer for layer in collector.layers.values() if isinstance(layer, nn.Linear)]
+    linears = [layer for layer in about[0].values() if isinstance(layer, nn.Linear)]
     with hooked(linears, collector.see, after=True):
         yield collector
 
