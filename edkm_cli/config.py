@@ -218,7 +218,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Weights that share a lookup table: tensor (the whole matrix), row:G (G rows) or block:RxC (R rows by C "
         "columns).", COMPRESSION, check=Granularity.parse)
     lut_dtype: str = setting("auto",
-        "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e4m3fn where rows "
+        "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e3m4 where rows "
         "are so short that the room is worth more.", COMPRESSION, choices=("auto", *LUT_DTYPES))
     lut_scale: float | None = setting(None, "Scale of all float8 tables, a power of two; default: one for each matrix.",
         COMPRESSION, positive=True)

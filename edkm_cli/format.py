@@ -16,8 +16,18 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.files import read_json
-from edkm_cli.granularity import FREE, LUT_DTYPES, SUPER_BLOCK, Granularity, palette_faults, table_numbers
-from edkm_cli.packing import MAX_BITS, MIN_BITS, Part, packed_width, parts_faults, parts_of
+from edkm_cli.granularity import (
+    E3M4,
+    E4M3,
+    FREE,
+    LARGEST,
+    LUT_DTYPES,
+    SUPER_BLOCK,
+    Granularity,
+    palette_faults,
+    table_numbers,
+)
+from edkm_cli.packing import MAX_BITS, MIN_BITS, Part, packed_width, parts_faults, parts_of, stored_dtype
 
 QUANT_METHOD = "edkm"
 FORMAT_VERSION = 1
@@ -27,6 +37,7 @@ PALETTE_VERSION = 4  # where tables are those of a palette: scales are stored in
 EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own, or matrices differ in tiles
 FACTORS_VERSION = 6  # where columns of an embedding have factors
 ROWS_VERSION = 7  # where rows of embeddings differ in bits
+E3M4_VERSION = 8  # where tables are of E3M4
 MOST_FACTORED_BITS = 6  # of such an embedding: with more, levels times factors would not fit a byte, and gain little
 FACTORS = (1, 2, 4)  # products with them are exact in any number format
 DENSE_BITS = 16  # of embeddings that stay as they are
@@ -59,12 +70,13 @@ class QuantizationSpec:
     embedding_rows: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == "float8_e4m3fn" else (FORMAT_VERSION,)
+        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == E4M3 else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
         versions = (FACTORS_VERSION,) if self.embedding_factors else versions
         versions = (ROWS_VERSION,) if self.embedding_rows else versions
+        versions = (E3M4_VERSION,) if self.lut_dtype == E3M4 else versions
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -156,7 +168,7 @@ class QuantizationSpec:
 
     @property
     def torch_lut_dtype(self) -> torch.dtype:
-        return getattr(torch, self.lut_dtype)
+        return stored_dtype(self.lut_dtype)
 
     @property
     def embedding_scale_dtype(self) -> torch.dtype:
@@ -175,7 +187,7 @@ class QuantizationSpec:
     @property
     def scales_luts(self) -> bool:
         """Whether the tables of a linear have a scale beside them."""
-        return self.lut_dtype == "float8_e4m3fn" and self.format_version >= SCALED_VERSION
+        return self.lut_dtype in LARGEST and self.format_version >= SCALED_VERSION
 
     def linear_tensors(self, out_features: int, in_features: int, *, layer: str) -> Stored:
         """What a palettized linear stores."""

@@ -2,9 +2,10 @@
 
 `tensor` is one LUT for the whole matrix, `row:G` one for every G output rows, `block:RxC` one for every tile of R rows
 by C columns. All three are tiles: `tensor` is a tile of (out, in), `row:G` a tile of (G, in). Groups are numbered tile
-row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names. The last two are
-for scales of PALETTES alone: powers of two, and whole multiples of a number (MULTIPLES). PALETTES say what entries a table
-may hold: any (`free`), or a template of other engines' formats times a scale (`edkm_cli.clustering.grids`).
+row by tile row, left to right. LUT_DTYPES are the number formats that entries may have, by torch's names, and by ml_dtypes'
+the one that torch lacks, E3M4. The last two are for scales of PALETTES alone: powers of two, and whole multiples of a number
+(MULTIPLES). PALETTES say what entries a table may hold: any (`free`), or a template of other engines' formats times a scale
+(`edkm_cli.clustering.grids`).
 """
 
 import re
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 from edkm_cli.errors import UserError
 
-LUT_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e8m0fnu", "int8")
+E3M4, E4M3 = "float8_e3m4", "float8_e4m3fn"
+LARGEST = {E3M4: 15.5, E4M3: 448.0}  # of number formats so narrow that tables in them have a scale beside them
+LUT_DTYPES = ("float16", "bfloat16", "float32", *LARGEST, "float8_e8m0fnu", "int8")
 SUPER_BLOCK = 256  # neighbouring columns whose `int8` scales are multiples of one float16 number
 FREE, AFFINE = "free", "affine"
 PALETTES = {
@@ -58,6 +61,8 @@ def palette_faults(palette: str, bits: float, granularity: "Granularity", lut_dt
         faults.append(f"palette {palette} is for tiles of one row, got {granularity}; use block:1x32 or row:1")
     if lut_dtype == "float8_e8m0fnu" and palette != "e2m1":
         faults.append(f"lut_dtype {lut_dtype} is for palette e2m1, got {palette}; use float16")
+    if lut_dtype == E3M4 and palette != FREE:
+        faults.append(f"lut_dtype {lut_dtype} is for palette {FREE}, got {palette}; use float16")
     tiles = {key: held[0] for key, held in MULTIPLES.items()}
     if lut_dtype == "int8" and ((palette, bits) not in tiles or tiles[palette, int(bits)] != granularity.columns):
         held = "; ".join(f"{name} with {count} bits in block:1x{width}" for (name, count), width in tiles.items())

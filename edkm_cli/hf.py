@@ -22,6 +22,7 @@ from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.model_files import from_pretrained, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
+from edkm_cli.packing import all_finite
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.runtime.one_token import shorten
@@ -69,7 +70,7 @@ class EdkmQuantizer(HfQuantizer):
             for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PackedModule) else ():
                 if buffer.is_meta:
                     raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
-                if buffer.is_floating_point() and not bool(buffer.float().isfinite().all()):
+                if not all_finite(leaf, buffer):
                     raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
                 if leaf == "factors" and not set(buffer.tolist()) <= set(FACTORS):
                     raise UserError(f"{name}.{leaf} must be 1, 2 or 4 for each column; {AGAIN}")

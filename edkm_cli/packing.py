@@ -1,4 +1,4 @@
-"""b-bit indices <-> bytes.
+"""b-bit indices <-> bytes, and numbers as tables store them.
 
 Each row of indices is one little-endian bit stream: index i occupies the bits [i * b, (i + 1) * b) of its row, and bit p
 of a row is bit p % 8 of the row's byte p // 8. Rows are padded with zero bits to whole bytes, so a row can be read
@@ -13,9 +13,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from edkm_cli.granularity import E3M4
+
 MIN_BITS = 1
 MAX_BITS = 8
 _MOST_ENDS = 7  # of rows of an embedding that have bits of their own
+
+
+def stored_dtype(lut_dtype: str) -> torch.dtype:
+    """What tensors hold entries of a number format of `LUT_DTYPES` in: of E3M4 the bytes, since torch has no such dtype."""
+    return torch.uint8 if lut_dtype == E3M4 else getattr(torch, lut_dtype)
+
+
+def to_stored(numbers: Tensor, lut_dtype: str) -> Tensor:
+    """Float32 numbers in the range of a number format as tensors hold them, rounded to nearest, ties to even.
+
+    A byte of E3M4 is a sign, three bits of exponent with bias 3 and four of mantissa; subnormals are multiples of 2**-6.
+
+    >>> to_stored(torch.tensor([0.0, 0.0625, -1.0, 15.5]), "float8_e3m4").tolist()
+    [0, 4, 176, 111]
+    """
+    if lut_dtype != E3M4:
+        return numbers.to(stored_dtype(lut_dtype))
+    exponent = torch.frexp(numbers.abs().clamp_min(0.25)).exponent
+    code = (
+        16 * (exponent + 1) + torch.ldexp(numbers.abs(), 5 - exponent).round()
+    )  # a mantissa of 32 is the next exponent
+    return (code + 128 * torch.signbit(numbers)).to(torch.uint8)
+
+
+def as_numbers(stored: Tensor) -> Tensor:
+    """The float32 numbers of what `to_stored` gave; NaN for bytes that E3M4 uses for no finite number.
+
+    >>> as_numbers(torch.tensor([0, 4, 176, 111, 112], dtype=torch.uint8)).tolist()
+    [0.0, 0.0625, -1.0, 15.5, nan]
+    """
+    if stored.dtype != torch.uint8:
+        return stored.float()
+    exponent, mantissa = stored >> 4 & 7, stored & 15
+    sizes = torch.ldexp((mantissa + 16 * (exponent > 0)).float(), exponent.clamp_min(1).int() - 7)
+    return torch.where(exponent == 7, torch.nan, torch.where(stored < 128, sizes, -sizes))
+
+
+def all_finite(leaf: str, stored: Tensor) -> bool:
+    """Whether a checkpoint's tensor, by the last part of its name, holds neither NaN nor Inf."""
+    return not (leaf == "lut" or stored.is_floating_point()) or bool(as_numbers(stored).isfinite().all())
 
 
 def packed_width(columns: int, bits: int) -> int:

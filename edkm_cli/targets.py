@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import AFFINE, FREE, LUT_DTYPES, MULTIPLES, SUPER_BLOCK, Granularity
+from edkm_cli.granularity import AFFINE, FREE, LARGEST, LUT_DTYPES, MULTIPLES, SUPER_BLOCK, Granularity
 
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
@@ -75,10 +75,8 @@ def _gguf(palette: str, bits: int, tile: int, lut_dtype: str = "float16") -> Tar
 
 TARGETS: dict[str, Target] = {
     "squeezellm": Target(_ROWS, bits=(3, 4), columns=32),
-    "any-precision": Target(
-        _ROWS, bits=(3, 4, 5, 6, 7, 8), lut_dtypes=("float16", "float8_e4m3fn"), columns=32, rows=16
-    ),
-    "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", "float8_e4m3fn")),
+    "any-precision": Target(_ROWS, bits=(3, 4, 5, 6, 7, 8), lut_dtypes=("float16", *LARGEST), columns=32, rows=16),
+    "coreml": Target(_ROWS, bits=(1, 2, 3, 4, 6, 8), lut_dtypes=("float16", *LARGEST)),
     "lut-b": Target(_LUT_B, (3,), ("float8_e4m3fn",), ("block:8x64",), columns=64, rows=8),
     **{f"mlx:{bits}": _grid(AFFINE, bits, 64, "bfloat16", _GROUPED, **_GROUPS, **_MLX) for bits in _MLX_BITS},
     "mlx:mxfp4": _grid(*_E8M0, _GROUPED, form="mlx", fallback="float16"),

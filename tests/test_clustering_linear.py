@@ -58,7 +58,7 @@ def test_soft_mode_is_linear_on_the_dense_reference(granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("lut_dtype", [None, "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("lut_dtype", [None, "float16", "float8_e4m3fn", "float8_e3m4"])
 def test_hard_mode_multiplies_with_what_export_stores_and_keeps_the_dkm_gradient(path, granularity, lut_dtype):
     x, weight, start, _ = make(granularity)
     options = {"granularity": granularity, **SETTINGS}

@@ -15,7 +15,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
 from edkm_cli.integrity import check_checkpoint
 from edkm_cli.nn.swap import is_tied
-from edkm_cli.packing import packed_width
+from edkm_cli.packing import packed_width, stored_dtype
 from edkm_cli.report.inspection import describe, verify
 from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
 from edkm_cli.runtime.palettized import PalettizedLinear
@@ -55,11 +55,11 @@ def test_every_geometry_round_trips(granularity, ids, tmp_path):
     assert measured == pytest.approx(describe(Compressed(tmp_path / "one"))["decoder_bits_per_weight"])
 
 
-@pytest.mark.parametrize("lut_dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("lut_dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e3m4"])
 def test_every_lut_dtype_round_trips(lut_dtype, ids, tmp_path):
     model, spec = cluster(tiny_llama(), lut_dtype=lut_dtype)
     loaded = assert_round_trip(model, spec, ids, tmp_path)
-    assert loaded.model.layers[0].mlp.up_proj.lut.dtype == getattr(torch, lut_dtype)
+    assert loaded.model.layers[0].mlp.up_proj.lut.dtype == stored_dtype(lut_dtype)
 
 
 @pytest.mark.parametrize("tied", [True, False])

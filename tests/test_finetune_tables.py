@@ -42,7 +42,7 @@ def settings(text_file, output, **changes):
     return FinetuneConfig(**{**values, **changes})
 
 
-@pytest.mark.parametrize("lut_dtype", ["float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("lut_dtype", ["float16", "float8_e4m3fn", "float8_e3m4"])
 @pytest.mark.parametrize("granularity", ["row:1", "block:4x8"])
 def test_gradients_of_tables_are_those_of_a_dense_model_summed_by_entry(tmp_path, granularity, lut_dtype, ids):
     options = {"granularity": granularity, "lut_dtype": lut_dtype}

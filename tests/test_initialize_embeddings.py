@@ -171,8 +171,8 @@ def test_factors_change_what_is_multiplied_and_no_rounding(dtype):
 
 
 def test_factors_are_stored_and_checked(model_directory, text_file, ids, tmp_path):
-    config = settings(model_directory, text_file, tmp_path / "out", steps=0, start="reconstructed", embedding_bits=5)
-    compress(config)
+    options = {"steps": 0, "start": "reconstructed", "embedding_bits": 5, "lut_dtype": "float16"}
+    compress(settings(model_directory, text_file, tmp_path / "out", **options))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format_version"] == 6
     model = load(tmp_path / "out")
     packed = model(ids).logits

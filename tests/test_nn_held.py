@@ -7,6 +7,7 @@ import torch
 
 from edkm_cli.clustering import lookup
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, HeldLinear, hold
+from edkm_cli.packing import as_numbers
 from helpers import cluster, clustered_linear_of, tiny_llama
 
 LAYOUTS = [
@@ -14,6 +15,7 @@ LAYOUTS = [
     (4, "tensor", "bfloat16"),
     (2, "row:4", "float32"),
     (3, "block:4x8", "float8_e4m3fn"),
+    (5, "row:1", "float8_e3m4"),
 ]
 
 
@@ -98,7 +100,7 @@ def test_weights_follow_their_entries_wherever_those_go(bits, granularity, lut_d
     assert torch.equal(held.codes(), before)
     indices, lut = held.snapped()
     scale = held.stored_scale()
-    table = lut.float() if scale is None else lut.float() * scale
+    table = as_numbers(lut) if scale is None else as_numbers(lut) * scale
     assert torch.equal(lookup(indices, table, granularity=held.clustering.granularity), held.hard_weight())
 
 

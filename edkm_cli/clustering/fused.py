@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     iterations: int
     name: str
     mode: str = "soft"
-    lut_dtype: torch.dtype | None = None
+    lut_dtype: str | None = None
     lut_scale: float | None = None
 
 

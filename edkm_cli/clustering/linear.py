@@ -133,7 +133,8 @@ def clustered_linear(
             the nearest entry of the last centroids rounded to `lut_dtype`, backward DKM's gradient. `straight-through`:
             forward uses the nearest entry of the rounded LUT; the weight gets dL/dw~ as it is, an entry the sum of
             dL/dw~ over the weights assigned to it.
-        lut_dtype: what the exported LUT is stored as (float32, float16, bfloat16, float8_e4m3fn); None: not rounded.
+        lut_dtype: what the exported LUT is stored as (float32, float16, bfloat16, float8_e4m3fn, float8_e3m4); None:
+            not rounded.
         lut_scale: fixed scale of float8 tables; None: the matrix's own.
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.

@@ -15,7 +15,8 @@ from torch import Tensor
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import check_k, checked_tile, non_finite, usable_importance
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import LUT_DTYPES, Granularity
+from edkm_cli.granularity import LARGEST, LUT_DTYPES, Granularity
+from edkm_cli.packing import as_numbers, to_stored
 
 
 @torch.no_grad()
@@ -58,31 +59,30 @@ def kmeans_starts(
     return [centroids.to(home) for centroids in kernels.kmeans(kernels.to_groups(values, tile), masses, ks)]
 
 
-def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A LUT dtype from its name (`float8_e4m3fn`) or itself. Raises UserError for any other."""
-    if lut_dtype is None:
-        return None
-    name = str(lut_dtype).removeprefix("torch.")
-    if name not in LUT_DTYPES:
+def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> str | None:
+    """The name of a LUT dtype (`float8_e4m3fn`), given by name or as torch's dtype. Raises UserError for any other."""
+    name = None if lut_dtype is None else str(lut_dtype).removeprefix("torch.")
+    if name is not None and name not in LUT_DTYPES:
         raise UserError(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {lut_dtype}")
-    return getattr(torch, name)
+    return name
 
 
 def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: float | None = None) -> Tensor | None:
     """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
 
-    float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie.
-    The scale puts the largest entry of the matrix between half the dtype's largest number and that, so that all entries
-    down to 2**-14 of it keep their three bits. Being a power of two, it rounds nothing itself. A `fixed` one is taken as
-    it is.
+    float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie;
+    float8_e3m4 has four bits down to 2**-2, and steps of 2**-6 below. The scale puts the largest entry of the matrix
+    between half the dtype's largest number and that, so that all entries down to 2**-14 of it keep their three bits, or
+    down to 2**-5 their four. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
     """
     dtype = parse_lut_dtype(lut_dtype)
-    if dtype != torch.float8_e4m3fn:
+    if dtype not in LARGEST:
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
-    largest = centroids.detach().float().abs().amax() / torch.finfo(dtype).max
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    largest = centroids.detach().float().abs().amax() / LARGEST[dtype]
+    mantissa, exponent = torch.frexp(largest)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)  # so that what is rounded already stays as it is
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
 
 
@@ -98,13 +98,12 @@ def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: flo
     dtype = parse_lut_dtype(lut_dtype)
     if dtype is None:
         return centroids if centroids.dtype == torch.float64 else centroids.float()
-    limit = torch.finfo(dtype).max
-    if dtype == torch.float8_e8m0fnu:  # no sign and no zero
-        return centroids.float().clamp(torch.finfo(dtype).tiny, limit).to(dtype).float()
-    factor = lut_scale(centroids, dtype, scale)
-    if factor is not None:
-        return (centroids.float() / factor).clamp(-limit, limit).to(dtype).float() * factor
-    return centroids.float().clamp(-limit, limit).to(dtype).float()
+    held, factor = torch.finfo(getattr(torch, dtype, torch.float32)), lut_scale(centroids, dtype, scale)
+    limit = LARGEST.get(dtype, held.max)
+    least = held.tiny if dtype == "float8_e8m0fnu" else -limit  # which has no sign and no zero
+    numbers = centroids.float() if factor is None else centroids.float() / factor
+    rounded = as_numbers(to_stored(numbers.clamp(least, limit), dtype))
+    return rounded if factor is None else rounded * factor
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from edkm_cli.granularity import FREE
 from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles, build
-from edkm_cli.packing import unpack
+from edkm_cli.packing import as_numbers, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
@@ -116,7 +116,7 @@ class Compressed:
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""
         if self.spec.palette == FREE:
-            return self.stored(f"{path}.lut").float() * self.scale(path)
+            return as_numbers(self.stored(f"{path}.lut")) * self.scale(path)
         scales, offsets = self.numbers(path)
         grid = Grid(self.spec.palette, self.spec.bits_of(path), self.spec.lut_dtype)
         return grid.of_stored(scales.flatten(), None if offsets is None else offsets.flatten())

@@ -28,7 +28,7 @@ from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
-from edkm_cli.granularity import FREE, Granularity, Override
+from edkm_cli.granularity import E3M4, FREE, Granularity, Override
 from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width, parts_of
 from edkm_cli.runtime.experts import is_expert
@@ -44,7 +44,7 @@ _LINEARS_KL, _EMBEDDINGS_KL, _ROWS_KL = 18.6, 20.0, 3.1
 _MORE_BITS = ((24, 3), (6, 2), (2, 1))  # of the first of so many equal parts of the rows: frequent tokens come first
 _LAST_ROWS, _MORE_OF_LAST, _ROWS_STEP = 512, 2, 64  # where tokens stand that were added later, such as those of a chat
 _MOST_ALIKE = 4096  # rows of a vocabulary too small for such parts
-_LUT_DTYPE, _SHORT_LUT_DTYPE = "float16", "float8_e4m3fn"
+_LUT_DTYPE, _SHORT_LUT_DTYPE = "float16", E3M4
 _SAVED_BITS = 0.03  # of a weight: tables of eight bits raise the KL by 4%, as many bits fewer would (docs/log.md)
 _MOST_MORE = 2.0  # bits that a linear's weight gets of those of small models' large embeddings
 _REACH = 1  # numbers of bits tried beyond those next to the average
@@ -125,7 +125,8 @@ def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
         spec, average = planned_spec(replace(config, lut_dtype=_LUT_DTYPE), swaps, asked=config)
         linears = [swap for swap in swaps if swap.clustered]
         saved = sum(size_bits(swap, spec, average) for swap in linears)
-        saved -= sum(size_bits(swap, replace(spec, lut_dtype=_SHORT_LUT_DTYPE), average) for swap in linears)
+        short = replace(spec, lut_dtype=_SHORT_LUT_DTYPE, format_version=0)
+        saved -= sum(size_bits(swap, short, average) for swap in linears)
         if saved > _SAVED_BITS * sum(math.prod(swap.shape) for swap in linears):
             return _SHORT_LUT_DTYPE
     return _LUT_DTYPE

@@ -26,7 +26,7 @@ from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
 from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.kernels import from_groups, to_groups
-from edkm_cli.packing import pack, packed_width, unpack
+from edkm_cli.packing import pack, packed_width, to_stored, unpack
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.runtime.lut_linear import lut_linear
@@ -103,8 +103,8 @@ class LutLayer(nn.Module):
         ascending, order = lut.sort(dim=1, stable=True)
         rank = order.argsort(1).float()
         renamed = lookup(self.codes(), rank, granularity=self.clustering.granularity).to(torch.uint8)
-        dtype, scale = getattr(torch, self.clustering.lut_dtype), self.stored_scale()
-        return renamed, (ascending if scale is None else ascending / scale).to(dtype)
+        scale = self.stored_scale()
+        return renamed, to_stored(ascending if scale is None else ascending / scale, self.clustering.lut_dtype)
 
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:

@@ -18,6 +18,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import as_numbers
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear
@@ -183,8 +184,8 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
             return self.grid.of_stored(*stored_numbers(self._buffers))
         if self.lut.dtype.itemsize >= 2:
             return self.lut
-        scale = self._buffers.get("lut_scale")
-        return self.lut.float() if scale is None else self.lut.float() * scale
+        scale, entries = self._buffers.get("lut_scale"), as_numbers(self.lut)
+        return entries if scale is None else entries * scale
 
     def forward(self, x: Tensor) -> Tensor:
         packed, x = self.packed(), as_autocast(x)

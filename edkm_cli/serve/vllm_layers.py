@@ -32,6 +32,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
+from edkm_cli.packing import all_finite, as_numbers
 from edkm_cli.runtime.lut_linear import decoded_rows, logits
 from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
@@ -149,7 +150,7 @@ class PackedLinearMethod(LinearMethodBase):
         dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
             if size := sum(room.sizes(leaf)):
-                parameter = _fixed(_unfilled((size,), dtypes.get(leaf, params_dtype)))
+                parameter = _fixed(_unfilled((size,), dtypes.get(leaf, params_dtype), entries=leaf == "lut"))
                 set_weight_attrs(parameter, {"weight_loader": partial(room.load, leaf)})
                 layer.register_parameter(leaf, parameter)
 
@@ -189,7 +190,7 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
     """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
-        tables = [table.float() * loaded["lut_scale"][i] for i, table in zip(run, tables, strict=True)]
+        tables = [as_numbers(table) * loaded["lut_scale"][i] for i, table in zip(run, tables, strict=True)]
     members, joined, left = [], [], iter(tables)
     for stack in stacks([pieces[i] for i in run]):
         members.append(Rows(sum(len(piece.rows) for piece in stack), stack[0].bits, stacked_tile(stack)))
@@ -296,11 +297,11 @@ def _fixed(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _unfilled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN, or zeros for integers."""
+def _unfilled(shape: tuple[int, ...], dtype: torch.dtype, *, entries: bool = False) -> Tensor:
+    """NaN, or zeros for integers that are no table's `entries`."""
     made = torch.zeros(shape, dtype=dtype)
-    if dtype == torch.float8_e4m3fn:
-        made.view(torch.uint8).fill_(0x7F)
+    if entries and dtype.itemsize == 1:
+        made.view(torch.uint8).fill_(0x7F)  # of E3M4 and E4M3
     elif dtype.is_floating_point:
         made.fill_(float("nan"))
     return made
@@ -312,7 +313,7 @@ def _require_loaded(missing: set[str]) -> None:
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:
-    if tensor.dtype.is_floating_point and not bool(tensor.float().isfinite().all()):
+    if not all_finite(name.rpartition(".")[2], tensor):
         raise refused(f"{name} must be finite, but holds NaN or Inf")
 
 
