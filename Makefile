@@ -51,9 +51,9 @@ fix: venv  ## repair lint and format
 fuzz: venv  ## 20,000 mutated checkpoints (make test draws 1,000), and as many times more of all other files
 	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py
 
-faults: venv  ## 100 faults in the middle of a run (make test injects 10), with a table in out/faults.json
+faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 16), with a table in out/faults.json
 	@mkdir -p out
-	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults
+	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py
 
 bench: venv  ## the clustering engine on this machine, JSON into out/
 	@mkdir -p out

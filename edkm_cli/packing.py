@@ -55,6 +55,14 @@ def as_numbers(stored: Tensor) -> Tensor:
     return torch.where(exponent == 7, torch.nan, torch.where(stored < 128, sizes, -sizes))
 
 
+def as_kept(entries: Tensor, scale: Tensor | None) -> Tensor:
+    """A stored table of eight bits as it is kept in memory, its scale multiplied in: float16 where that is exact, that is
+    unless numbers are tiny or huge; else float32."""
+    numbers = as_numbers(entries) if scale is None else as_numbers(entries) * scale
+    half = numbers.half()
+    return half if torch.equal(half.float(), numbers) else numbers
+
+
 def all_finite(leaf: str, stored: Tensor) -> bool:
     """Whether a checkpoint's tensor, by the last part of its name, holds neither NaN nor Inf."""
     return not (leaf == "lut" or stored.is_floating_point()) or bool(as_numbers(stored).isfinite().all())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from edkm_cli.packing import pack, packed_width, unpack
+from edkm_cli.packing import as_kept, as_numbers, pack, packed_width, unpack
 
 
 def oracle(indices: np.ndarray, bits: int) -> np.ndarray:
@@ -34,3 +34,12 @@ def test_out_of_range_indices_and_wrong_widths_are_refused():
         unpack(torch.zeros(1, 4, dtype=torch.uint8), 3, 8)
     with pytest.raises(ValueError, match="1 to 8"):
         pack(torch.zeros(1, 4, dtype=torch.uint8), 9)
+
+
+@pytest.mark.parametrize("stored", [torch.arange(0, 112, 3, dtype=torch.uint8), torch.arange(9).to(torch.float8_e4m3fn)])
+def test_a_table_of_eight_bits_is_kept_in_float16_unless_that_would_round_it(stored):
+    for power, dtype in ((0, torch.float16), (-14, torch.float16), (-30, torch.float32), (20, torch.float32)):
+        kept = as_kept(stored, torch.tensor([2.0**power]))
+        assert kept.dtype == dtype
+        assert torch.equal(kept.double(), as_numbers(stored).double() * 2.0**power)
+    assert torch.equal(as_kept(stored, None).float(), as_numbers(stored))

@@ -18,7 +18,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.kernels.tiles import Tile
-from edkm_cli.packing import as_numbers
+from edkm_cli.packing import as_kept
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear
@@ -179,13 +179,12 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         return self._table
 
     def table(self) -> Tensor:
-        """The LUT's entries as numbers (groups, 2**bits): float32 for float8 and palettes, else in the LUT's dtype."""
+        """The LUT's entries as numbers (groups, 2**bits): in its dtype; of float8 see `as_kept`, of palettes float32."""
         if self.grid.palette != FREE:
             return self.grid.of_stored(*stored_numbers(self._buffers))
         if self.lut.dtype.itemsize >= 2:
             return self.lut
-        scale, entries = self._buffers.get("lut_scale"), as_numbers(self.lut)
-        return entries if scale is None else entries * scale
+        return as_kept(self.lut, self._buffers.get("lut_scale"))
 
     def forward(self, x: Tensor) -> Tensor:
         packed, x = self.packed(), as_autocast(x)

@@ -32,7 +32,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
-from edkm_cli.packing import all_finite, as_numbers
+from edkm_cli.packing import all_finite, as_kept
 from edkm_cli.runtime.lut_linear import decoded_rows, logits
 from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
@@ -190,7 +190,9 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
     """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
-        tables = [as_numbers(table) * loaded["lut_scale"][i] for i, table in zip(run, tables, strict=True)]
+        kept = [as_kept(table, loaded["lut_scale"][i]) for i, table in zip(run, tables, strict=True)]
+        narrow = all(table.dtype == torch.float16 for table in kept)
+        tables = kept if narrow else [table.float() for table in kept]
     members, joined, left = [], [], iter(tables)
     for stack in stacks([pieces[i] for i in run]):
         members.append(Rows(sum(len(piece.rows) for piece in stack), stack[0].bits, stacked_tile(stack)))
