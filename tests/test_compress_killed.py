@@ -17,7 +17,6 @@ from edkm_cli.config import CHECKPOINTS
 from helpers import assert_same_run, metrics_of, settings, weights_of
 from processes import PATIENCE_SECONDS, together, was_killed
 
-
 MOMENTS = 20 if "EDKM_FAULTS" in os.environ else 8
 
 
