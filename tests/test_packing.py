@@ -36,7 +36,9 @@ def test_out_of_range_indices_and_wrong_widths_are_refused():
         pack(torch.zeros(1, 4, dtype=torch.uint8), 9)
 
 
-@pytest.mark.parametrize("stored", [torch.arange(0, 112, 3, dtype=torch.uint8), torch.arange(9).to(torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "stored", [torch.arange(0, 112, 3, dtype=torch.uint8), torch.arange(9).to(torch.float8_e4m3fn)]
+)
 def test_a_table_of_eight_bits_is_kept_in_float16_unless_that_would_round_it(stored):
     for power, dtype in ((0, torch.float16), (-14, torch.float16), (-30, torch.float32), (20, torch.float32)):
         kept = as_kept(stored, torch.tensor([2.0**power]))
