@@ -36,10 +36,9 @@ def to_stored(numbers: Tensor, lut_dtype: str) -> Tensor:
     if lut_dtype != E3M4:
         return numbers.to(stored_dtype(lut_dtype))
     exponent = torch.frexp(numbers.abs().clamp_min(0.25)).exponent
-    code = (
-        16 * (exponent + 1) + torch.ldexp(numbers.abs(), 5 - exponent).round()
-    )  # a mantissa of 32 is the next exponent
-    return (code + 128 * torch.signbit(numbers)).to(torch.uint8)
+    mantissa = torch.ldexp(numbers.abs(), 5 - exponent).round()  # 32 of them are the next exponent
+    code = 16 * (exponent + 1) + mantissa + 128 * torch.signbit(numbers)
+    return torch.where(numbers.isfinite(), code, 0x7F).to(torch.uint8)
 
 
 def as_numbers(stored: Tensor) -> Tensor:

@@ -129,6 +129,8 @@ def test_bytes_of_e3m4_are_the_numbers_of_float16_with_so_many_bits():
     given = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 3
     nearest = (given[:, None] - numbers[finite]).abs().min(1).values
     assert torch.equal((as_numbers(to_stored(given, E3M4)) - given).abs(), nearest)
+    assert as_numbers(to_stored(torch.tensor([torch.nan, torch.inf]), E3M4)).isnan().all()
+    assert round_lut(torch.tensor([[torch.nan, 1.0]]), E3M4).isnan().any()
     between = torch.tensor([1 / 128, 3 / 128, 8.25, 8.75, 15.25, -8.25])  # to the even one of two
     assert as_numbers(to_stored(between, E3M4)).tolist() == [0, 1 / 32, 8, 9, 15, -8]
 
