@@ -18,7 +18,6 @@ from edkm_cli.errors import UserError
 from edkm_cli.files import read_json
 from edkm_cli.granularity import (
     E3M4,
-    E4M3,
     FREE,
     LARGEST,
     LUT_DTYPES,
@@ -70,7 +69,7 @@ class QuantizationSpec:
     embedding_rows: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype == E4M3 else (FORMAT_VERSION,)
+        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype in LARGEST else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
