@@ -35,10 +35,22 @@ def to_stored(numbers: Tensor, lut_dtype: str) -> Tensor:
     """
     if lut_dtype != E3M4:
         return numbers.to(stored_dtype(lut_dtype))
-    exponent = torch.frexp(numbers.abs().clamp_min(0.25)).exponent
+    exponent = _exponent(numbers)
     mantissa = torch.ldexp(numbers.abs(), 5 - exponent).round()  # 32 of them are the next exponent
     code = 16 * (exponent + 1) + mantissa + 128 * torch.signbit(numbers)
     return torch.where(numbers.isfinite(), code, 0x7F).to(torch.uint8)
+
+
+def rounded_to(numbers: Tensor, lut_dtype: str) -> Tensor:
+    """What `as_numbers` makes of `to_stored`, in fewer passes: training rounds all tables in each step."""
+    if lut_dtype != E3M4:
+        return numbers.to(stored_dtype(lut_dtype)).float()
+    exponent = _exponent(numbers)
+    return torch.ldexp(torch.ldexp(numbers, 5 - exponent).round(), exponent - 5)
+
+
+def _exponent(numbers: Tensor) -> Tensor:
+    return torch.frexp(numbers.abs().clamp_min(0.25)).exponent
 
 
 def as_numbers(stored: Tensor) -> Tensor:

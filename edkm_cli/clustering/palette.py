@@ -16,7 +16,7 @@ from edkm_cli import kernels
 from edkm_cli.clustering.checks import check_k, checked_tile, non_finite, usable_importance
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import LARGEST, LUT_DTYPES, Granularity
-from edkm_cli.packing import as_numbers, to_stored
+from edkm_cli.packing import rounded_to
 
 
 @torch.no_grad()
@@ -80,10 +80,10 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
-    largest = centroids.detach().float().abs().amax() / LARGEST[dtype]
+    largest = (centroids.detach().float().abs().amax() / LARGEST[dtype]).clamp_min(2.0**-100)
     mantissa, exponent = torch.frexp(largest)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)  # so that what is rounded already stays as it is
-    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+    exponent = exponent - (mantissa == 0.5).int()  # so that what is rounded already stays as it is
+    return torch.ldexp(torch.ones_like(largest), exponent)
 
 
 def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:
@@ -102,7 +102,7 @@ def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: flo
     limit = LARGEST.get(dtype, held.max)
     least = held.tiny if dtype == "float8_e8m0fnu" else -limit  # which has no sign and no zero
     numbers = centroids.float() if factor is None else centroids.float() / factor
-    rounded = as_numbers(to_stored(numbers.clamp(least, limit), dtype))
+    rounded = rounded_to(numbers.clamp(least, limit), dtype)
     return rounded if factor is None else rounded * factor
 
 

@@ -248,7 +248,8 @@ _IN_PLACE = {
 }
 _POINTWISE = {
     *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.pow.Tensor_Scalar),
-    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.neg.default, _aten.clamp.default),
+    *(_aten.ldexp.Tensor, _aten.rsub.Scalar, _aten.mul.Scalar, _aten.clamp.default, _aten.clamp_min.default),
+    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.neg.default, _aten.abs.default, _aten.round.default),
 }
 
 
