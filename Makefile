@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test lint check fix bench fuzz faults clean model
+.PHONY: help venv demo test lint check fix bench fuzz faults families clean model
 
 help:  ## what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -48,12 +48,15 @@ fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-fuzz: venv  ## 20,000 mutated checkpoints (make test draws 1,000), and as many times more of all other files
+fuzz: venv  ## 20,000 mutated checkpoints (make test draws 700), and as many times more of all other files
 	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py
 
-faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 16), with a table in out/faults.json
+faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 10), with a table in out/faults.json
 	@mkdir -p out
 	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py
+
+families: venv  ## all families of models, in both number formats (make test: a part of them)
+	EDKM_FAMILIES=all $(BIN)/python -m pytest -q tests/test_families.py
 
 bench: venv  ## the clustering engine on this machine, JSON into out/
 	@mkdir -p out

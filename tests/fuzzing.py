@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 
-COUNT = int(os.environ.get("EDKM_FUZZ", "1000"))  # of checkpoints; other files are drawn in shares of it
+COUNT = int(os.environ.get("EDKM_FUZZ", "700"))  # of checkpoints; other files are drawn in shares of it
 _WEIGHTS = "model.safetensors"
 _JSON = (
     "config.json",

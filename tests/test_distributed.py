@@ -108,7 +108,7 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     start, model_directory, text_file, tmp_path, sharding
 ):
-    changes = {"steps": 40, "save_every": 2, "sharding": sharding}
+    changes = {"steps": 24, "save_every": 2, "sharding": sharding}
     whole = settings(model_directory, text_file, tmp_path / "whole", **changes)
     config = settings(model_directory, text_file, tmp_path / "killed", **changes)
     running = subprocess.Popen(

@@ -171,7 +171,7 @@ def peak_of(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--assignments held", "--dtype bfloat16 --batch-size 2"])
+@pytest.mark.parametrize("flags", ["--assignments held", "--dtype bfloat16 --batch-size 2"])
 def test_the_estimate_is_within_a_tenth_of_a_process(peak_of, flags, text_file, tmp_path):
     if "bfloat16" in flags and not multiplies_bfloat16("cpu"):
         pytest.skip("training in bfloat16 takes minutes on this processor")

@@ -138,7 +138,7 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(python, mode
         EVAL_DATA=text_file,
         CONTEXT=64,
     )
-    arguments = ["--data", str(text_file), "--steps", "40", "--save-every", "1000", *TINY]
+    arguments = ["--data", str(text_file), "--steps", "20", "--save-every", "1000", *TINY]
     command = [str(ROOT / "scripts" / "llama_7b_slurm.sh"), *arguments]
     log = (tmp_path / "log").open("w")
     job = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -156,7 +156,7 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_then_on(python, mode
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 41))
+    assert steps == list(range(1, 21))
     assert requeued.read_text() == "requeue 4711\n"
     report = json.loads((output / "report.json").read_text())  # of configs/llama_7b_8gpu.yaml
     assert (report["processes"], report["sharded"], report["resolved"]["assignments"]) == (2, False, "held")
