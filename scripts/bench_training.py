@@ -240,7 +240,7 @@ def bench(config: CompressConfig, warmup: int, memory_limit_bytes: int | None) -
     """All rows, their ratios, and the plan."""
     rows = []
     for variant in VARIANTS:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             rows.append(pool.submit(measure, config, variant, warmup, memory_limit_bytes).result())
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     result: dict[str, Any] = {"rows": rows, "planned_peak_memory_bytes": planned_bytes(config)}

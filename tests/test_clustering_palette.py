@@ -10,7 +10,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import E3M4, E4M3
 from edkm_cli.kernels import passes_c, passes_torch
 from edkm_cli.kernels.build import library
-from edkm_cli.packing import as_numbers, to_stored
+from edkm_cli.packing import as_numbers, rounded_to, to_stored
 
 LUT_DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e3m4"]
 
@@ -131,6 +131,7 @@ def test_bytes_of_e3m4_are_the_numbers_of_float16_with_so_many_bits():
     assert torch.equal((as_numbers(to_stored(given, E3M4)) - given).abs(), nearest)
     assert as_numbers(to_stored(torch.tensor([torch.nan, torch.inf]), E3M4)).isnan().all()
     assert round_lut(torch.tensor([[torch.nan, 1.0]]), E3M4).isnan().any()
+    assert torch.equal(rounded_to(given, E3M4), as_numbers(to_stored(given, E3M4)))
     between = torch.tensor([1 / 128, 3 / 128, 8.25, 8.75, 15.25, -8.25])  # to the even one of two
     assert as_numbers(to_stored(between, E3M4)).tolist() == [0, 1 / 32, 8, 9, 15, -8]
 

@@ -80,10 +80,10 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
-    largest = (centroids.detach().float().abs().amax() / LARGEST[dtype]).clamp_min(2.0**-100)
+    largest = centroids.detach().float().abs().amax() / LARGEST[dtype]
     mantissa, exponent = torch.frexp(largest)
-    exponent = exponent - (mantissa == 0.5).int()  # so that what is rounded already stays as it is
-    return torch.ldexp(torch.ones_like(largest), exponent)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)  # so that what is rounded already stays as it is
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
 
 
 def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:
