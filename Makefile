@@ -33,6 +33,7 @@ demo: venv model  ## compress SmolLM2-135M to 3 bits, trained a little, exported
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
 
 test: venv model  ## all tests
+	@$(BIN)/python -m pytest -q --collect-only >/dev/null || true  # compiles what is imported once, not in each worker
 	$(PYTEST)
 
 lint: venv  ## lint, format, types, import contract
@@ -51,9 +52,10 @@ fix: venv  ## repair lint and format
 fuzz: venv  ## 20,000 mutated checkpoints (make test draws 700), and as many times more of all other files
 	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py
 
-faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 10), with a table in out/faults.json
+faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 6), with a table in out/faults.json
 	@mkdir -p out
-	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py
+	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py \
+		tests/test_distributed.py -k 'faults or killed'
 
 families: venv  ## all families of models, in both number formats (make test: a part of them)
 	EDKM_FAMILIES=all $(BIN)/python -m pytest -q tests/test_families.py

@@ -32,7 +32,7 @@ CASES = {
 def test_two_processes_give_what_one_gives(start, model_directory, text_file, tmp_path):
     runs, references = [], {}
     for name, changes in CASES.items():
-        common = {"steps": 5, "calibration_tokens": 512, **changes}
+        common = {"steps": 3, "calibration_tokens": 256, **changes}
         runs.append(settings(model_directory, text_file, tmp_path / name, **common))
         references[name] = settings(
             model_directory, text_file, tmp_path / f"one-{name}", gradient_accumulation=2, **common
@@ -104,7 +104,7 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", ["full", "none"] if "EDKM_FAULTS" in os.environ else ["full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     start, model_directory, text_file, tmp_path, sharding
 ):
