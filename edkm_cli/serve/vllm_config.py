@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -28,9 +27,8 @@ from edkm_cli.format import QUANT_METHOD, QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod, pack_embeddings
-from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
+from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod, refused
 
-_LOG = init_logger("vllm.edkm")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")  # vLLM gives most no name
 
 
@@ -53,7 +51,7 @@ class EdkmVllmConfig(QuantizationConfig):
                 raise UserError(f"vllm serves free tables, not palette {spec.palette}; see edkm export")
             return cls(spec)
         except UserError as error:
-            raise _logged(error) from None
+            raise refused(str(error), remedy="") from None
 
     def get_name(self) -> str:
         """The method's name in config.json."""
@@ -108,7 +106,7 @@ class EdkmVllmConfig(QuantizationConfig):
             else:
                 check_checkpoint(directory)
         except UserError as error:
-            raise _logged(error) from None
+            raise refused(str(error), remedy="") from None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer of vLLM's model keeps its weights; None for layers that have none of ours."""
@@ -135,8 +133,3 @@ class EdkmVllmConfig(QuantizationConfig):
         """The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly."""
         parent, _, leaf = prefix.rpartition(".")
         return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
-
-
-def _logged(error: UserError) -> UserError:
-    _LOG.error("edkm: %s", error)
-    return error
