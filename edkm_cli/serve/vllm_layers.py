@@ -60,22 +60,16 @@ class _Room:
     """
 
     def __init__(self, pieces: list[Piece], shards: list[Any], dense: list[bool], spec: QuantizationSpec):
-        self.pieces, self.shards, self.dense, self.scaled = pieces, shards, dense, spec.scales_luts
-        self.missing = {
-            f"{piece.name}.{leaf}" for piece, whole in zip(pieces, dense, strict=True) for leaf in self._leaves(whole)
-        }
-
-    def _leaves(self, dense: bool) -> tuple[str, ...]:
-        if dense:
-            return ("weight",)
-        return ("indices", "lut", "lut_scale") if self.scaled else ("indices", "lut")
+        self.pieces, self.shards, self.dense = pieces, shards, dense
+        packed = ("indices", "lut", "lut_scale") if spec.scales_luts else ("indices", "lut")
+        self.leaves = [("weight",) if whole else packed for whole in dense]
+        named = zip(pieces, self.leaves, strict=True)
+        self.missing = {f"{piece.name}.{leaf}" for piece, leaves in named for leaf in leaves}
 
     def sizes(self, leaf: str) -> list[int]:
         """Elements that each piece takes of the flat parameter `leaf`."""
-        return [
-            _size(leaf, piece) if leaf in self._leaves(whole) else 0
-            for piece, whole in zip(self.pieces, self.dense, strict=True)
-        ]
+        both = zip(self.pieces, self.leaves, strict=True)
+        return [_size(leaf, piece) if leaf in leaves else 0 for piece, leaves in both]
 
     def views(self, leaf: str, flat: Tensor) -> list[Tensor]:
         """Each piece's part of it."""
@@ -211,17 +205,17 @@ def _outputs(layer: Any, sizes: list[int]) -> tuple[list[Any], list[tuple[int, r
     if type(layer) not in _KNOWN:
         raise refused(f"{layer.prefix} is a {type(layer).__name__}, which edkm does not serve", remedy="")
     rank, size = layer.tp_rank, layer.tp_size
+    shards: list[Any] = list(range(len(sizes)))
     if isinstance(layer, QKVParallelLinear):
         heads = (layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads)
         widths = (layer.head_size, layer.head_size, layer.v_head_size)
         ranks = [rank, rank // layer.num_kv_head_replicas, rank // layer.num_kv_head_replicas]
         fulls = [count * width for count, width in zip(heads, widths, strict=True)]
-        shards: list[Any] = ["q", "k", "v"]
+        shards = ["q", "k", "v"]
     elif isinstance(layer, ColumnParallelLinear):
         fulls, ranks = [own * size for own in sizes], [rank] * len(sizes)
-        shards = list(range(len(sizes)))
     else:
-        fulls, ranks, shards = list(sizes), [0] * len(sizes), list(range(len(sizes)))
+        fulls, ranks = sizes, [0] * len(sizes)
     rows = [range(r * own, (r + 1) * own) for r, own in zip(ranks, sizes, strict=True)]
     return shards, list(zip(fulls, rows, strict=True))
 
