@@ -130,11 +130,6 @@ def stacked_table(pieces: Sequence[Piece], tables: Sequence[Tensor]) -> list[Ten
     return joined
 
 
-_LIBRARY = torch.library.Library("edkm", "FRAGMENT")
-for _name in ("merged_linear", "merged_linear_plain"):
-    _LIBRARY.define(f"{_name}(Tensor x, Tensor indices, Tensor luts, Tensor? bias, int[] numbers) -> Tensor")
-
-
 class Rows(NamedTuple):
     """A packed matrix among others: `rows` of it, codes of `bits`, and its tiles."""
 
@@ -146,16 +141,14 @@ class Rows(NamedTuple):
 def _matrices(indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: int) -> Iterator[Packed]:
     """Views of each matrix in the flat tensors of all. Raises ValueError where these have another size."""
     bytes_of = [member.rows * packed_width(columns, member.bits) for member in members]
-    groups = [member.rows * columns // (member.tile[0] * member.tile[1]) for member in members]
-    entries = [count << member.bits for count, member in zip(groups, members, strict=True)]
+    entries = [member.rows * columns // math.prod(member.tile) * 2**member.bits for member in members]
     if indices.numel() != sum(bytes_of) or luts.numel() != sum(entries):
         raise ValueError(
             f"{[tuple(member) for member in members]} of {columns} columns have {sum(bytes_of)} bytes of indices and "
             f"{sum(entries)} entries, got {indices.numel()} and {luts.numel()}"
         )
-    parts, tables = indices.split(bytes_of), luts.split(entries)
-    for part, table, count, member in zip(parts, tables, groups, members, strict=True):
-        yield Packed(part.view(member.rows, -1), table.view(count, -1), None, member.bits, member.tile)
+    for part, table, member in zip(indices.split(bytes_of), luts.split(entries), members, strict=True):
+        yield Packed(part.view(member.rows, -1), table.view(-1, 2**member.bits), None, member.bits, member.tile)
 
 
 def _merged_linear(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None, numbers: list[int]) -> Tensor:
@@ -169,7 +162,9 @@ def _merged_linear(x: Tensor, indices: Tensor, luts: Tensor, bias: Tensor | None
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
+_LIBRARY = torch.library.Library("edkm", "FRAGMENT")
 for _name in ("merged_linear", "merged_linear_plain"):
+    _LIBRARY.define(f"{_name}(Tensor x, Tensor indices, Tensor luts, Tensor? bias, int[] numbers) -> Tensor")
     _LIBRARY.impl(_name, _merged_linear, "CompositeExplicitAutograd")
 
 
