@@ -22,8 +22,8 @@ from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 
-Pass = tuple[str, Tensor, dict[str, Any]]
-"""Description, tokens and options of a measurement."""
+Pass = tuple[str, Tensor, int, int | None]
+"""Description, tokens, context and most windows of a measurement."""
 _FLOOR_WINDOWS = 2
 _FULL_CONTEXT = 8192  # a longer one is measured where it is asked for: attention costs its square
 
@@ -46,14 +46,13 @@ class Study:
     def see_reference(self, model: Any) -> None:
         """Measure the uncompressed model. Raises UserError where the disk has no room for what is kept of it."""
         recorder = Recorder(model, self.directory)
-        for description, ids, options in [*self._texts_passes, *self._longest_window(model)]:
-            perplexity(model, ids, description=f"reference: {description}", seen=recorder.see, **options)
+        self._measure(model, [*self._texts_passes, *self._longest_window(model)], "reference: ", seen=recorder.see)
         (self.directory / "layers").mkdir()
-        self._layers_unknown: str | None = None
+        self._knows_layers = True
         try:
             record_layers(model, self._sample, self.directory / "layers")
-        except UserError as error:
-            self._layers_unknown = str(error)
+        except UserError:
+            self._knows_layers = False
         except (OSError, SafetensorError) as error:
             recorder.failure = f"outputs of the reference's layers could not be kept on disk ({error}); set TMPDIR"
         if recorder.failure:
@@ -72,7 +71,7 @@ class Study:
         longest = (self._measure(model, self._longest_window(model)) or measured)[0]
         assert longest.predictions is not None
         rows: dict[str, Any] = {"layers": [], "matrices": []}
-        if self._layers_unknown is None:
+        if self._knows_layers:
             rows |= compare_layers(model, self._sample, self.directory / "layers")
         compared = None
         if self._asked:
@@ -100,17 +99,18 @@ class Study:
         """The tokens that layers are compared on, (1, tokens)."""
         return self.tokens[0][: min(TOKENS, self.settings.context)][None]
 
-    def _measure(self, model: Any, passes: list[Pass]) -> list[Perplexity]:
+    def _measure(self, model: Any, passes: list[Pass], prefix: str = "", **how: Any) -> list[Perplexity]:
+        how |= {"reference": self._predictions, "track": self.track}
         return [
-            perplexity(model, ids, description=description, reference=self._predictions, **options)
-            for description, ids, options in passes
+            perplexity(model, ids, context=context, max_windows=most, description=prefix + description, **how)
+            for description, ids, context, most in passes
         ]
 
     @property
     def _texts_passes(self) -> list[Pass]:
-        options = {"context": self.settings.context, "max_windows": self.settings.max_windows, "track": self.track}
+        context, most = self.settings.context, self.settings.max_windows
         texts = zip(self.settings.texts, self.tokens, strict=True)
-        return [(f"perplexity of {name}", ids, options) for name, ids in texts]
+        return [(f"perplexity of {name}", ids, context, most) for name, ids in texts]
 
     def _longest_window(self, model: Any) -> list[Pass]:
         """A window of the model's full context, where that is longer than those of the texts."""
@@ -118,7 +118,7 @@ class Study:
         full = self.settings.positions or min(known if isinstance(known, int) else self.settings.context, _FULL_CONTEXT)
         if min(full, len(self.tokens[0])) <= self.settings.context:
             return []
-        return [("positions", self.tokens[0], {"context": full, "max_windows": 1, "track": self.track})]
+        return [("positions", self.tokens[0], full, 1)]
 
     def _noise_floor(self, model: Any) -> dict[str, Any] | None:
         """The distance of the reference in the other number format from itself; None of one that is packed. Casts it."""
@@ -127,8 +127,7 @@ class Study:
         other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
         torch.nn.Module.to(model, other)
         most = min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS)
-        window = {"context": self.settings.context, "max_windows": most, "track": self.track}
-        (floor,) = self._measure(model, [("noise floor", self.tokens[0], window)])
+        (floor,) = self._measure(model, [("noise floor", self.tokens[0], self.settings.context, most)])
         figures = {"kl_per_token": floor.kl_per_token, "top1_agreement": floor.top1_agreement}
         return {"dtype": str(other).removeprefix("torch."), "windows": floor.windows, **figures}
 
