@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edkm_cli.kernels.tiles import to_groups
 from edkm_cli.packing import unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
@@ -31,13 +32,13 @@ def footprint(model: nn.Module) -> Footprint:
         held = {k: t for k, t in (*module._parameters.items(), *buffers.items()) if t is not None}
         fresh = {k: t for k, t in held.items() if _identity(t) not in seen}
         seen.update(map(_identity, fresh.values()))
-        size = sum(t.numel() * t.element_size() for t in fresh.values())
+        size = sum(t.nbytes for t in fresh.values())
         weights = sum(_dense_numel(module, k, t) for k, t in fresh.items())
         total_bytes, total_weights = total_bytes + size, total_weights + weights
         if isinstance(module, (nn.Linear, PalettizedLinear)) and module is not head:
             bias = fresh.get("bias")
             outside = (bias, fresh.get("lut_scale"))  # four bytes a matrix: no part of the design's bits per weight
-            decoder_bytes += size - sum(t.numel() * t.element_size() for t in outside if t is not None)
+            decoder_bytes += size - sum(t.nbytes for t in outside if t is not None)
             decoder_weights += weights - (0 if bias is None else bias.numel())
     return Footprint(
         total_bytes,
@@ -77,15 +78,13 @@ def layer_use(module: PalettizedLinear) -> dict[str, int]:
     """The counts of `table_use` for one layer; memory is that of a few rows of the weight."""
     lut = module.table().float()
     groups, entries = lut.shape
-    tile_rows, tile_columns = module.granularity.tile(module.out_features, module.in_features)
-    rows = max(tile_rows, 64 // tile_rows * tile_rows)
+    rows = max(module.tile[0], 64 // module.tile[0] * module.tile[0])
     unused = 0
     for first in range(0, module.out_features, rows):
-        packed = module.indices[first : first + rows]
-        indices = unpack(packed, module.bits, module.in_features).long()
-        tiles = indices.view(len(packed) // tile_rows, tile_rows, -1, tile_columns).transpose(1, 2).flatten(0, 1)
+        indices = unpack(module.indices[first : first + rows], module.bits, module.in_features)
+        tiles = to_groups(indices, module.tile).long()
         counts = torch.zeros(len(tiles), entries, dtype=torch.int64, device=tiles.device)
-        counts.scatter_add_(1, tiles.flatten(1), torch.ones_like(tiles.flatten(1)))
+        counts.scatter_add_(1, tiles, torch.ones_like(tiles))
         unused += int((counts == 0).sum())
     collapsed = int((lut.amax(1) == lut.amin(1)).sum())
     return {"tables": groups, "collapsed": collapsed, "entries": groups * entries, "unused_entries": unused}
