@@ -18,6 +18,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.limits import judge
+from edkm_cli.evaluate.reference import other_vocabulary
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.verdict import Study, text_row
 from edkm_cli.format import read_spec
@@ -54,7 +55,10 @@ def evaluate_model(
     if reference is not None:
         if source.path is not None and read_spec(source.path) is not None:
             check_checkpoint(source.path, **trust)
-        _require_same_words(source, first)
+        configs = (models.load_config(one, may_be_quantized=True) for one in (source, first))
+        ours, theirs = (config.get_text_config(decoder=True).vocab_size for config in configs)
+        if ours != theirs:
+            raise other_vocabulary(ours, theirs)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
     late = models.LateTokenizer(first)
@@ -91,7 +95,7 @@ def evaluate_model(
     }
     if settings.speed:
         result |= measure_speed(model, tokens[0])
-        if is_packed(model):  # the same weights dense, in the same run; nothing below needs them packed
+        if compressed:  # the same weights dense, in the same run; nothing below needs them packed
             dequantize_model(model, getattr(torch, dtype))
             result["dense"] = measure_speed(model, tokens[0])
             if device == "cpu" and dtype != "float32" and result["dense"]["weights_resident_bytes"] <= _SMALL_BYTES:
@@ -105,15 +109,6 @@ def evaluate_model(
     result["seconds"] = time.perf_counter() - start
     result["peak_memory_bytes"] = peak_memory_bytes(device)
     return result
-
-
-def _require_same_words(source: models.ModelSource, reference: models.ModelSource) -> None:
-    """Raises UserError where the reference has another vocabulary, as far as the configurations say."""
-    configs = (models.load_config(one, may_be_quantized=True) for one in (source, reference))
-    ours, theirs = (config.get_text_config(decoder=True) for config in configs)
-    if ours.vocab_size != theirs.vocab_size:
-        rule = f"--reference must have the model's vocabulary, {ours.vocab_size} tokens, got {theirs.vocab_size}"
-        raise UserError(f"{rule}; give the model that was compressed")
 
 
 def _tensor_bytes(source: models.ModelSource) -> int | None:
@@ -163,7 +158,7 @@ def prefill_speed(model: Any, tokens: Tensor) -> float:
 
 def resident_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers in memory, shared ones once."""
-    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference
+from edkm_cli.evaluate.reference import CHUNK_TOKENS, Reference, other_vocabulary
 from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
 from edkm_cli.progress import Track, no_progress
@@ -121,10 +121,7 @@ def _figures(states: Tensor, labels: Tensor, parts: Parts, reference: Iterable[T
         if theirs is not None:
             log_theirs = theirs[: len(ours)].to(ours.device).float().log_softmax(1)
             if log_ours.shape != log_theirs.shape:
-                raise UserError(
-                    f"--reference must have the model's vocabulary, {log_ours.shape[1]} tokens, got {log_theirs.shape[1]}; "
-                    "give the model that was compressed"
-                )
+                raise other_vocabulary(log_ours.shape[1], log_theirs.shape[1])
             highest, likeliest = log_theirs.max(1)
             same = log_ours.argmax(1) == likeliest
             loss = -log_theirs.gather(1, picks[:, None])[:, 0]

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from edkm_cli.distributed import full
+from edkm_cli.errors import UserError
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.parts import Parts
 
@@ -24,6 +25,12 @@ CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the
 
 Reference = Callable[[Tensor], Iterable[Tensor]]
 """Token ids of a window (1, context) -> its logits or log-probabilities, (CHUNK_TOKENS, vocabulary) at a time."""
+
+
+def other_vocabulary(ours: int, theirs: int) -> UserError:
+    """The error for a reference with so many tokens, where the model has `ours`."""
+    rule = f"--reference must have the model's vocabulary, {ours} tokens, got {theirs}"
+    return UserError(f"{rule}; give the model that was compressed")
 
 
 class Recorder:
