@@ -16,6 +16,7 @@ authors' evaluation does). `activation_bits=16` leaves activations alone, for co
 only.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,14 +70,12 @@ def smooth(task: Task, linears: dict[str, nn.Linear], *, alpha: float) -> None:
     """
     model, probe = task.model, task.batches[0][:, :_CHECKED_TOKENS]
     before = model(input_ids=probe, use_cache=False).logits
-    readers, largest = _calibrate(task, linears)
+    readers, largest = _calibrate(task, linears.values())
     if not readers:
         raise UserError("smoothquant needs linears that read a norm's output, but this model has none; use rtn or gptq")
-    for norm, names in readers.items():
-        layers = [linears[name] for name in names]
-        activations = largest[names[0]]
+    for norm, layers in readers.items():
         weights = torch.stack([layer.weight.abs().amax(0) for layer in layers]).amax(0).clamp(min=1e-5)
-        scales = (activations**alpha / weights ** (1 - alpha)).clamp(min=1e-5)  # (in,)
+        scales = (largest[layers[0]] ** alpha / weights ** (1 - alpha)).clamp(min=1e-5)  # (in,)
         norm.weight.div_(scales)
         if getattr(norm, "bias", None) is not None:
             norm.bias.div_(scales)
@@ -91,24 +90,23 @@ def smooth(task: Task, linears: dict[str, nn.Linear], *, alpha: float) -> None:
         )
 
 
-def _calibrate(task: Task, linears: dict[str, nn.Linear]) -> tuple[dict[Any, list[str]], dict[str, Tensor]]:
+def _calibrate(task: Task, linears: Iterable[nn.Linear]) -> tuple[dict[Any, list[nn.Linear]], dict[nn.Linear, Tensor]]:
     """Which linears read which norm, and the largest magnitude of every input channel of each linear, (in,)."""
-    readers: dict[Any, list[str]] = {}
-    largest: dict[str, Tensor] = {}
+    readers: dict[Any, list[nn.Linear]] = {}
+    largest: dict[nn.Linear, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}
-    names = {layer: name for name, layer in linears.items()}
 
     def given(norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         outputs[norm] = output
 
     def read(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        name, magnitudes = names[layer], inputs[0].reshape(-1, layer.in_features).abs().amax(0)
-        largest[name] = torch.maximum(largest.get(name, magnitudes), magnitudes)
+        magnitudes = inputs[0].reshape(-1, layer.in_features).abs().amax(0)
+        largest[layer] = torch.maximum(largest.get(layer, magnitudes), magnitudes)
         norm = next((norm for norm, output in outputs.items() if output is inputs[0]), None)
-        if norm is not None and name not in readers.setdefault(norm, []):
-            readers[norm].append(name)
+        if norm is not None and layer not in readers.setdefault(norm, []):
+            readers[norm].append(layer)
 
-    with hooked(filter(_is_norm, task.model.modules()), given, after=True), hooked(names, read):
+    with hooked(filter(_is_norm, task.model.modules()), given, after=True), hooked(linears, read):
         for batch in task.track(task.batches, "activation ranges", len(task.batches)):
             task.model.base_model(input_ids=batch, use_cache=False)
     return readers, largest
