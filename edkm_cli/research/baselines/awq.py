@@ -88,7 +88,7 @@ def quantize(
             if all(layer in quantized for layer in site.layers):
                 scales = _search(site, grams[site.layers[0]], calls.get(site.judged, []), form, grid, duo_scaling)
                 _fold(site, scales, path)
-                for gram in {id(grams[layer]): grams[layer] for layer in site.layers}.values():
+                for gram in {grams[layer] for layer in site.layers}:
                     gram.products /= scales[:, None] * scales
         for name, layer in block.named_modules():
             if layer in quantized:

@@ -20,27 +20,24 @@ from edkm_cli.research.baselines.outcome import decoder_linears
 _CHUNK_TOKENS = 4096
 
 
-def _blocks(model: Any) -> dict[str, nn.Module]:
-    """Module path -> decoder layer, in order. Raises UserError where a decoder linear is in none of them."""
-    blocks = decoder_layers(model)
-    for name in decoder_linears(model):
-        if not any(name.startswith(f"{path}.") for path in blocks):
-            rule = f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside"
-            raise UserError(f"{rule}; use rtn or kmeans for this model")
-    return blocks
-
-
 class BlockStream:
-    """The decoder's blocks and the hidden states that enter the current one.
+    """The decoder's `blocks`, module path -> decoder layer, in order, and the hidden states that enter the current one.
 
-    `hidden` holds chunks (batch, length, width) of samples of equal length.
+    `hidden` holds chunks (batch, length, width) of samples of equal length. Raises UserError without text, or where a
+    decoder linear is in none of the blocks.
     """
 
     @torch.no_grad()
     def __init__(self, model: Any, batches: list[Tensor]):
         if not batches:
             raise UserError("this method needs calibration text, got none; give --data")
-        self.blocks = _blocks(model)
+        self.blocks = decoder_layers(model)
+        for name in decoder_linears(model):
+            if not any(name.startswith(f"{path}.") for path in self.blocks):
+                raise UserError(
+                    f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside; use "
+                    "rtn or kmeans for this model"
+                )
         self._list, layers = list(self.blocks.values()), Layers(model)
         device = next(model.parameters()).device
         self.hidden: list[Tensor] = []

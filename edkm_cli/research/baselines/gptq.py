@@ -28,7 +28,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.hooks import Reached, hooked
 from edkm_cli.research.baselines.blocks import BlockStream, Gram
-from edkm_cli.research.baselines.grid import Grid, Uniform
+from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import Outcome, Task, check_positive
 
 ORDERS = ("natural", "activation", "within-groups")
@@ -57,8 +57,7 @@ def quantize(
     form = Uniform(task.bits, task.group_size, "symmetric" if symmetric else "minmax")
     layers = form.linears(task.model)
     stream = BlockStream(task.model, task.batches)
-    blocks = list(stream.blocks.items())
-    for index, (path, block) in enumerate(task.track(blocks, "gptq", len(blocks))):
+    for index, (path, block) in enumerate(task.track(stream.blocks.items(), "gptq", len(stream.blocks))):
         for stage in stream.stages(index):
             members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
             if not members:
@@ -71,8 +70,7 @@ def quantize(
                 layer.weight.copy_(part)
         stream.hidden = stream.run(index)
     stores_order = order == "activation" and task.group_size > 0 and not static_groups
-    order_bits = _ORDER_BITS if stores_order else 0
-    return form.outcome(layers, order_bits=order_bits, calibration_tokens=stream.tokens)
+    return form.outcome(layers, order_bits=_ORDER_BITS * stores_order, calibration_tokens=stream.tokens)
 
 
 def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:
@@ -104,9 +102,7 @@ def quantize_weight(
     columns, diagonal = weight.shape[1], hessian.diagonal()
     width = form.group_size or columns
     permutation = _order(diagonal, width, order)
-    grids: list[Grid] = []
-    if static_groups:
-        grids = [form.fit(part) for part in weight.split(width, 1)]
+    grids = [form.fit(part) for part in weight.split(width, 1)] if static_groups else []
     factor = inverse_factor(hessian[permutation][:, permutation], damping=damping).to(weight.dtype)
     # Lazy blocks hold whole groups, so that a group's scale is fitted to weights that are up to date.
     lazy = width * max(1, _LAZY_COLUMNS // width) if width < columns else _LAZY_COLUMNS
