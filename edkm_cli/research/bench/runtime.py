@@ -101,12 +101,11 @@ def _copies(kept_bytes: int, cold: bool, device: torch.device) -> int:
 
 
 def _random(shape: tuple[int, int], bits: int, granularity: str, device: torch.device) -> Packed:
-    tile = Granularity.parse(granularity).tile(*shape)
+    tiles = Granularity.parse(granularity)
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=generator)
-    groups = shape[0] // tile[0] * (shape[1] // tile[1])
-    lut = torch.randn(groups, 2**bits, generator=generator).sort(1).values.half()
-    return Packed(pack(codes, bits).to(device), lut.to(device), None, bits, tile)
+    lut = torch.randn(tiles.groups(*shape), 2**bits, generator=generator).sort(1).values.half()
+    return Packed(pack(codes, bits).to(device), lut.to(device), None, bits, tiles.tile(*shape))
 
 
 def _check(product: Tensor, x: Tensor, dense: Tensor) -> None:
@@ -126,32 +125,30 @@ def _copy_bytes_per_second(place: torch.device) -> float:
 def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
     """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
     sizes, place = [_parse_shape(text) for text in settings.shape], torch.device(settings.device)
-    granularity, dtype, cold = settings.granularity, settings.dtype, settings.cold
-    tokens, bits = settings.tokens, settings.bits
-    for size, tiles in itertools.product(sizes, granularity):
+    for size, tiles in itertools.product(sizes, settings.granularity):
         Granularity.parse(tiles).tile(*size, layer="--shape")
     copied = _copy_bytes_per_second(place)
     rows = []
-    for size, count, tiles in itertools.product(sizes, bits, granularity):
+    for size, count, tiles in itertools.product(sizes, settings.bits, settings.granularity):
         packed = _random(size, count, tiles, place)
         dense = lut_linear_torch.dense(packed, size[1], torch.float32)
         matrices = [
             packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
-            for _ in range(_copies(packed.indices.nbytes, cold, place))
+            for _ in range(_copies(packed.indices.nbytes, settings.cold, place))
         ]
-        halves = [dense.bfloat16() for _ in range(_copies(2 * dense.numel(), cold, place))]
-        fulls = [dense.clone() for _ in range(_copies(4 * dense.numel(), cold, place))]
-        for number in tokens:
+        halves = [dense.bfloat16() for _ in range(_copies(2 * dense.numel(), settings.cold, place))]
+        fulls = [dense.clone() for _ in range(_copies(4 * dense.numel(), settings.cold, place))]
+        for number in settings.tokens:
             x = torch.randn(number, size[1], generator=torch.Generator().manual_seed(number)).to(place)
             with torch.no_grad():
                 turns: list[list[Callable[[], Any]]] = [
                     [partial(torch.nn.functional.linear, x.bfloat16(), w) for w in halves],
                     [partial(torch.nn.functional.linear, x, w) for w in fulls],
-                    *(_products(x.to(getattr(torch, name)), matrices, dense) for name in dtype),
+                    *(_products(x.to(getattr(torch, name)), matrices, dense) for name in settings.dtype),
                 ]
                 rounds = [[_seconds(turn, place) for turn in turns] for _ in range(_ROUNDS)]
                 dense_half, dense_full, *times = (min(seconds) for seconds in zip(*rounds, strict=True))
-                for name, seconds in zip(dtype, times, strict=True):
+                for name, seconds in zip(settings.dtype, times, strict=True):
                     rate = (packed.indices.nbytes + packed.table.nbytes) / seconds
                     row = {"shape": list(size), "tokens": number, "bits": count, "granularity": tiles, "dtype": name}
                     row |= {"matrices": len(matrices), "packed_seconds": seconds, "dense_bf16_seconds": dense_half}
@@ -160,7 +157,7 @@ def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
                     log("  ".join(_cells(rows[-1])))
     return {
         "command": command_line("edkm bench runtime", settings, "shape", "tokens", "bits", "granularity", "dtype"),
-        "cold": cold,
+        "cold": settings.cold,
         "rows": rows,
         "copy_bytes_per_second": copied,
         "versions": versions(),
