@@ -17,7 +17,7 @@ round them. This matters for `symmetric`: -a lies halfway between its two lowest
 even) unless the scale was rounded up. With rounded scales SmolLM2-135M at 3 bits has a perplexity of 228, without 216.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from edkm_cli.clustering.grids import StraightThrough
 from edkm_cli.errors import UserError
-from edkm_cli.research.baselines.outcome import Outcome, check_bits, decoder_linears, stored_size
+from edkm_cli.research.baselines.outcome import UNQUANTIZED, Outcome, check_bits, decoder_linears, stored_size
 
 RULES = ("minmax", "symmetric", "autoround", "absmax")
 _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -122,12 +122,13 @@ def per_token(values: Tensor, bits: int) -> Tensor:
 
 
 def quantize_inputs(layers: Iterable[nn.Module], bits: int) -> None:
-    """From now on the layers see their input (..., features) quantized per token."""
-    for layer in layers:
+    """From now on the layers see their input (..., features) quantized per token; `UNQUANTIZED`: as it is."""
+    for layer in layers if bits != UNQUANTIZED else ():
         layer.register_forward_pre_hook(lambda module, inputs: (per_token(inputs[0], bits), *inputs[1:]))
 
 
-def quantize_outputs(layers: Iterable[nn.Module], bits: int) -> None:
-    """From now on the layers give their output (..., features) quantized per token."""
-    for layer in layers:
-        layer.register_forward_hook(lambda module, inputs, output: per_token(output, bits))
+def quantize_outputs(layers: Mapping[str, nn.Module], leaves: tuple[str, ...], bits: int) -> None:
+    """From now on the layers called `leaves` give their output (..., features) quantized per token, or as it is."""
+    for name, layer in layers.items():
+        if bits != UNQUANTIZED and name.endswith(leaves):
+            layer.register_forward_hook(lambda module, inputs, output: per_token(output, bits))

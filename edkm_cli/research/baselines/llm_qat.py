@@ -71,11 +71,8 @@ def quantize(
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
         parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)
-    if activation_bits != UNQUANTIZED:
-        quantize_inputs(linears.values(), activation_bits)
-    if kv_bits != UNQUANTIZED:
-        cached = (layer for name, layer in linears.items() if name.endswith(("k_proj", "v_proj")))
-        quantize_outputs(cached, kv_bits)
+    quantize_inputs(linears.values(), activation_bits)
+    quantize_outputs(linears, ("k_proj", "v_proj"), kv_bits)
     if teacher is not None:
         blocks = Blocks(text.flatten(), sequence_length, seed=task.seed)
         distil(model, teacher, blocks, batch_size, steps=steps, learning_rate=learning_rate, track=task.track)

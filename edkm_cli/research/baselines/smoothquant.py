@@ -52,12 +52,9 @@ def quantize(task: Task, *, alpha: float = 0.5, activation_bits: int = 8) -> Out
     with torch.no_grad():
         for layer in linears.values():
             layer.weight.copy_(form.round(layer.weight))
-    note = "weight-only"
-    if activation_bits != UNQUANTIZED:
-        quantize_inputs(linears.values(), activation_bits)
-        attention = (layer for name, layer in linears.items() if name.endswith(_ATTENTION_INPUTS))
-        quantize_outputs(attention, activation_bits)
-        note = f"activations at {activation_bits} bits per token"
+    quantize_inputs(linears.values(), activation_bits)
+    quantize_outputs(linears, _ATTENTION_INPUTS, activation_bits)
+    note = "weight-only" if activation_bits == UNQUANTIZED else f"activations at {activation_bits} bits per token"
     return form.outcome(linears, calibration_tokens=sum(batch.numel() for batch in task.batches), note=note)
 
 
