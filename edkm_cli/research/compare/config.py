@@ -24,9 +24,7 @@ from edkm_cli.settings import (
     COMPRESSION,
     DATA,
     MAX_WHOLE,
-    MODEL,
     OUTPUT,
-    SCALE,
     TRAINING,
     faults,
     from_mapping,
@@ -46,7 +44,7 @@ TOKENS, PREDICTIONS = "tokens.safetensors", "predictions"  # in the folder that 
 class CompareConfig:
     """Everything that a comparison's methods have in common; see `edkm compare --help`."""
 
-    model: str = setting("", "Model to compress: an alias, a hub id, a directory or a GGUF file.", MODEL)
+    model: str = as_in_compress("model")
     methods: tuple[str, ...] = setting(
         (UNCOMPRESSED, "rtn", "gptq", "awq", "kmeans", OURS),
         f"Methods to compare, with commas: {', '.join(METHODS)}; with options as name:option=value. gguf:FILE is a file of "
@@ -64,28 +62,23 @@ class CompareConfig:
     calibration_samples: int = setting(128, "Sequences that the baselines calibrate on.", DATA, minimum=1)
     sequence_length: int = setting(512, "Tokens in a sequence for calibration and training.", TRAINING, minimum=2)
     steps: int = setting(100, "Optimizer steps of the methods that train.", TRAINING, minimum=0)
-    device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
+    device: str = as_in_compress("device")
     seed: int = setting(0, "Seed of calibration samples and training.", TRAINING, minimum=0)
     seeds: int = setting(1, "How often each row of edkm is measured, with other seeds.", TRAINING, minimum=1)
-    trust_remote_code: bool = setting(False, "Run code that comes with a hub model.", MODEL)
+    trust_remote_code: bool = as_in_compress("trust_remote_code")
 
     def __post_init__(self) -> None:
-        if isinstance(self.eval_data, str):  # a single text is a list of one
-            object.__setattr__(self, "eval_data", (self.eval_data,))
-        refuse([*faults(self), *self._contradictions()])
-
-    def _contradictions(self) -> list[str]:
-        """What no single value shows."""
-        contradictions = []
+        found = faults(self)
+        labels = [] if found else [entry.label for entry in self.entries()]
+        # What no single value shows.
         if not self.data:
-            contradictions.append("data must name at least one data set or file")
+            found.append("data must name at least one data set or file")
         if len(set(self.eval_data)) < len(self.eval_data):
-            contradictions.append(f"eval_data must name each text once, got {', '.join(self.eval_data)}")
+            found.append(f"eval_data must name each text once, got {', '.join(self.eval_data)}")
         if not self.methods:
-            contradictions.append(f"methods must name at least one of {', '.join(METHODS)}")
-        labels = [] if faults(self) else [entry.label for entry in self.entries()]
+            found.append(f"methods must name at least one of {', '.join(METHODS)}")
         twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
-        return contradictions + [f"methods names {label} twice" for label in twice]
+        refuse(found + [f"methods names {label} twice" for label in twice])
 
     def entries(self) -> "list[Entry]":
         """The rows: one of each method, and of ours one for each seed, the first without the option."""
@@ -154,16 +147,11 @@ def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> C
     values = given_values(file, flags)
     methods = values.get("methods")
     if isinstance(methods, str) or flags.get("methods") is not None:
-        values["methods"] = _split(methods)
+        texts = [methods] if isinstance(methods, str) else methods  # each with commas
+        values["methods"] = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     elif isinstance(methods, list):
         values["methods"] = [_from_yaml(item) for item in methods]
     return from_mapping(CompareConfig, values)
-
-
-def _split(methods: Any) -> list[str]:
-    """The methods of a text with commas, or of several such texts."""
-    texts = [methods] if isinstance(methods, str) else methods
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
 def _from_yaml(item: Any) -> Any:
