@@ -22,7 +22,7 @@ def format_table(result: dict[str, Any]) -> str:
     rows: list[list[str]] = []
     notes, several = [], False
     for same in _by_seed(result["rows"]):
-        row, name = same[0], display_name(same[0])
+        name = display_name(same[0])
         measured = [one for one in same if not one["error"]]
         notes += [f"{one['label']}: {one['error']}" for one in same if one["error"]]
         if not measured:
@@ -98,14 +98,14 @@ def _texts(result: dict[str, Any]) -> list[str]:
 def _figures(seeds: list[dict[str, Any]]) -> tuple[str, str]:
     """Perplexity and KL of a text: with several seeds their mean, and half of their range."""
 
-    def shown(key: str, places: int) -> str:
+    def shown(key: str) -> str:
         values = [one[key] for one in seeds if one[key] is not None]
         if not values:
             return ""
-        spread = f" +-{(max(values) - min(values)) / 2:.{places}f}" if len(values) > 1 else ""
-        return f"{sum(values) / len(values):,.{places}f}{spread}"
+        spread = f" +-{(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
+        return f"{sum(values) / len(values):,.3f}{spread}"
 
-    return shown("perplexity", 3), shown("kl_per_token", 3)
+    return shown("perplexity"), shown("kl_per_token")
 
 
 def display_name(row: dict[str, Any], *hidden: str) -> str:
