@@ -112,15 +112,14 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
         for attribute in dir(node):
             tensor = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
                 saved.append(
                     {
                         "operation": node.name(),
                         "argument": attribute.removeprefix("_saved_"),
                         "shape": list(tensor.shape),
                         "dtype": str(tensor.dtype).removeprefix("torch."),
-                        "bytes": tensor.numel() * tensor.itemsize,
-                        "storage": names.setdefault(storage.data_ptr(), f"storage {len(names)}"),
+                        "bytes": tensor.nbytes,
+                        "storage": names.setdefault(tensor.untyped_storage().data_ptr(), f"storage {len(names)}"),
                     }
                 )
     return saved

@@ -21,7 +21,6 @@ from edkm_cli.research.bench.config import ClusteringBench
 from edkm_cli.settings import command_line
 from edkm_cli.summaries import table
 
-Log = Callable[[str], None]
 Row = dict[str, Any]
 _TEMPERATURE = 0.02
 _RUNS = 7
@@ -169,7 +168,7 @@ def _copy_bytes_per_second(weight: Tensor) -> float:
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), weight.device, 10)
 
 
-def run(settings: ClusteringBench, *, log: Log = lambda message: None) -> dict[str, Any]:
+def run(settings: ClusteringBench, *, log: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
     """Measure clustering of a (width, width) layer: the result of `edkm bench clustering --json` (docs/results.md; how to
     read it: docs/clustering.md)."""
     width, tokens, bits, place = settings.width, settings.tokens, settings.bits, torch.device(settings.device)

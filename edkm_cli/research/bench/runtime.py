@@ -35,7 +35,6 @@ _COPY_BYTES = 1 << 27
 _COLD_BYTES = 1 << 27  # that a sweep reads at least: several times the last-level cache, where that is larger
 _CACHES = 4
 _TURNS = 10
-Log = Callable[[str], None]
 _LOG = logging.getLogger(__name__)
 
 
@@ -122,7 +121,7 @@ def _copy_bytes_per_second(place: torch.device) -> float:
     return _COPY_BYTES / _seconds([partial(target.copy_, source)], place)
 
 
-def run(settings: RuntimeBench, *, log: Log = print) -> dict[str, Any]:
+def run(settings: RuntimeBench, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """The result of `edkm bench runtime` (its keys: docs/results.md). Raises UserError for bad values."""
     sizes, place = [_parse_shape(text) for text in settings.shape], torch.device(settings.device)
     for size, tiles in itertools.product(sizes, settings.granularity):
