@@ -110,15 +110,17 @@ class EdkmVllmConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer of vLLM's model keeps its weights; None for layers that have none of ours."""
+        parent, _, leaf = prefix.rpartition(".")
         if isinstance(layer, ParallelLMHead):  # an embedding, too: asked first
-            return self._of_embedding(prefix, (prefix.rpartition(".")[2],))
+            return self._of_embedding(prefix, (leaf,))
         if isinstance(layer, VocabParallelEmbedding):
             return self._of_embedding(prefix, _EMBEDDINGS)
         if isinstance(layer, RoutedExperts) and self.spec.split_experts:
             return PackedExpertsMethod(self, layer)
         if not isinstance(layer, LinearBase):
             return None
-        names = self._names(prefix)
+        # The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly.
+        names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
         if isinstance(layer, GateLinear) or all(name in self.spec.skipped for name in names):  # routers stay dense
             return UnquantizedLinearMethod()
         return PackedLinearMethod(self.spec, names)
@@ -128,8 +130,3 @@ class EdkmVllmConfig(QuantizationConfig):
         if dense or not self.spec.packs_embeddings:
             return UnquantizedEmbeddingMethod()
         return PackedEmbeddingMethod(self.spec, prefix or "embed_tokens")
-
-    def _names(self, prefix: str) -> list[str]:
-        """The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly."""
-        parent, _, leaf = prefix.rpartition(".")
-        return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
