@@ -123,14 +123,13 @@ class PackedLinearMethod(LinearMethodBase):
         """Make room for the pieces of this process. Raises UserError for a layer that cannot be cut as asked."""
         first = layer.tp_rank * input_size_per_partition if input_size_per_partition != input_size else 0
         columns = range(first, first + input_size_per_partition)
-        pieces, dense = [], []
+        pieces = []
         shards, outputs = _outputs(layer, output_partition_sizes)
         fused = len(self.names) == 1 and len(outputs) > 1  # stored as one matrix
         if len(self.names) not in (1, len(outputs)):
             raise refused(f"{layer.prefix} has {len(outputs)} parts, which cannot be those of {', '.join(self.names)}")
-        before = 0
-        for i, (full, rows) in enumerate(outputs):
-            name = self.names[0] if fused else self.names[i]
+        names, before = self.names * len(outputs) if fused else self.names, 0
+        for name, (full, rows) in zip(names, outputs, strict=True):
             shape = (sum(size for size, _ in outputs) if fused else full, input_size)
             rows = range(before + rows.start, before + rows.stop) if fused else rows
             before += full
@@ -139,7 +138,7 @@ class PackedLinearMethod(LinearMethodBase):
                 pieces.append(piece_of(name, shape, bits, granularity, rows=rows, columns=columns))
             except UserError as error:
                 raise refused(str(error), remedy="") from None
-            dense.append(name in self.spec.skipped)
+        dense = [name in self.spec.skipped for name in names]
         layer.edkm_room = room = _Room(pieces, shards, dense, self.spec)
         dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
@@ -173,11 +172,8 @@ class PackedLinearMethod(LinearMethodBase):
         """x @ W.T + bias for x (..., in)."""
         if len(layer.parts) == 1:
             return layer.parts[0](x, bias)
-        outs, first = [], 0
-        for part in layer.parts:
-            outs.append(part(x, None if bias is None else bias[first : first + part.rows]))
-            first += part.rows
-        return torch.cat(outs, dim=-1)
+        biases = [None] * len(layer.parts) if bias is None else bias.split([part.rows for part in layer.parts])
+        return torch.cat([part(x, own) for part, own in zip(layer.parts, biases, strict=True)], dim=-1)
 
 
 def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, list[Tensor]]) -> PackedRows:
