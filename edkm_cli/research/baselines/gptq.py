@@ -63,9 +63,8 @@ def quantize(
             if not members:
                 continue
             stacked = torch.cat([layer.weight.float() for layer in members])  # they share an input, and so a Hessian
-            hessian = _hessian(stream, index, members[0])
             how: dict[str, Any] = {"order": order, "static_groups": static_groups, "damping": damping}
-            quantized = quantize_weight(stacked, hessian, form, **how)
+            quantized = quantize_weight(stacked, _hessian(stream, index, members[0]), form, **how)
             for layer, part in zip(members, quantized.split([layer.out_features for layer in members]), strict=True):
                 layer.weight.copy_(part)
         stream.hidden = stream.run(index)

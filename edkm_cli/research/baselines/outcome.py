@@ -51,8 +51,7 @@ class Outcome:
 
 def decoder_linears(model: Any) -> dict[str, nn.Linear]:
     """Module path -> layer of every linear a method quantizes: all but the output embedding, in model order."""
-    swaps = plan_swaps(model)
-    return {swap.name: model.get_submodule(swap.name) for swap in swaps if swap.clustered}
+    return {swap.name: model.get_submodule(swap.name) for swap in plan_swaps(model) if swap.clustered}
 
 
 def check_bits(**bits: int) -> None:

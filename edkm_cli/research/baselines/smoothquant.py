@@ -78,8 +78,7 @@ def smooth(task: Task, linears: dict[str, nn.Linear], *, alpha: float) -> None:
             norm.bias.div_(scales)
         for layer in layers:
             layer.weight.mul_(scales)
-    after = model(input_ids=probe, use_cache=False).logits
-    error = float((after - before).norm() / before.norm())
+    error = float((model(input_ids=probe, use_cache=False).logits - before).norm() / before.norm())
     if not error < 1e-3:
         raise UserError(
             f"smoothing must leave the logits as they are, but changes them by {error:.2g} of their norm: scales cannot "

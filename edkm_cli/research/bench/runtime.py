@@ -70,8 +70,7 @@ def _gpu_seconds(turn: Sequence[Callable[[], Any]], device: torch.device) -> flo
         for call in itertools.chain.from_iterable(itertools.repeat(turn, _TURNS)):
             call()
 
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):  # compiles and warms up; a capture must find everything there
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # compiles and warms up; a capture must find everything there
         turns()
     torch.cuda.synchronize(device)
     run: Callable[[], Any] = turns

@@ -145,7 +145,7 @@ def _text(value: Any) -> str:
 def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompareConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
     values = given_values(file, flags)
-    methods = values.get("methods")
+    methods: Any = values.get("methods")
     if isinstance(methods, str) or flags.get("methods") is not None:
         texts = [methods] if isinstance(methods, str) else methods  # each with commas
         values["methods"] = [part.strip() for text in texts for part in text.split(",") if part.strip()]

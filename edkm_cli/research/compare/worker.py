@@ -80,10 +80,10 @@ def _gguf_facts(path: Path) -> dict[str, Any]:
     weights: Counter[str] = Counter()
     for one in matrices:
         weights[one.tensor_type.name] += int(one.n_elements)
-    bits_per_weight = 8 * sum(int(one.n_bytes) for one in matrices) / sum(weights.values())
+    bits_per_weight = 8 * sum(int(one.n_bytes) for one in matrices) / weights.total()
     common = weights.most_common(1)[0][0]
     bits = re.search(r"Q(\d)", common)
-    mixed = ", ".join(f"{count / sum(weights.values()):.0%} {kind}" for kind, count in weights.most_common())
+    mixed = ", ".join(f"{count / weights.total():.0%} {kind}" for kind, count in weights.most_common())
     ends = ("token_embd.weight", "output.weight")
     others = sorted({one.tensor_type.name for one in reader.tensors if one.name in ends})
     note = f"decoder {mixed}; embeddings {', '.join(others)}; decoded to bfloat16"
