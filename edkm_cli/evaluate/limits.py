@@ -43,9 +43,8 @@ def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:
     worst = sorted(result["matrices"], key=lambda row: -row["error"])[:3]
     values: list[tuple[str, str, float]] = []
     for text in result["texts"]:
-        ratio = text["perplexity"] / text["reference_perplexity"]
         limited = ("max_kl", "min_agreement", "max_perplexity_ratio")
-        figures = (text["kl_per_token"], text["top1_agreement"], ratio)
+        figures = (text["kl_per_token"], text["top1_agreement"], text["perplexity"] / text["reference_perplexity"])
         values += [(limit, text["data"], value) for limit, value in zip(limited, figures, strict=True)]
     values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1]]
     judged = []

@@ -152,8 +152,7 @@ def distribution(predictions: Tensor) -> dict[str, Any]:
     for low, high in pairwise(CONFIDENCE):
         inside = (confidence > low) & (confidence <= high if high < 1 else True)
         means = (float(kl[inside].mean()), float(same[inside].mean())) if inside.any() else (None, None)
-        share = float(inside.mean())
-        rows.append({"from": low, "to": high, "share": share, "kl": means[0], "agreement": means[1]})
+        rows.append({"from": low, "to": high, "share": float(inside.mean()), "kl": means[0], "agreement": means[1]})
     return {
         "reference_perplexity": _perplexity(theirs),
         "kl": {"median": median, "p90": p90, "p99": p99, "largest": largest},

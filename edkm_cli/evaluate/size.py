@@ -57,8 +57,7 @@ def _dense_numel(module: Any, name: str, tensor: Tensor) -> int:
     """How many numbers of the dense model a tensor stands for: all weights for indices, none for LUTs and scales."""
     if not isinstance(module, PackedModule) or name == "bias":
         return tensor.numel()
-    columns: Any = module.columns
-    return tensor.shape[0] * columns if name.startswith("indices") else 0
+    return tensor.shape[0] * module.columns if name.startswith("indices") else 0
 
 
 _UNUSED_WARNING = 0.25  # of a layer's entries

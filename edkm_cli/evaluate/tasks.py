@@ -223,8 +223,7 @@ def _metrics(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loading_error(name: str, manager: Any, folder: Path | None, error: Exception) -> UserError:
-    entry = manager.task_index.get(name)
-    file = getattr(entry, "yaml_path", None)
+    file = getattr(manager.task_index.get(name), "yaml_path", None)
     if folder is not None and file is not None and Path(file).is_relative_to(folder):
         return UserError(f"--tasks {name}: {file} cannot be used ({_one_line(error)}); correct the file or its data")
     return UserError(
