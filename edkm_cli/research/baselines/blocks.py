@@ -70,14 +70,10 @@ class BlockStream:
 
 def _chunks(batches: list[Tensor]) -> list[Tensor]:
     """Samples (1, length) stacked where neighbours have one length, up to `_CHUNK_TOKENS` tokens together."""
-    chunks: list[list[Tensor]] = []
-    for batch in batches:
-        last = chunks[-1] if chunks else []
-        if last and last[0].shape == batch.shape and (len(last) + 1) * batch.numel() <= _CHUNK_TOKENS:
-            last.append(batch)
-        else:
-            chunks.append([batch])
-    return [torch.cat(chunk) for chunk in chunks]
+    chunks: list[Tensor] = []
+    for shape, alike in groupby(batches, key=lambda batch: batch.shape):
+        chunks += torch.cat(list(alike)).split(max(1, _CHUNK_TOKENS // shape.numel()))
+    return chunks
 
 
 class Gram:
