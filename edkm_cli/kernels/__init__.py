@@ -40,8 +40,7 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
     if (fast := triton_module(f"{__name__}.attention_triton", weight, tile, k)) is not None:
-        found: Passes = fast.TritonPasses(weight, tile, importance)
-        return found
+        return fast.TritonPasses(weight, tile, importance)
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 

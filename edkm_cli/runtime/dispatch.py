@@ -157,11 +157,10 @@ def dense(
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
-    if (triton := _triton(packed)) is not None:
-        return triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
     if forced_path() != "reference" and lut_linear_c.supports(packed):
         return lut_linear_c.dense(packed, columns, dtype, row_range=rows, column_range=span)
-    return lut_linear_torch.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
+    whole = (_triton(packed) or lut_linear_torch).dense(packed, columns, dtype)
+    return whole[rows.start : rows.stop, span.start : span.stop]
 
 
 def lookup_rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
