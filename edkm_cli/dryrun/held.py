@@ -28,6 +28,7 @@ from edkm_cli.nn.swap import LINEAR
 from edkm_cli.precision import TOKENS_A_SUM
 from edkm_cli.preflight import RunPlan
 from edkm_cli.runtime.experts import Experts, with_one_expert
+from edkm_cli.train.teacher import RememberedTeacher
 
 # FSDP2 holds of a layer's gradients the buffer that is reduced, beside the one of the layer before.
 _REDUCED_LAYERS = 2
@@ -54,24 +55,18 @@ def rounded_bytes(model: Any, *, alone: bool) -> int:
 class Gradients:
     """The gradients of training as one process holds them: alone, in data parallelism's buckets, or reduced to shards."""
 
-    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, world: World):
+    def __init__(self, model: Any, trained: list[nn.Parameter], ledger: Ledger, world: World, held: ExitStack):
+        """`held`: until when they are there."""
         self._trained, self._ledger, self._world = trained, ledger, world
         self._buckets = world.size > 1 and not world.sharded
         self._layers: dict[int, list[nn.Parameter]] = {}  # parameter id -> the trained parameters of its decoder layer
-        self._exits = ExitStack()
         for block in decoder_layers(model).values() if world.sharded else ():
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]
             self._layers.update((id(parameter), own) for parameter in own)
-
-    def __enter__(self) -> "Gradients":
         if self._buckets:  # they are there from the beginning to the end, and gradients are views of them
-            self._exits.enter_context(self._ledger.more(size_bytes(self._trained), GRADIENTS))
-        for parameter in self._trained:
-            self._exits.enter_context(parameter.register_post_accumulate_grad_hook(self._arrived))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
+            held.enter_context(ledger.more(size_bytes(trained), GRADIENTS))
+        for parameter in trained:
+            held.enter_context(parameter.register_post_accumulate_grad_hook(self._arrived))
 
     def make(self) -> None:
         """Gradients as an earlier micro-batch leaves them."""
@@ -100,18 +95,14 @@ class Gradients:
             self._ledger.move(gradients, GRADIENTS, share=self._world.share)
 
 
-class Taught:
-    """A teacher whose states are read from the disk."""
+class Taught(RememberedTeacher):
+    """A teacher whose states are read from the disk, with states of any sequence."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
 
     def states(self, batch: Batch) -> Tensor:
         return torch.empty(*batch.ids.shape, self._parts.width, dtype=torch.float16, device=META)
-
-    @torch.no_grad()
-    def logits(self, states: Tensor) -> Tensor:
-        return self._parts.logits(states.to(self._parts.dtype))
 
 
 class OneExpert:

@@ -114,18 +114,19 @@ class Ledger(TorchDispatchMode):
         results = result if isinstance(result, (tuple, list)) else (result,)
         for item in results if self._counting else ():
             if isinstance(item, Tensor):
-                self._enter(item)
+                self._entry(item)
         return result
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _entry(self, tensor: Tensor) -> _Entry:
+        """That of the tensor's storage, which is made where there is none."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._entries:
-            return
-        part, size = self._part_of(tensor), self._rounded(storage.nbytes(), self.share)
-        watch = weakref.ref(storage, lambda _: self._strike(key))
-        self._entries[key] = _Entry(size, self.place, part, watch)
-        self.accounts[self.place].add(part, size, self.phase)
+        if key not in self._entries:
+            part, size = self._part_of(tensor), self._rounded(storage.nbytes(), self.share)
+            watch = weakref.ref(storage, lambda _: self._strike(key))
+            self._entries[key] = _Entry(size, self.place, part, watch)
+            self.accounts[self.place].add(part, size, self.phase)
+        return self._entries[key]
 
     def _rounded(self, size: int, share: float) -> int:
         return math.ceil(size * share / self._granule) * self._granule
@@ -153,11 +154,9 @@ class Ledger(TorchDispatchMode):
         """Enter tensors under a part, wherever they were before, each storage once, as often as it `stands_for` others.
         One of several holders of a storage keeps a `share` of it."""
         for tensor in tensors:
-            self._enter(tensor)
-            storage = tensor.untyped_storage()
-            entry = self._entries[storage._cdata]
+            entry = self._entry(tensor)
             self.accounts[entry.place].add(entry.part, -entry.size, self.phase)
-            size = self._rounded(storage.nbytes(), share * stands_for(tensor))
+            size = self._rounded(tensor.untyped_storage().nbytes(), share * stands_for(tensor))
             entry.place, entry.part, entry.size = place, part, size
             self.accounts[place].add(part, entry.size, self.phase)
 

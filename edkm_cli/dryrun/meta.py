@@ -8,8 +8,9 @@ Storages are labelled with the part of memory they belong to, by hooks on the mo
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -51,7 +52,7 @@ class Stage:
     def __enter__(self) -> "Stage":
         self._exits.enter_context(warnings.catch_warnings(action="ignore"))
         functional: Any = torch.nn.functional
-        attention = self._attention(functional.scaled_dot_product_attention)
+        attention = partial(self._attention, functional.scaled_dot_product_attention)
         self._exits.enter_context(changed(functional, scaled_dot_product_attention=attention))
         self._exits.enter_context(self.ledger)
         return self
@@ -67,7 +68,7 @@ class Stage:
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ledger.share = self._share
         if func in _QUESTIONS and args[0].is_meta:
-            return _answer(func, args[0])
+            return _QUESTIONS[func](args[0])
         if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], kwargs)
         if self.world.gpu:
@@ -89,39 +90,33 @@ class Stage:
         self.ledger.place, self.ledger.share = HOST if self.world.gpu else DEVICE, self.world.share
         return torch.empty_like(tensor, dtype=dtype)
 
-    def _attention(self, generic: Any) -> Any:
-        """`scaled_dot_product_attention` as the planned device dispatches it."""
+    def _attention(
+        self,
+        generic: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`scaled_dot_product_attention` as the planned device dispatches it; `generic` is PyTorch's own."""
         gpu = self.world.gpu
-
-        def attention(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Tensor:
-            options = {"scale": scale, "enable_gqa": enable_gqa}
-            if not query.is_meta:
-                return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
-            if self._autocast is not None:
-                query, key, value = (tensor.to(self._autocast) for tensor in (query, key, value))
-            if query.shape[-1] != value.shape[-1]:  # the fast kernels are for heads of one width
-                return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
-            if gpu and attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
-                flash = _aten._scaled_dot_product_flash_attention
-                return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-            if gpu and query.shape[1] == key.shape[1]:
-                efficient = _aten._scaled_dot_product_efficient_attention
-                return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
-            if not gpu and _takes_flash_on_cpu(query, key, attn_mask, is_causal):
-                flash = _aten._scaled_dot_product_flash_attention_for_cpu
-                return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-            return generic(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-        return attention
+        if query.is_meta and self._autocast is not None:
+            query, key, value = (tensor.to(self._autocast) for tensor in (query, key, value))
+        fast = query.is_meta and query.shape[-1] == value.shape[-1]  # the fast kernels are for heads of one width
+        if fast and gpu and attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
+            flash = _aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        if fast and gpu and query.shape[1] == key.shape[1]:
+            efficient = _aten._scaled_dot_product_efficient_attention
+            return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+        if fast and not gpu and _takes_flash_on_cpu(query, key, attn_mask, is_causal):
+            flash = _aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return generic(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def on_host(self) -> AbstractContextManager[None]:
         """Inside, a run on a GPU works in host memory."""
@@ -136,7 +131,7 @@ class Stage:
     def _part_of(self, tensor: Tensor) -> str:
         node = torch._C._current_autograd_node()
         in_backward = node is not None and not torch.is_grad_enabled()
-        clustered = "ClusteredLinear" in node.name() or self._clustering if in_backward else self._clustering
+        clustered = self._clustering or (in_backward and "ClusteredLinear" in node.name())
         if clustered and tensor.shape in self._shapes:
             if torch.is_grad_enabled() and not in_backward:  # it is kept for the gradient, as those of all experts are
                 self.ledger.share = self._share * self._experts.get(tensor.shape, 1)
@@ -224,20 +219,17 @@ class Stage:
             yield
 
 
-_QUESTIONS = {
-    _aten.all.default: True,
-    _aten.any.default: False,
-    _aten.equal.default: True,
-    _aten._local_scalar_dense.default: None,
+def _number(tensor: Tensor) -> bool | float:
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
+
+
+# All is finite, nothing is odd, two tensors are equal; a number is 1 if it is real, 0 if it is an index.
+_QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
+    _aten.all.default: lambda tensor: torch.tensor(True),
+    _aten.any.default: lambda tensor: torch.tensor(False),
+    _aten.equal.default: lambda tensor: True,
+    _aten._local_scalar_dense.default: _number,
 }
-
-
-def _answer(func: Any, tensor: Tensor) -> Any:
-    """All is finite, nothing is odd, two tensors are equal; a number is 1 if it is real, 0 if it is an index."""
-    known = _QUESTIONS[func]
-    if known is None:
-        return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
-    return known if func is _aten.equal.default else torch.tensor(known)
 
 
 # What follows from shapes alone. PyTorch's own rules for the meta device are written in Python and take most of a

@@ -44,7 +44,7 @@ from edkm_cli.runtime.embeddings import Rounding, to_nearest
 from edkm_cli.self_text import rehearse_text
 from edkm_cli.train.loop import prepare
 from edkm_cli.train.losses import Objective
-from edkm_cli.train.optimizer import build_optimizer, needs_masters, parameter_groups, state_bytes
+from edkm_cli.train.optimizer import build_optimizer, state_bytes
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
@@ -290,7 +290,7 @@ class Rehearsal:
         prepare(model, config, World(device="meta"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as held:
-            gradients = held.enter_context(Gradients(model, trained, self._ledger, self.world))
+            gradients = Gradients(model, trained, self._ledger, self.world, held)
             optimizer = self._optimizer(model, trained, held)
             if config.steps > 1 and optimizer is not None:  # the second step has the most: moments from the first one
                 gradients.make()
@@ -322,15 +322,11 @@ class Rehearsal:
 
     def _optimizer(self, model: Any, trained: list[nn.Parameter], held: ExitStack) -> Any:
         """As `build_optimizer`. On a GPU a step needs nothing beside its state: AdamW is fused there."""
-        config = self.config
         if self.world.gpu:
             state, scratch = state_bytes([one for one in trained for _ in range(stands_for(one))])
             held.enter_context(self._ledger.more(int(state * self.world.share + scratch), OPTIMIZER))
             return None
-        groups = [group for group in parameter_groups(model, config) if group["params"]]
-        if needs_masters(groups):
-            return build_optimizer(model, config, World(device="meta"))
-        return torch.optim.AdamW(groups)
+        return build_optimizer(model, self.config, World(device="meta"))
 
     def _step(self, optimizer: Any) -> None:
         with self._ledger.under(OPTIMIZER), self._stage.on_shards():

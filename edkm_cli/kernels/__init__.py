@@ -4,14 +4,14 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
-import functools
-import importlib.util
+import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from edkm_cli.kernels import layout_c, passes_c, passes_torch, shapes_meta, table_torch
 from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, centroid_dtype, relative_temperature
@@ -21,16 +21,10 @@ from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton can be imported; it is optional."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
-    """A module of Triton's kernels, if they `supports` these arguments: imported late, since that takes longer than most
-    commands."""
-    if not tensor.is_cuda or not has_triton():
+    """A module of Triton's kernels, which is optional, if they `supports` these arguments of a GPU: imported late, since
+    that takes longer than most commands."""
+    if not tensor.is_cuda or not has_triton_package():
         return None
     module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None
@@ -46,8 +40,7 @@ def passes(weight: Tensor, tile: Tile, k: int, importance: Tensor | None = None)
     if weight.dtype in (torch.bfloat16, torch.float16) and tile == tuple(weight.shape):  # few distinct values
         return TablePasses(weight.contiguous(), _table_kernels(weight), importance)
     if (fast := triton_module(f"{__name__}.attention_triton", weight, tile, k)) is not None:
-        found: Passes = fast.TritonPasses(weight, tile, importance)
-        return found
+        return fast.TritonPasses(weight, tile, importance)
     return (CPasses if layout_c.supports(weight) else TorchPasses)(weight, tile, importance)
 
 
@@ -95,20 +88,16 @@ def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list
     importance if given. All together they cost what the largest does."""
     if values.is_meta:
         return shapes_meta.kmeans(values, importance, ks)
+    fast = passes_c if layout_c.supports(values) else passes_torch
     if values.shape[1] <= PATTERNS:
-        return _kmeans(values, importance, ks)
+        return fast.kmeans(values, importance, ks)
     groups = []
-    for at, group in enumerate(values):  # large: by its distinct values where there are few
-        narrow, masses = table_torch.narrowed(group), None if importance is None else importance[at]
-        if narrow is None:
-            groups.append(_kmeans(group[None], None if masses is None else masses[None], ks))
-        else:
-            groups.append(_kmeans(*table_torch.distinct(narrow, masses, _table_kernels(narrow)), ks))
+    for at in range(len(values)):  # large: by its distinct values where there are few
+        group, masses = values[at : at + 1], None if importance is None else importance[at : at + 1]
+        if (narrow := table_torch.narrowed(group)) is not None:
+            group, masses = table_torch.distinct(narrow, masses, _table_kernels(narrow))
+        groups.append(fast.kmeans(group, masses, ks))
     return [torch.cat(centroids) for centroids in zip(*groups, strict=True)]
-
-
-def _kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list[Tensor]:
-    return (passes_c if layout_c.supports(values) else passes_torch).kmeans(values, importance, ks)
 
 
 def _rounding(tensor: Tensor) -> ModuleType:

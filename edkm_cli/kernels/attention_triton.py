@@ -8,8 +8,6 @@ registers, (k, chunk), all k of a weight in one thread, so that only the sums ov
 Read with docs/clustering.md beside it; names are those of closed_form.py.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +26,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def supports(weight: Tensor, tile: Tile, k: int) -> bool:
     """Whether the kernels take this weight: groups of at most 16,384 weights, k a power of two up to 32."""
     fits = tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0
-    runs = weight.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"  # in Python on CPU tensors, as in tests
-    return fits and weight.dtype in DTYPES and runs
+    return fits and weight.dtype in DTYPES
 
 
 @triton.jit

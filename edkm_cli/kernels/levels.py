@@ -38,25 +38,22 @@ class Level(NamedTuple):
     features: frozenset[str]
 
 
-def _x86() -> tuple[Level, ...]:
-    """From the best to the plainest, each with all that the next one has. AMX is asked for once more where it is used."""
-    wide = "avx512f avx512bw avx512cd avx512dq avx512vl"
-    steps = (
-        ("avx2", "avx2 fma f16c bmi bmi2 lzcnt", "avx2 fma f16c bmi1 bmi2 abm"),
-        ("avx512", f"{wide} prefer-vector-width=512", wide),
-        ("avx512-bf16", "avx512bf16 avx512vbmi avx512vbmi2", "avx512_bf16 avx512vbmi avx512_vbmi2"),
-        ("avx512-fp16", "avx512fp16 amx-tile amx-bf16", "avx512_fp16"),
-    )
-    levels = [Level("plain", (), frozenset())]
-    for name, flags, features in steps:
-        more = tuple(f"-m{flag}" for flag in flags.split())
-        levels.append(Level(name, levels[-1].flags + more, levels[-1].features | set(features.split())))
-    return tuple(reversed(levels))
+_WIDE = "avx512f avx512bw avx512cd avx512dq avx512vl"
+_X86 = (  # each with all that those before it have; AMX is asked for once more where it is used
+    ("avx2", "avx2 fma f16c bmi bmi2 lzcnt", "avx2 fma f16c bmi1 bmi2 abm"),
+    ("avx512", f"{_WIDE} prefer-vector-width=512", _WIDE),
+    ("avx512-bf16", "avx512bf16 avx512vbmi avx512vbmi2", "avx512_bf16 avx512vbmi avx512_vbmi2"),
+    ("avx512-fp16", "avx512fp16 amx-tile amx-bf16", "avx512_fp16"),
+)
 
 
 def levels() -> tuple[Level, ...]:
-    """Those of this machine's family of processors; aarch64 has NEON without asking."""
-    return _x86() if platform.machine().lower() in ("x86_64", "amd64") else (Level("plain", (), frozenset()),)
+    """Those of this machine's family of processors, from the best to the plainest; aarch64 has NEON without asking."""
+    found = [Level("plain", (), frozenset())]
+    for name, flags, features in _X86 if platform.machine().lower() in ("x86_64", "amd64") else ():
+        more = tuple(f"-m{flag}" for flag in flags.split())
+        found.append(Level(name, found[-1].flags + more, found[-1].features | set(features.split())))
+    return tuple(reversed(found))
 
 
 def features() -> frozenset[str]:

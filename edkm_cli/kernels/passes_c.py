@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edkm_cli.kernels.build import library
 from edkm_cli.kernels.closed_form import Passes
-from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, DTYPES, Tiled, call, matrix, parallel, pointer, readable, writable
+from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, Tiled, call, matrix, parallel, pointer, readable, writable
 from edkm_cli.kernels.table_torch import PATTERNS, Parts
 from edkm_cli.kernels.tiles import Tile
 
@@ -169,7 +169,7 @@ def sum_by_pattern(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def gather(weight: Tensor, table: Tensor) -> Tensor:
-    entries = table if table.dtype in DTYPES else table.float()
+    entries = readable(table)
     out = torch.empty(weight.shape, dtype=entries.dtype)
     call("gather", weight.numel(), weight.numel(), weight, entries, entries.element_size(), out)
     return out.to(table.dtype)

@@ -146,16 +146,13 @@ class TorchPasses(Passes):
         return from_groups(gradient, self._weight.shape, self._tile).to(self._weight.dtype)
 
 
-def _nearest(values: Tensor, centroids: Tensor) -> Tensor:
-    return (values[:, :, None] - centroids[:, None, :]).abs_().argmin(-1)
-
-
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
     """Index of the nearest entry, (out, in) uint8."""
     values, compute = to_groups(weight, tile), centroid_dtype(weight)
     indices = torch.empty(values.shape, dtype=torch.uint8, device=weight.device)
     for chunk in chunks(values, centroids.shape[1]):
-        indices[chunk] = _nearest(values[chunk].to(compute), centroids[chunk[0]].to(compute)).to(torch.uint8)
+        offset = values[chunk].to(compute)[:, :, None] - centroids[chunk[0]].to(compute)[:, None, :]
+        indices[chunk] = offset.abs_().argmin(-1).to(torch.uint8)
     return from_groups(indices, weight.shape, tile)
 
 
@@ -176,11 +173,10 @@ def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> t
 
 def sum_by_entry(weight: Tensor, centroids: Tensor, grad: Tensor, tile: Tile) -> Tensor:
     """The sum of `grad` over the weights nearest to each entry, (groups, k) float64."""
-    values, grads, compute = to_groups(weight, tile), to_groups(grad, tile), centroid_dtype(weight)
+    indices, grads = to_groups(nearest(weight, centroids, tile), tile), to_groups(grad, tile)
     sums = torch.zeros(centroids.shape, dtype=torch.float64, device=weight.device)
-    for chunk in chunks(values, centroids.shape[1]):
-        indices = _nearest(values[chunk].to(compute), centroids[chunk[0]].to(compute))
-        sums[chunk[0]] = sums[chunk[0]].scatter_add(1, indices, grads[chunk].double())
+    for chunk in chunks(grads, centroids.shape[1]):
+        sums[chunk[0]] = sums[chunk[0]].scatter_add(1, indices[chunk].long(), grads[chunk].double())
     return sums
 
 

@@ -173,13 +173,13 @@ def narrowed(values: Tensor) -> Tensor | None:
 
 
 def distinct(values: Tensor, importance: Tensor | None, kernels: ModuleType) -> tuple[Tensor, Tensor]:
-    """(distinct values (1, u) float32, their importances (1, u) float32) of 16-bit values (n,), all finite.
+    """(distinct values (1, u) float32, their importances (1, u) float32) of 16-bit values (1, n), all finite.
 
     Without importance, or where it is zero everywhere, each value counts as often as it occurs.
     """
-    matrix = values[None].contiguous()
-    counts = kernels.count_patterns(matrix)
-    masses = counts.double() if importance is None else kernels.sum_by_pattern(matrix, importance[None])
+    values = values.contiguous()
+    counts = kernels.count_patterns(values)
+    masses = counts.double() if importance is None else kernels.sum_by_pattern(values, importance)
     if not bool(masses.any()):
         masses = counts.double()
     patterns = torch.arange(PATTERNS, device=values.device).to(torch.int16)[counts > 0]

@@ -93,10 +93,8 @@ class Lane:
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             buffer.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._out)
         source.record_stream(self._out)  # its memory is not reused before the copy has read it
-        return buffer, event
+        return buffer, self._out.record_event()
 
     def inward(self, buffer: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
         """Copy `buffer` to a new tensor on the device; on CUDA start to, after the copy that filled it."""
@@ -106,9 +104,7 @@ class Lane:
         with torch.cuda.stream(self._in):
             out = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
             out.copy_(buffer, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._in)
-        return out, event
+        return out, self._in.record_event()
 
     def wait(self, tensor: torch.Tensor, event: Any) -> None:
         """Make the current stream wait for an inward copy, and keep the memory until that stream is done with it."""

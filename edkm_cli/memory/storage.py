@@ -18,22 +18,20 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor lies in its storage. `offset` is in elements, `low` and `high` bound its bytes in the storage."""
+    """How a tensor lies in its storage, of which `low` and `high` bound its bytes."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
     low: int
     high: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "View":
         """The view of a strided tensor of at least one element."""
-        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        size, stride, low = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize
         span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        low = offset * tensor.itemsize
-        return cls(tensor.dtype, size, stride, offset, low, low + span * tensor.itemsize)
+        return cls(tensor.dtype, size, stride, low, low + span * tensor.itemsize)
 
     @property
     def distinct_bytes(self) -> int:
@@ -44,8 +42,6 @@ class View:
     def rebuild(self, flat: torch.Tensor, *, low: int) -> torch.Tensor:
         """This view on `flat`, a 1-D tensor that holds the storage's bytes from `low` on."""
         start = self.low - low
-        if flat.dtype == self.dtype:
-            return flat.as_strided(self.size, self.stride, flat.storage_offset() + start // self.dtype.itemsize)
         typed = flat.view(torch.uint8)[start : start + self.high - self.low].view(self.dtype)
         return typed.as_strided(self.size, self.stride, typed.storage_offset())
 

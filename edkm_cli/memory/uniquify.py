@@ -10,7 +10,7 @@ map and the clustered weight of a layer together cost one list and three tables.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class Uniquify:
             if not _reproduces(rows, table, codes.index):
                 self.refused += 1
                 continue
-            if codes.stored is None or (index := codes.stored()) is None:
+            if (index := codes.stored()) is None:
                 index = store(codes.index)
                 codes.stored = weakref.ref(index)
                 self.index_bytes += codes.index.numel() * 2
@@ -84,7 +84,7 @@ class _Codes:
     version: int
     first: torch.Tensor
     index: torch.Tensor
-    stored: weakref.ref[Stored] | None = None
+    stored: Callable[[], Stored | None] = lambda: None  # a weak reference to the index once it is stored
 
 
 class _Key:
@@ -106,8 +106,7 @@ class _Key:
     def index(self) -> _Codes:
         """The numbering of the key's present values; computed again after the key was written to."""
         version = self._key._version
-        alive = self._codes is not None and self._codes.stored is not None and self._codes.stored() is not None
-        if self._codes is None or self._codes.version != version or not alive:
+        if self._codes is None or self._codes.version != version or self._codes.stored() is None:
             self._codes = self._number(version)
         return self._codes
 

@@ -44,8 +44,8 @@ def most_tokens(dtype: torch.dtype) -> int:
 
 def _path(x: Tensor, packed: Packed) -> str:
     forced = forced_path()
-    if forced == "reference":
-        return forced
+    if forced == "reference" or not x.numel() or not packed.indices.shape[0]:
+        return "reference"
     if x.is_cuda:
         return "cuda" if forced != "dense" and lut_linear_cuda.supports(x, packed) else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
@@ -64,8 +64,6 @@ def computes_packed(packed: Packed) -> bool:
 
 def linear(x: Tensor, packed: Packed) -> Tensor:
     """x @ W.T + bias (..., out) for x (..., in)."""
-    if not x.numel() or not packed.indices.shape[0]:
-        return lut_linear_torch.linear(x, packed)
     path = _path(x, packed)
     if path == "cuda":
         if (found := lut_linear_cuda.linear(x, packed)) is not None:
@@ -159,21 +157,17 @@ def dense(
     """W, or its `rows` and columns `span` (which starts at a multiple of 16), decoded to `dtype`."""
     rows = range(packed.indices.shape[0]) if rows is None else rows
     span = range(columns) if span is None else span
-    if (triton := _triton(packed)) is not None:
-        return triton.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
     if forced_path() != "reference" and lut_linear_c.supports(packed):
         return lut_linear_c.dense(packed, columns, dtype, row_range=rows, column_range=span)
-    return lut_linear_torch.dense(packed, columns, dtype)[rows.start : rows.stop, span.start : span.stop]
+    whole = (_triton(packed) or lut_linear_torch).dense(packed, columns, dtype)
+    return whole[rows.start : rows.stop, span.start : span.stop]
 
 
 def lookup_rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows that ids (...) names, (..., columns): an embedding. Raises IndexError for an id that is none."""
-    flat = ids.reshape(-1)
-    if forced_path() != "reference" and ids.device.type == "cpu" and lut_linear_c.supports(packed):
-        found = lut_linear_c.rows(packed, columns, flat.long(), dtype)
-    else:
-        found = lut_linear_torch.rows(packed, columns, flat, dtype)
-    return found.view(*ids.shape, columns)
+    fast = forced_path() != "reference" and ids.device.type == "cpu" and lut_linear_c.supports(packed)
+    rows = (lut_linear_c if fast else lut_linear_torch).rows
+    return rows(packed, columns, ids.reshape(-1).long(), dtype).view(*ids.shape, columns)
 
 
 class Ready:

@@ -57,12 +57,13 @@ class _RowScaled(PackedModule):
 
     scale: Tensor
 
-    def __init__(self, dense: nn.Module, spec: QuantizationSpec, *, own: bool = True):
+    def __init__(self, dense: nn.Module, spec: QuantizationSpec, *, tied_to: "PalettizedEmbedding | None" = None):
         PackedModule.__init__(self)
         weight: Any = dense.weight
         (self.rows, self.columns), self.bits, self.dtype = weight.shape, spec.embedding_bits, weight.dtype
         self.row_parts, self.scale_dtype = spec.embedding_parts(self.rows), spec.embedding_scale_dtype
-        if own:
+        self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
+        if tied_to is None:
             self._register(spec.embedding_tensors(self.rows, self.columns))
 
     def _forget(self) -> None:
@@ -70,9 +71,13 @@ class _RowScaled(PackedModule):
         self._ready: dict[int, dispatch.Ready] = defaultdict(dispatch.Ready)
 
     @property
+    def tied_to(self) -> "PalettizedEmbedding | None":
+        return self._tied_to[0]
+
+    @property
     def _source(self) -> "_RowScaled":
         """The module that holds the tensors."""
-        return self
+        return self if self.tied_to is None else self.tied_to
 
     def parts(self) -> list[Packed]:
         """The tensors as the kernels take them, some rows each: the same objects until one is replaced."""
@@ -184,20 +189,11 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
     """
 
     def __init__(self, dense: nn.Linear, spec: QuantizationSpec, *, tied_to: PalettizedEmbedding | None = None):
-        super().__init__(dense, spec, own=tied_to is None)
+        super().__init__(dense, spec, tied_to=tied_to)
         self.in_features, self.out_features, self.bias = self.columns, self.rows, room_of(dense.bias)
-        self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
-
-    @property
-    def tied_to(self) -> PalettizedEmbedding | None:
-        return self._tied_to[0]
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         return super().weight_like() if self.tied_to is None else self.tied_to.weight_like()
-
-    @property
-    def _source(self) -> _RowScaled:
-        return self if self.tied_to is None else self.tied_to
 
     def forward(self, x: Tensor) -> Tensor:
         parts, x = self.parts(), self._times_factors(as_autocast(x))

@@ -45,8 +45,7 @@ class Experts(nn.Module):
             if name in fused._parameters:
                 weight, bias = fused._parameters.pop(name), fused._parameters.pop(f"{name}_bias", None)
                 self.add_module(name, nn.ModuleList(_linears(weight, bias, transposed=self.transposed)))
-        lists: Any = self._modules
-        self.count = len(lists["down_proj"])
+        self.count = len(self.matrices()["down_proj"])
         self.train(fused.training)
 
     def matrices(self) -> dict[str, Any]:

@@ -34,16 +34,12 @@ _LIBRARY.define(
 )
 
 
-@torch.library.impl(_LIBRARY, "lut_linear", "CompositeExplicitAutograd")
-@torch.library.impl(_LIBRARY, "row_scaled_linear", "CompositeExplicitAutograd")
 def _linear(x: Tensor, indices: Tensor, table: Tensor, bias: Tensor | None, bits: int, *tile: int) -> Tensor:
     packed = Packed(indices, table, bias, bits, tile or None)  # type: ignore[arg-type]
     check(x.shape[-1], packed)
     return dispatch.linear(x, packed)
 
 
-@torch.library.impl(_LIBRARY, "lut_linear_input_gradient", "CompositeExplicitAutograd")
-@torch.library.impl(_LIBRARY, "row_scaled_linear_input_gradient", "CompositeExplicitAutograd")
 def _gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, bits: int, *tile: int) -> Tensor:
     packed = Packed(indices, table, None, bits, tile or None)  # type: ignore[arg-type]
     check(columns, packed)
@@ -66,14 +62,10 @@ def _row_scaled_embedding(
     return dispatch.lookup_rows(packed, columns, ids, dtype)
 
 
-@torch.library.register_fake("edkm::lut_linear", lib=_LIBRARY)
-@torch.library.register_fake("edkm::row_scaled_linear", lib=_LIBRARY)
 def _fake_linear(x: Tensor, indices: Tensor, table: Tensor, bias: Tensor | None, *numbers: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], indices.shape[0])
 
 
-@torch.library.register_fake("edkm::lut_linear_input_gradient", lib=_LIBRARY)
-@torch.library.register_fake("edkm::row_scaled_linear_input_gradient", lib=_LIBRARY)
 def _fake_gradient(grad: Tensor, indices: Tensor, table: Tensor, columns: int, *numbers: int) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], columns)
 
@@ -148,8 +140,12 @@ def _of_table_gradient(ctx: Any, upstream: Tensor) -> tuple:
     return of_grad, of_x, None, None, *(None for _ in ctx.numbers)
 
 
-_differentiate("lut_linear")
-_differentiate("row_scaled_linear")
+for _name in ("lut_linear", "row_scaled_linear"):
+    _LIBRARY.impl(_name, _linear, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_input_gradient", _gradient, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"edkm::{_name}", _fake_linear, lib=_LIBRARY)
+    torch.library.register_fake(f"edkm::{_name}_input_gradient", _fake_gradient, lib=_LIBRARY)
+    _differentiate(_name)
 torch.library.register_autograd(
     "edkm::lut_linear_table_gradient", _of_table_gradient, setup_context=_save_table_gradient, lib=_LIBRARY
 )

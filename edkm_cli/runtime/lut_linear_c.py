@@ -60,9 +60,7 @@ def supports(packed: Packed) -> bool:
 def _part(packed: Packed, columns: int) -> bytes:
     indices, table, bias, _, tile = packed
     return _PART.pack(
-        indices.data_ptr(),
-        table.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (indices, table, bias)),
         indices.shape[0],
         *(tile or (1, columns)),
         _TABLE_DTYPES[table.dtype],
@@ -104,6 +102,7 @@ def linears(x: Tensor, prepared: Prepared) -> list[Tensor]:
 
 Products = Callable[[Tensor], list[Tensor] | None]
 ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DTYPES
+_DISPATCH_DEPTH = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
 # PyTorch's stable C functions, and the one that makes a Python object of a tensor: extensions link it by this name.
@@ -132,8 +131,7 @@ def _calls() -> ModuleType | None:
     found = of_torch(_OF_TORCH)
     module = None if found is None else build.calls(Path(__file__).parent)
     if module is not None and found is not None:
-        depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-        module.setup(Tensor, ORDER, torch.is_grad_enabled, depth, *found)
+        module.setup(Tensor, ORDER, torch.is_grad_enabled, _DISPATCH_DEPTH, *found)
     return module
 
 
@@ -141,8 +139,7 @@ def unwatched(x: Tensor, *others: Tensor | None) -> bool:
     """No gradient, no tracing: then the dispatcher, which costs more than a small product, is left out."""
     if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling():
         return False
-    depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-    if depth is not None and depth():
+    if _DISPATCH_DEPTH is not None and _DISPATCH_DEPTH():
         return False
     return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
 

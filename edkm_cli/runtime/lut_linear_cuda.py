@@ -75,10 +75,9 @@ def compiled(text: str, architecture: str, nvrtc: Any, *options: str) -> tuple[b
         return int(getattr(nvrtc, name)(*arguments))
 
     def read(what: str) -> bytes:
-        if call(f"nvrtcGet{what}Size", program, ctypes.byref(size)):
-            raise RuntimeError(f"NVRTC gives no {what}")
+        failed = call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        if call(f"nvrtcGet{what}", program, buffer):
+        if failed or call(f"nvrtcGet{what}", program, buffer):
             raise RuntimeError(f"NVRTC gives no {what}")
         return buffer.raw
 
@@ -187,12 +186,6 @@ def _launch(x: Tensor, packed: Packed, kernel: Kernel) -> Tensor:
     rows, columns = indices.shape[0], x.shape[-1]
     x, out = _aligned(x), x.new_empty(*x.shape[:-1], rows)
     indices, table, bias = _aligned(indices), _aligned(table), bias if bias is None else bias.contiguous()
-    addresses = (
-        x.data_ptr(),
-        indices.data_ptr(),
-        table.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-    )
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (x, indices, table, bias, out))
     kernel(-(-rows // ROWS), *addresses, rows, columns, x.numel() // columns, tile[0] if tile else 1)
     return out

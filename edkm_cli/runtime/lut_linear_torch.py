@@ -32,9 +32,7 @@ def rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tenso
 def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:
     """Sums of values (rows, columns) over the weights of each tile of each row that have the same code, from row `first` of
     W on: (rows, tiles of a row, 2**bits)."""
-    tile, rows = packed.tile or (1, columns), values.shape[0]
-    codes = unpack(packed.indices[first : first + rows].contiguous(), packed.bits, columns).long()
-    across = columns // tile[1]
-    grouped = codes.view(rows, across, tile[1])
-    sums = values.new_zeros(rows, across, 2**packed.bits)
-    return sums.scatter_add_(2, grouped, values.reshape(grouped.shape))
+    tile, indices = packed.tile or (1, columns), packed.indices[first : first + len(values)].contiguous()
+    codes = unpack(indices, packed.bits, columns).long().unflatten(1, (-1, tile[1]))  # (rows, tiles of a row, columns)
+    sums = values.new_zeros(*codes.shape[:2], 2**packed.bits)
+    return sums.scatter_add_(2, codes, values.reshape(codes.shape))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.kernels.layout_c import DTYPES, readable
 from edkm_cli.runtime.packed import Packed
 
 _COLUMNS = 1024
@@ -77,7 +77,7 @@ def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:
     kept = dtype if dtype in DTYPES else torch.float32
     out = torch.empty(packed.indices.shape[0], columns, dtype=kept, device=packed.indices.device)
     indices, (tile_rows, tile_columns) = packed.indices.contiguous(), packed.tile or (1, columns)
-    table = (packed.table if packed.table.dtype in DTYPES else packed.table.float()).contiguous()  # what Triton reads
+    table = readable(packed.table)  # Triton reads the same dtypes
     layout = (indices.shape[1], columns // tile_columns, tile_rows, tile_columns)
     run = min(_COLUMNS, triton.next_power_of_2(columns))
     _dense_kernel[(out.shape[0], triton.cdiv(columns, run))](

@@ -72,7 +72,6 @@ class _Shortcut:
         self._hooks: list[dict] = []
         self._addresses: list[tuple[Tensor, int]] = []
         self._versions: list[tuple[Tensor, int]] = []  # of parts that a table was made of
-        self._refused = False
 
     def __reduce__(self) -> tuple:  # of copies, too
         return _Shortcut, ()
@@ -112,8 +111,8 @@ class _Shortcut:
     def _fresh(self) -> bool:
         """Whether what was prepared is still what the model computes with. Asked for each token, so by plain loops: asking
         the modules took a fifth of SmolLM2's time."""
-        if self._step is None and not self._refused:
-            return False
+        if not self._members:
+            return False  # nothing was
         kept = all(tensor._version == version for tensor, version in self._versions)
         return kept and self._untouched() and all(tensor.data_ptr() == at for tensor, at in self._addresses)
 
@@ -125,7 +124,6 @@ class _Shortcut:
 
     def _prepare(self, decoder: Any) -> None:
         self.__init__()  # type: ignore[misc]
-        self._refused = True
         plain, weights = True, []
         for name, layer in decoder.layers._modules.items():
             self._note(decoder.layers._modules, name, layer)
@@ -142,7 +140,7 @@ class _Shortcut:
             weights.append(found)
         sizes, dtype = _sizes(decoder), weights[0].input_norm.dtype
         if self._untouched() and sizes is not None and supports(weights, sizes, dtype):
-            self._step, self._refused = DecoderStep(weights, sizes, dtype), False
+            self._step = DecoderStep(weights, sizes, dtype)
             norms = [norm for layer in weights for norm in layer[4:] if norm is not None]
             self._addresses += [(norm, norm.data_ptr()) for norm in norms]
 
