@@ -99,7 +99,7 @@ def _perplexities(
 
     figures = {"source": measure("source", load(source.directory, dtype=torch.float32, trust_remote_code=trust))}
     if hasattr(form, "load"):
-        exported = form.load(folder, source, options)
+        exported = form.load(folder, options)
     else:
         exported = read_model(folder, form.read(folder, options), trust_remote_code=trust)
     return {**figures, "export": measure("export", exported)}

@@ -177,7 +177,7 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     return exact.half().float(), exact
 
 
-def load(folder: Path, source: Compressed, options: Options) -> Any:
+def load(folder: Path, options: Options) -> Any:
     """The program read back, computed in float32."""
     from edkm_cli.export.formats.coreml_run import Program
 

@@ -162,11 +162,8 @@ def _scale(source: Compressed) -> float:
 def _factor(source: Compressed, name: str) -> float:
     """What a tensor is multiplied with, so that the model computes the same with all tables divided by the scale."""
     scale = _scale(source)
-    if scale == 1.0:
-        return 1.0
-    tied = bool(source.config.tie_word_embeddings)
-    if source.tensors[name].linear or _DECODER_LINEAR.search(name) or _RESIDUAL_BIAS.search(name):
+    divided = source.tensors[name].linear or name.endswith("embed_tokens.weight")
+    if divided or _DECODER_LINEAR.search(name) or _RESIDUAL_BIAS.search(name):
         return 1.0 / scale
-    if name.endswith("embed_tokens.weight"):
-        return 1.0 / scale
-    return scale if _INNER_NORM.search(name) or (tied and name == "model.norm.weight") else 1.0
+    before_tied_head = name == "model.norm.weight" and getattr(source.config, "tie_word_embeddings", False)
+    return scale if before_tied_head or _INNER_NORM.search(name) else 1.0
