@@ -65,12 +65,14 @@ def foreign(directory: Path) -> list[str]:
 
 def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) -> bool:
     path = directory / name
+    if path.is_symlink():
+        return False
     if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp"):
-        return path.is_file() and not path.is_symlink()
-    if name not in files:
-        unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
-        return unfinished and _WRITTEN.fullmatch(name) is not None and not path.is_symlink()
-    return not path.is_symlink() and path.is_file() and entry_of(path) == files[name]
+        return path.is_file()
+    if name in files:
+        return path.is_file() and entry_of(path) == files[name]
+    unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
+    return unfinished and _WRITTEN.fullmatch(name) is not None
 
 
 def entry_of(path: Path) -> dict[str, Any]:
