@@ -11,6 +11,7 @@ import copy
 import inspect
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,12 @@ class DenseFormat:
                 wider.add(name)
         return cls(dtype, frozenset(wider))
 
+    @classmethod
+    def as_it_is(cls, model: Any) -> "DenseFormat":
+        """Every tensor in the dtype that `model` has it in."""
+        dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
+        return cls(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
+
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """What `tensor` is stored in: never in a wider format than it has."""
         narrower = tensor.is_floating_point() and self.dtype.itemsize < tensor.dtype.itemsize
@@ -146,24 +153,13 @@ def _remote_class(model: nn.Module) -> type | None:
     return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules")), None)
 
 
-def announced_tensors(
-    model: Any, spec: QuantizationSpec, dense: DenseFormat | None = None, target: Any = None
-) -> tuple[Any, dict[str, Tensor]]:
-    """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
-    `target` is the former, where it is there already.
+def announced_tensors(model: Any, target: Any, dense: DenseFormat) -> dict[str, Tensor]:
+    """What a checkpoint of the clustered `model` holds by name, as meta tensors. `target` is the palettized model on the
+    meta device; a few dense tensors may be kept in another dtype than the model's.
 
     Raises AttributeError for a tensor that the model does not have.
     """
-    if dense is None:
-        dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
-        dense = DenseFormat(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
-    if target is None:
-        trust = _remote_class(model) is not None
-        target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=trust)
-    tensors = skeleton_tensors(target)
-    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = _like(model, name, like, dense)
-    return target, tensors
+    return {name: _like(model, name, like, dense) for name, like in skeleton_tensors(target).items()}
 
 
 def copy_code(model: nn.Module, directory: Path) -> list[str]:
@@ -207,11 +203,13 @@ def write_checkpoint(
     `save_pretrained` of the loaded checkpoint writes with the same `max_shard_size`. Peak memory beyond the model (beyond
     this process's shards of it) is what one module needs. All processes of `world` call this; the first one writes.
     """
-    target, tensors = announced_tensors(model, spec, dense)
+    dense = dense or DenseFormat.as_it_is(model)
+    trust = _remote_class(model) is not None
+    target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=trust)
+    tensors = announced_tensors(model, target, dense)
     read = _tensors(model, track(tensors, "writing the checkpoint", len(tensors)), world)
     if not world.main:
-        for _ in read:
-            pass  # what is sharded is gathered from all, which ask for it in the same order
+        deque(read, maxlen=0)  # what is sharded is gathered from all, which ask for it in the same order
         return
     announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
     converted = ((name, tensor.to(tensors[name].dtype)) for name, tensor in read)
@@ -240,7 +238,7 @@ def rehearse_export(plan: RunPlan) -> None:
     palettize_embeddings(model, swaps, spec, rounded=None)
     try:
         palettize_skeleton(target, spec)
-        _, announced = announced_tensors(model, spec, target=target)
+        announced = announced_tensors(model, target, DenseFormat.as_it_is(model))
         with tempfile.TemporaryDirectory(prefix="edkm-rehearsal-") as folder:
             write_config(target, spec, Path(folder))
             copy_code(model, Path(folder))
