@@ -75,9 +75,8 @@ def _stored(source: Compressed) -> Iterator[_Stored]:
         yield _Stored("rope_freqs.weight", "F32", tuple(factors.shape), factors.clone)
 
 
-def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> Tensor:
+def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | slice) -> Tensor:
     """Blocks of a linear, (out, bytes of a row) uint8."""
-    order = slice(None) if order is None else order  # type: ignore[assignment]
     codes, path, kind = source.indices(tensor.module)[order], tensor.module, _type(source)
     if source.spec.lut_dtype == "int8":
         leaves = ("scales", "offsets") if source.spec.palette == AFFINE else ("scales",)
@@ -151,8 +150,8 @@ def _six_bits_of_two(scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -> Tensor:
-    values, order = source.dense(tensor.name), naming.order(tensor.name, tensor.shape[0])
-    shifted = (values if order is None else values[order]) + naming.shift(tensor.name)
+    order = naming.order(tensor.name, tensor.shape[0])
+    shifted = source.dense(tensor.name)[order] + naming.shift(tensor.name)
     return rounded(shifted, torch.float32 if kind == "F32" else torch.float16, tensor.name)
 
 
@@ -201,7 +200,8 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         values = values.view(*reversed(tensor.shape.tolist()))
         order = naming.order(name, values.shape[0])
-        yield name, (values if order is None else values[order.argsort()]) - naming.shift(name)
+        back = order.argsort() if isinstance(order, Tensor) else order
+        yield name, values[back] - naming.shift(name)
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
