@@ -217,8 +217,7 @@ class OutputDirectory:
 
     def discard(self) -> None:
         """Remove the unfinished result, as far as it is ours."""
-        if self.partial.is_dir():
-            ownership.remove(self.partial)
+        ownership.remove(self.partial)
 
 
 def settle(path: Path) -> None:
@@ -228,9 +227,7 @@ def settle(path: Path) -> None:
     """
     if not (path / MARKER).is_file():
         return
-    partial = path.with_name(path.name + ".partial")
-    if partial.is_dir():
-        ownership.remove(partial)
+    ownership.remove(path.with_name(path.name + ".partial"))
     ownership.remove(path, below=f"{CHECKPOINTS}/")
     (path / MARKER).unlink(missing_ok=True)  # another process may look at the finished run, too
     sync(path)

@@ -99,7 +99,7 @@ def require_ours(directory: Path, why: str) -> None:
 
 def remove(directory: Path, below: str = "") -> None:
     """Remove what is ours of a directory (of its folder `below`), its marks last: what a kill leaves of it is still known
-    as ours. What is foreign stays, with the folders that lead to it."""
+    as ours. What is foreign stays, with the folders that lead to it. Where there is no directory, there is nothing to do."""
     strange = set(foreign(directory))
     names = [name for name in entries(directory) if name not in strange and name.startswith(below)]
     for name in sorted(names, key=(FILES, MARKER).__contains__):
