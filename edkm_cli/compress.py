@@ -90,8 +90,6 @@ class Run(Session):
             return report
         dense = self._load()
         self.measure_original(dense)
-        if self.unfinished is not None:
-            self.measured.by_stage.update(self.unfinished["measured"])
         staging = self.begin()
         if language_model(self.plan.skeleton) and self.world.main:
             models.copy_processor(self.plan.source, staging)

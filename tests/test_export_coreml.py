@@ -78,7 +78,7 @@ def test_the_program_predicts_what_the_source_predicts(source, ids, tmp_path):
     result = export_model(folder, "coreml", tmp_path / "out", options=Options(sequence_length="1-32"))
     assert result["format"] == "coreml"
     packed = hf.load(folder, dtype=torch.float32)
-    program = coreml.load(tmp_path / "out", None, Options())
+    program = coreml.load(tmp_path / "out", Options())
     with torch.no_grad():
         wanted, found = packed(ids[:1]).logits, program(ids[:1]).logits
     assert (found - wanted).norm() <= 5e-3 * wanted.norm()  # norms, biases and embeddings are float16
@@ -101,8 +101,8 @@ def test_each_compressed_weight_is_one_table_operation_with_our_indices_and_entr
 @here
 def test_a_cache_gives_the_predictions_of_the_whole_sequence(rows, ids, tmp_path):
     export_model(rows, "coreml", tmp_path / "out", options=Options(sequence_length="1-32", cache=True))
-    whole = coreml.load(tmp_path / "out", None, Options())(ids[:1]).logits
-    program = coreml.load(tmp_path / "out", None, Options())
+    whole = coreml.load(tmp_path / "out", Options())(ids[:1]).logits
+    program = coreml.load(tmp_path / "out", Options())
     parts = [program(ids[:1, :9], position=0), program(ids[:1, 9:10], position=9), program(ids[:1, 10:], position=10)]
     torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), whole, atol=1e-4, rtol=1e-4)
 

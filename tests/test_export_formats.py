@@ -12,7 +12,7 @@ from edkm_cli import hf
 from edkm_cli.clustering import lookup
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model, require_parity, require_same_perplexity
-from edkm_cli.export.formats import any_precision, find, lut_b
+from edkm_cli.export.formats import any_precision, dense, find, lut_b
 from edkm_cli.export.formats.folder import codes_in
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
@@ -108,14 +108,13 @@ def test_experts_that_files_keep_in_one_tensor_are_refused_by_lut_b(tmp_path):
 
 
 def test_a_file_that_changes_after_writing_leaves_nothing_behind(rows, tmp_path, monkeypatch):
-    form = find("dense")
-    written = form.write
+    written = dense.write
 
     def write(source, folder, options, track):
         written(source, folder, options, track)
         damage(folder, "model.layers.1.self_attn.q_proj.bias", lambda tensor: tensor + 1)
 
-    monkeypatch.setattr(form, "write", write)
+    monkeypatch.setattr(dense, "write", write)
     with pytest.raises(UserError, match=r"1\.self_attn\.q_proj\.bias differs from the source in 64 of 64 numbers"):
         export_model(rows, "dense", tmp_path / "out", options=Options())
     assert list(tmp_path.iterdir()) == []

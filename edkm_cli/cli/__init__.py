@@ -52,20 +52,12 @@ def root(
     """Options of every command."""
 
 
-def _speaker() -> str:
-    return "" if first_process() else f" (process {rank()})"
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
     for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # our own line says what went wrong
     try:
         app(args=arguments)
-    except UserError as error:
-        if not error.everywhere or first_process():
-            print(f"edkm: error{_speaker()}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
     except PeerLost as error:
         print(f"edkm: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         os._exit(1)  # an orderly exit would wait for the lost process
@@ -80,9 +72,12 @@ def main(arguments: list[str] | None = None) -> None:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if (line := shortage(error)) is None:
+        known = error if isinstance(error, UserError) else shortage(error)
+        if known is None:
             raise
-        print(f"edkm: error{_speaker()}: {' '.join(str(line).split())}", file=sys.stderr)
+        if not known.everywhere or first_process():
+            speaker = "" if first_process() else f" (process {rank()})"
+            print(f"edkm: error{speaker}: {' '.join(str(known).split())}", file=sys.stderr)
         sys.exit(2)
 
 

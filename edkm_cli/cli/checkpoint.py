@@ -10,7 +10,7 @@ import typer
 from edkm_cli.cli.options import JsonFile, RemoteCode, check_target, configured, finish, option, progress, stamped, tell
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
-from edkm_cli.export.ownership import input_paths, replace_file
+from edkm_cli.export.ownership import input_paths, replace_file, run_paths
 from edkm_cli.settings import DEVICE, DTYPE, OUTPUT, REMOTE_CODE, setting
 
 Model = Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")]
@@ -26,8 +26,7 @@ def eval_command(
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity, size, bits per weight and benchmark tasks of any causal LM."""
-    inputs = [*input_paths("MODEL", model), *input_paths("--data", *settings.data)]
-    inputs += [*input_paths("--task-path", settings.task_path), *input_paths("--reference", settings.reference)]
+    inputs = run_paths(settings, "MODEL", model)
     check_target(json_file, inputs)
     if page is not None and settings.reference is None:
         raise UserError("--page shows a comparison with --reference, which is not given")

@@ -15,7 +15,7 @@ from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats import FORMATS
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.ownership import input_paths, require_replaceable, run_paths
+from edkm_cli.export.ownership import require_replaceable, run_paths
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_distill_config
 from edkm_cli.research.bench.config import Ablation, ClusteringBench, RuntimeBench
 from edkm_cli.research.compare.config import CompareConfig, build_compare_config
@@ -111,7 +111,7 @@ def export_command(
     json_file: JsonFile = None,
 ) -> None:
     """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
-    check_target(json_file, [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)])
+    check_target(json_file, run_paths(options, "DIRECTORY", directory))
     from edkm_cli.export.command import export_model
 
     result = export_model(directory, to, output, options=options, overwrite=overwrite, track=progress().track)

@@ -8,11 +8,11 @@ refused then, not after training.
 """
 
 import copy
-import hashlib
 import inspect
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from edkm_cli.distributed import ALONE, World, full, gathered, local
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
-from edkm_cli.files import write_checksums, write_json
+from edkm_cli.files import digest, write_checksums, write_json
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.initialize.build import Recipe, Tables, no_tables
@@ -47,7 +47,7 @@ def tensor_record(tensor: Tensor) -> dict[str, Any]:
     record: dict[str, Any] = {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
+        "sha256": digest([("", flat)]),
     }
     if flat.numel() == 0:
         return record
@@ -83,6 +83,12 @@ class DenseFormat:
                 wider.add(name)
         return cls(dtype, frozenset(wider))
 
+    @classmethod
+    def as_it_is(cls, model: Any) -> "DenseFormat":
+        """Every tensor in the dtype that `model` has it in."""
+        dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
+        return cls(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
+
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """What `tensor` is stored in: never in a wider format than it has."""
         narrower = tensor.is_floating_point() and self.dtype.itemsize < tensor.dtype.itemsize
@@ -97,28 +103,30 @@ class DenseFormat:
                     parameter.copy_(parameter.to(self.dtype_of(leaf, parameter)))
 
 
-class _Source:
-    """Tensors of the trained model under the checkpoint's names, for the first process; holds one module's at a time."""
-
-    def __init__(self, model: nn.Module, world: World):
-        self._model, self._world = model, world
-        self._current: tuple[str, dict[str, Tensor | None]] = ("", {})
-
-    def read(self, name: str) -> Tensor | None:
-        """The tensor; on other processes than the first it may be None."""
+def _tensors(model: nn.Module, names: Iterable[str], world: World) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the trained model under the checkpoint's names, for the first process; others get some of them.
+    Holds one module's at a time."""
+    current = ""
+    packed: dict[str, Tensor | None] = {}
+    for name in names:
         path, _, leaf = name.rpartition(".")
-        module = self._model.get_submodule(path)
+        module = model.get_submodule(path)
         if not isinstance(module, LutLayer) or leaf not in _PACKED:
-            return full(getattr(module, leaf).detach())
-        if self._current[0] != path:
-            self._current = (path, {})  # the last one is let go before the next is made
+            yield name, full(getattr(module, leaf).detach())
+            continue
+        if current != path:
+            current, packed = path, {}  # the last one is let go before the next is made
             with gathered(module):
-                if self._world.main:
-                    indices, lut = module.snapped()
-                    numbers = module.stored_numbers() if lut is None else {"lut": lut}
-                    packed = {"indices": pack(indices, module.clustering.bits), **numbers}
-                    self._current = (path, {**packed, "lut_scale": module.stored_scale()})
-        return self._current[1].get(leaf)
+                packed = _packed(module) if world.main else {}
+        if (tensor := packed.get(leaf)) is not None:
+            yield name, tensor
+
+
+def _packed(layer: LutLayer) -> dict[str, Tensor | None]:
+    """What is stored of a layer's weight."""
+    indices, lut = layer.snapped()
+    numbers = layer.stored_numbers() if lut is None else {"lut": lut}
+    return {"indices": pack(indices, layer.clustering.bits), **numbers, "lut_scale": layer.stored_scale()}
 
 
 def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tensor:
@@ -128,18 +136,16 @@ def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tens
     """
     path, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(path)
-    packed = isinstance(module, LutLayer) and leaf in _PACKED
     shape = tuple(like.shape) if leaf in _PACKED else tuple(getattr(module, leaf).shape)
     if leaf == "indices" and isinstance(module, LutLayer):
         shape = (module.out_features, packed_width(module.in_features, module.clustering.bits))
     if shape != tuple(like.shape):
         raise ValueError(f"{name} is {shape} in the model, and {tuple(like.shape)} by its configuration")
-    if packed:
+    if isinstance(module, LutLayer) and leaf in _PACKED:
         return like
     tensor = getattr(module, leaf)
-    return like.to(
-        tensor.dtype if isinstance(module, PackedModule) and leaf != "bias" else dense.dtype_of(name, tensor)
-    )
+    own = isinstance(module, PackedModule) and leaf != "bias"
+    return like.to(tensor.dtype if own else dense.dtype_of(name, tensor))
 
 
 def _remote_class(model: nn.Module) -> type | None:
@@ -147,24 +153,13 @@ def _remote_class(model: nn.Module) -> type | None:
     return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers_modules")), None)
 
 
-def announced_tensors(
-    model: Any, spec: QuantizationSpec, dense: DenseFormat | None = None, target: Any = None
-) -> tuple[Any, dict[str, Tensor]]:
-    """(the palettized model on the meta device, what a checkpoint of the clustered `model` holds by name, as meta tensors).
-    `target` is the former, where it is there already.
+def announced_tensors(model: Any, target: Any, dense: DenseFormat) -> dict[str, Tensor]:
+    """What a checkpoint of the clustered `model` holds by name, as meta tensors. `target` is the palettized model on the
+    meta device; a few dense tensors may be kept in another dtype than the model's.
 
     Raises AttributeError for a tensor that the model does not have.
     """
-    if dense is None:
-        dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
-        dense = DenseFormat(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))
-    if target is None:
-        trust = _remote_class(model) is not None
-        target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=trust)
-    tensors = skeleton_tensors(target)
-    for name, like in tensors.items():  # a few dense ones may be kept in another dtype than the model's
-        tensors[name] = _like(model, name, like, dense)
-    return target, tensors
+    return {name: _like(model, name, like, dense) for name, like in skeleton_tensors(target).items()}
 
 
 def copy_code(model: nn.Module, directory: Path) -> list[str]:
@@ -208,16 +203,18 @@ def write_checkpoint(
     `save_pretrained` of the loaded checkpoint writes with the same `max_shard_size`. Peak memory beyond the model (beyond
     this process's shards of it) is what one module needs. All processes of `world` call this; the first one writes.
     """
-    target, tensors = announced_tensors(model, spec, dense)
-    source, names = _Source(model, world), track(tensors, "writing the checkpoint", len(tensors))
+    dense = dense or DenseFormat.as_it_is(model)
+    trust = _remote_class(model) is not None
+    target = skeleton(copy.deepcopy(model.config), spec, dtype=dense.dtype, trust_remote_code=trust)
+    tensors = announced_tensors(model, target, dense)
+    read = _tensors(model, track(tensors, "writing the checkpoint", len(tensors)), world)
     if not world.main:
-        for name in names:
-            source.read(name)  # what is sharded is gathered from all, which ask for it in the same order
+        deque(read, maxlen=0)  # what is sharded is gathered from all, which ask for it in the same order
         return
     announced = {name: (like.dtype, tuple(like.shape)) for name, like in tensors.items()}
-    read = ((name, tensor.to(tensors[name].dtype)) for name in names if (tensor := source.read(name)) is not None)
+    converted = ((name, tensor.to(tensors[name].dtype)) for name, tensor in read)
     parameters = target.num_parameters()
-    files = write_tensors(directory, announced, read, max_shard_size=max_shard_size, total_parameters=parameters)
+    files = write_tensors(directory, announced, converted, max_shard_size=max_shard_size, total_parameters=parameters)
     write_config(target, spec, directory)
     files += ["config.json", *copy_code(model, directory)]
     if model.can_generate() and model.generation_config is not None:
@@ -241,7 +238,7 @@ def rehearse_export(plan: RunPlan) -> None:
     palettize_embeddings(model, swaps, spec, rounded=None)
     try:
         palettize_skeleton(target, spec)
-        _, announced = announced_tensors(model, spec, target=target)
+        announced = announced_tensors(model, target, DenseFormat.as_it_is(model))
         with tempfile.TemporaryDirectory(prefix="edkm-rehearsal-") as folder:
             write_config(target, spec, Path(folder))
             copy_code(model, Path(folder))
@@ -252,12 +249,10 @@ def rehearse_export(plan: RunPlan) -> None:
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, OSError) as error:
         raise _refused(model, f"{type(error).__name__}: {error}") from error
     written = describe_tensors(target, announced)
-    different = sorted(name for name in written.keys() | expected.keys() if written.get(name) != expected.get(name))
-    if different:
-        name = different[0]
-        raise _refused(
-            model, f"{name} is {written.get(name, 'not there')}, and {expected.get(name, 'not there')} when read again"
-        )
+    for name in sorted(written.keys() | expected.keys()):
+        before, after = written.get(name, "not there"), expected.get(name, "not there")
+        if before != after:
+            raise _refused(model, f"{name} is {before}, and {after} when read again")
 
 
 def _refused(model: Any, why: str) -> UserError:

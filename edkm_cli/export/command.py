@@ -21,7 +21,7 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import read_model, require_fit
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.ownership import input_paths
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import write_json
 from edkm_cli.hf import load
@@ -57,8 +57,7 @@ def export_model(
     if options.verify == "perplexity":  # the text is read before the work
         late = models.LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
         tokens = texts.tokenize(texts.load_documents(texts.parse_source(options.data), tokenizer=late), late.tokenizer)
-    inputs = [*input_paths("DIRECTORY", directory), *input_paths("--data", options.data)]
-    with OutputDirectory(output, inputs=inputs, overwrite=overwrite) as place:
+    with OutputDirectory(output, inputs=run_paths(options, "DIRECTORY", directory), overwrite=overwrite) as place:
         place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
         folder = place.begin()
         try:
@@ -100,7 +99,7 @@ def _perplexities(
 
     figures = {"source": measure("source", load(source.directory, dtype=torch.float32, trust_remote_code=trust))}
     if hasattr(form, "load"):
-        exported = form.load(folder, source, options)
+        exported = form.load(folder, options)
     else:
         exported = read_model(folder, form.read(folder, options), trust_remote_code=trust)
     return {**figures, "export": measure("export", exported)}

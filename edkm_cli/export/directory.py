@@ -18,7 +18,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
-from edkm_cli.files import json_text, sync, write_json
+from edkm_cli.files import json_text, sync, write_json, written_whole
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -111,8 +111,16 @@ class OutputDirectory:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
         and the disk has room for the result."""
         folder = next(folder for folder in self.path.parents if folder.exists())
+        trial = folder / f".{self.path.name}.rehearsal"  # always the same: a killed run leaves one at most
         try:
-            ownership.rehearse(folder, self.path.name)
+            if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):
+                raise FileExistsError(f"{trial} is needed for a moment, but holds something else; move it away")
+            try:
+                trial.mkdir(exist_ok=True)
+                with written_whole(trial / "probe") as partial:
+                    partial.write_bytes(b"edkm")
+            finally:
+                shutil.rmtree(trial, ignore_errors=True)
         except OSError as error:
             raise UserError(f"--output must be on a writable disk, {folder} is none ({error}); take another") from error
         free = shutil.disk_usage(folder).free
@@ -209,8 +217,7 @@ class OutputDirectory:
 
     def discard(self) -> None:
         """Remove the unfinished result, as far as it is ours."""
-        if self.partial.is_dir():
-            ownership.remove(self.partial)
+        ownership.remove(self.partial)
 
 
 def settle(path: Path) -> None:
@@ -220,9 +227,7 @@ def settle(path: Path) -> None:
     """
     if not (path / MARKER).is_file():
         return
-    partial = path.with_name(path.name + ".partial")
-    if partial.is_dir():
-        ownership.remove(partial)
+    ownership.remove(path.with_name(path.name + ".partial"))
     ownership.remove(path, below=f"{CHECKPOINTS}/")
     (path / MARKER).unlink(missing_ok=True)  # another process may look at the finished run, too
     sync(path)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,12 +65,14 @@ def foreign(directory: Path) -> list[str]:
 
 def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) -> bool:
     path = directory / name
+    if path.is_symlink():
+        return False
     if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp"):
-        return path.is_file() and not path.is_symlink()
-    if name not in files:
-        unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
-        return unfinished and _WRITTEN.fullmatch(name) is not None and not path.is_symlink()
-    return not path.is_symlink() and path.is_file() and entry_of(path) == files[name]
+        return path.is_file()
+    if name in files:
+        return path.is_file() and entry_of(path) == files[name]
+    unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
+    return unfinished and _WRITTEN.fullmatch(name) is not None
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def require_ours(directory: Path, why: str) -> None:
 
 def remove(directory: Path, below: str = "") -> None:
     """Remove what is ours of a directory (of its folder `below`), its marks last: what a kill leaves of it is still known
-    as ours. What is foreign stays, with the folders that lead to it."""
+    as ours. What is foreign stays, with the folders that lead to it. Where there is no directory, there is nothing to do."""
     strange = set(foreign(directory))
     names = [name for name in entries(directory) if name not in strange and name.startswith(below)]
     for name in sorted(names, key=(FILES, MARKER).__contains__):
@@ -121,10 +122,12 @@ def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]
 
 
 def run_paths(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
-    """(option, path) of everything that a run reads: its model and those beside it, and the texts of its configuration."""
-    texts = [*input_paths("--data", *config.data), *input_paths("--eval-data", *config.eval_data)]
-    beside = [input_paths(f"--{name}", getattr(config, name, None)) for name in ("adapter", "reference")]
-    return [*input_paths(option, model), *(path for paths in beside for path in paths), *texts]
+    """(option, path) of everything that a command reads: its model, and what its configuration names beside it."""
+    paths = input_paths(option, model)
+    for name in ("adapter", "reference", "data", "eval_data", "task_path"):
+        named = getattr(config, name, None)
+        paths += input_paths(f"--{name.replace('_', '-')}", *(named if isinstance(named, tuple) else (named,)))
+    return paths
 
 
 def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]]) -> None:
@@ -175,19 +178,3 @@ def replace_file(path: Path, text: str) -> None:
     if content and path.name != FILES:
         content["files"][path.name] = entry_of(path)
         write_json(path.with_name(FILES), content)
-
-
-def rehearse(folder: Path, name: str) -> None:
-    """Write, sync and rename a file below `folder`, as the end of a run will. Raises OSError where that fails, and
-    FileExistsError where something foreign stands where it is tried."""
-    from edkm_cli.files import written_whole
-
-    trial = folder / f".{name}.rehearsal"  # always the same: a killed run leaves one at most
-    if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):
-        raise FileExistsError(f"{trial} is needed for a moment, but holds something else; move it away")
-    try:
-        trial.mkdir(exist_ok=True)
-        with written_whole(trial / "probe") as partial:
-            partial.write_bytes(b"edkm")
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)

@@ -176,8 +176,10 @@ class Session:
             self.measured.measure(stage, model, world, compare=world.size == self.world.size)
 
     def begin(self) -> Path:
-        """Make the place of the unfinished result; what an interrupted run left there stays."""
+        """Make the place of the unfinished result; what an interrupted run left there stays, and counts as measured."""
         staging = self.output.begin(keep=self.unfinished is not None)
+        if self.unfinished is not None:
+            self.measured.by_stage.update(self.unfinished["measured"])
         self.mark()
         return staging
 

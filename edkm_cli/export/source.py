@@ -42,6 +42,7 @@ class Compressed:
     Attributes:
         spec, config: its quantization and its model's configuration.
         tensors: the tensors of the dense model by name, in the order of the model; a tied head is not among them.
+        files: the tensors as they are stored.
 
     Raises UserError on construction for a directory that is none, truncated or altered.
     """
@@ -64,7 +65,7 @@ class Compressed:
                 module, weight = self._modules[path], f"{path}.weight"
                 shape, linear = (module.rows, module.columns), isinstance(module, PalettizedLinear)
                 self.tensors[weight] = DenseTensor(weight, shape, path, linear)
-        self._files = TensorFiles(self.directory, remedy=AGAIN)
+        self.files = TensorFiles(self.directory, remedy=AGAIN)
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -77,18 +78,13 @@ class Compressed:
             return build(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
-    def names(self) -> list[str]:
-        """Of the tensors as the files hold them."""
-        return list(self._files.tensors)
-
-    @property
     def linears(self) -> list[DenseTensor]:
         """The weights with lookup tables."""
         return [tensor for tensor in self.tensors.values() if tensor.linear]
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the files hold it."""
-        return self._files.get(name)
+        return self.files.get(name)
 
     def indices(self, path: str) -> Tensor:
         """The indices of a linear, or of an embedding whose rows all have the same bits, (rows, columns) uint8."""
@@ -123,7 +119,7 @@ class Compressed:
 
     def numbers(self, path: str) -> tuple[Tensor, Tensor | None]:
         """Scales and, where its palette has any, offsets of a linear, (out, tiles) float32, the factor multiplied in."""
-        names = (leaf for leaf in ("scales", "offsets", "lut_scale") if f"{path}.{leaf}" in self._files)
+        names = (leaf for leaf in ("scales", "offsets", "lut_scale") if f"{path}.{leaf}" in self.files)
         stored = {leaf: self.stored(f"{path}.{leaf}") for leaf in names}
         scales, offsets = stored_numbers(stored)
         return scales.view_as(stored["scales"]), None if offsets is None else offsets.view_as(stored["scales"])

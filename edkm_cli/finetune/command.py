@@ -96,9 +96,7 @@ class _Run(PackedSession):
                 require_attention_within_documents(model)
         if dense is not None:
             self.measure_original(dense)
-        if self.unfinished is not None:
-            self.measured.by_stage.update(self.unfinished["measured"])
-        else:
+        if self.unfinished is None:
             self.measure("compressed", model)
         staging = self.begin()
         teacher = None if dense is None or reference is None else self.remember(dense, reference.sha256)

@@ -148,7 +148,8 @@ def _over_steps(run: RunFiles, texts: list[dict[str, Any]], names: list[str]) ->
     """How many times the original's perplexity each text has, step by step."""
     series = []
     for index, (text, name) in enumerate(zip(texts, names, strict=True)):
-        points = [(step, value / text["original"]) for step, value in run.by_step(text["data"]) if "original" in text]
+        measured = _points(run.metrics, f"perplexity: {text['data']}") if "original" in text else []
+        points = [(step, value / text["original"]) for step, value in measured]
         if points:
             series.append(Series(name, points, line_colour(index)))
     label = "times the uncompressed model's"

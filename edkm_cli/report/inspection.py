@@ -62,13 +62,14 @@ def verify(source: Compressed) -> dict[str, Any]:
             raise UserError(f"{directory} holds no {name}, so it cannot be verified; {AGAIN}")
     recorded = read_json(directory / RECORD, remedy=AGAIN)
     modules = dict(source.model.named_modules())
-    for name in source.names:
+    stored = source.files.tensors
+    for name in stored:
         tensor = source.stored(name)
         if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
             raise UserError(f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {AGAIN}")
         _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
-    if len(source.names) != len(recorded):
-        raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, files hold {len(source.names)}; {AGAIN}")
+    if len(stored) != len(recorded):
+        raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, files hold {len(stored)}; {AGAIN}")
     return {"tensors": len(recorded), "report": _check_report(source)}
 
 

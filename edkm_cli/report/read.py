@@ -45,11 +45,6 @@ class RunFiles:
         """Of the first text, by stage."""
         return stages_of(self.texts[0]) if self.texts else {}
 
-    def by_step(self, text: str) -> list[tuple[float, float]]:
-        """(step, perplexity) wherever a text was measured in training."""
-        key = f"perplexity: {text}"
-        return [(record["step"], record[key]) for record in self.metrics if key in record]
-
     @property
     def seconds(self) -> float:
         """Of all phases, of a finished run."""

@@ -11,12 +11,12 @@ A format is a module with these functions; `source` is the compressed checkpoint
     read(folder, options)             yield (name in the dense model, float32 tensor) of an export, by the format's own
                                       rules: nothing of the writer is used
     stated(source, name, options)     (the tensor that `read` must give, the same before the format's rounding)
-    load(folder, source, options)     a float32 causal LM with what the export holds, to measure its perplexity; a format
+    load(folder, options)             a float32 causal LM with what the export holds, to measure its perplexity; a format
                                       without this function has the dense model filled with what `read` gives
     facts(source, options)            what export.json says of the format, a map
 
-A format that is a Hugging Face directory has `entries` and `settings` in place of most of them, of
-which `edkm_cli.export.formats.folder.FolderFormat` makes them.
+A format that is a Hugging Face directory has a few of them, or `entries` and `settings`, of which
+`edkm_cli.export.formats.folder.FolderFormat` makes the rest.
 """
 
 from importlib import import_module
@@ -33,9 +33,8 @@ def find(name: str) -> Any:
     form = (TARGETS[name].form or name) if name in TARGETS else name
     if form not in FORMATS:
         raise UserError(f"--to must be one of {', '.join(dict.fromkeys((*FORMATS, *TARGETS)))}, got {name!r}")
-    file = form.replace("-", "_")
-    module = import_module(f"{__name__}.{file}")
-    if hasattr(module, "write"):
+    module = import_module(f"{__name__}.{form.replace('-', '_')}")
+    if hasattr(module, "needed_bytes"):
         return module
     from edkm_cli.export.formats.folder import FolderFormat
 

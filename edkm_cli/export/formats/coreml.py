@@ -27,6 +27,7 @@ from edkm_cli.export.formats.folder import copy_beside
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import sync
+from edkm_cli.models import weight_files_bytes
 from edkm_cli.progress import Track, no_progress
 
 PACKAGE = "model.mlpackage"
@@ -77,8 +78,7 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about: what the converter writes first, and its copy."""
-    stored = sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
-    return 2 * stored + 4 * source.config.hidden_size
+    return 2 * weight_files_bytes(source.directory) + 4 * source.config.hidden_size
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
@@ -177,7 +177,7 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     return exact.half().float(), exact
 
 
-def load(folder: Path, source: Compressed, options: Options) -> Any:
+def load(folder: Path, options: Options) -> Any:
     """The program read back, computed in float32."""
     from edkm_cli.export.formats.coreml_run import Program
 

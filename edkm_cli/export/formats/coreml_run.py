@@ -27,17 +27,19 @@ class Program:
     device = torch.device("cpu")
 
     def __init__(self, function: Any, length: int):
-        self._operations, self._length = list(function.operations), length
-        self._inputs, self._outputs = list(function.inputs), function.outputs
+        self._length, self._outputs = length, function.outputs
+        self._operations: list[Any] = []  # that compute
         self.states: dict[str, Tensor] = {}
         self._constants: dict[str, Any] = {}
-        for operation in self._operations:
-            kind = operation.op_type
+        for operation in function.operations:
+            kind, name = operation.op_type, operation.outputs[0].name
             if kind == "const":
-                self._constants[operation.outputs[0].name] = _as_tensor(operation.val.val)
+                self._constants[name] = _as_tensor(operation.val.val)
             elif kind.startswith("constexpr_"):
-                self._constants[operation.outputs[0].name] = dense_of(operation)
-            elif kind not in _KINDS and kind not in ("read_state", "coreml_update_state"):
+                self._constants[name] = dense_of(operation)
+            elif kind in _KINDS or kind in ("read_state", "coreml_update_state"):
+                self._operations.append(operation)
+            else:
                 raise UserError(f"the program must consist of operations that it was written with, but holds {kind}")
 
     def eval(self) -> "Program":
@@ -50,11 +52,8 @@ class Program:
     def __call__(self, input_ids: Tensor, *, position: int = 0, **_: Any) -> Any:
         if position + input_ids.shape[1] > self._length:
             raise UserError(f"the program takes at most {self._length} tokens, got {position + input_ids.shape[1]}")
-        known = {"input_ids": input_ids, "position": torch.tensor([position])}
-        values: dict[str, Any] = {**self._constants, **{name: known[name] for name in self._inputs if name in known}}
+        values = {**self._constants, "input_ids": input_ids, "position": torch.tensor([position])}
         for operation in self._operations:
-            if operation.op_type == "const" or operation.op_type.startswith("constexpr_"):
-                continue
             results = self._result(operation, values)
             for variable, result in zip(operation.outputs, results, strict=True):
                 _require_range(variable, result)

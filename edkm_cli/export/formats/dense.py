@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import in_memory, is_converted, read_tensors, write_config, write_tensors
+from edkm_cli.export.formats.folder import in_memory, is_converted, opened, write_config, write_tensors
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed
 from edkm_cli.model_files import from_pretrained
@@ -28,10 +28,6 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _AUTO = {"float16": "float16", "float32": "float32", "int8": "float32"}  # others: bfloat16, which holds what they make
 
 
-def check(source: Compressed, options: Options) -> None:
-    """Any checkpoint can be written dense."""
-
-
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"dtype": options.dtype_name(_AUTO.get(source.spec.lut_dtype, "bfloat16"))}
 
@@ -40,7 +36,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
     """Write the model, one decoder layer after another."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    dtype, empty = _dtype(source, options), source.dense_skeleton()
+    dtype, empty = getattr(torch, facts(source, options)["dtype"]), source.dense_skeleton()
     converts = is_converted(empty)
 
     def parts(make: Any) -> Iterator[dict[str, Tensor]]:
@@ -58,40 +54,19 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
             yield from part.items()
 
     write_tensors(folder, announced, tensors())
-    write_config(source.directory, folder, {"dtype": str(dtype).removeprefix("torch.")})
-
-
-def needed_bytes(source: Compressed, options: Options) -> int:
-    """Disk that the export takes."""
-    numbers = sum(torch.Size(tensor.shape).numel() for tensor in source.tensors.values())
-    return numbers * _dtype(source, options).itemsize
+    write_config(source.directory, folder, facts(source, options))
 
 
 def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
     """(name, float32 tensor) of the dense model: as the files hold them, or where transformers converts a family's
     tensors while it loads, as it loads them."""
-    tensors = read_tensors(folder)
-    trust = options.trust_remote_code
-    return in_memory(folder, tensors, lambda empty: _from_pretrained(folder, options), trust_remote_code=trust)
+    _, files = opened(folder)
+    tensors = ((name, files.get(name).float()) for name in files.tensors)
+    return in_memory(folder, tensors, lambda empty: load(folder, options), trust_remote_code=options.trust_remote_code)
 
 
-def load(folder: Path, source: Compressed, options: Options) -> Any:
+def load(folder: Path, options: Options) -> Any:
     """The model as transformers loads it."""
-    return _from_pretrained(folder, options).eval()
-
-
-def _from_pretrained(folder: Path, options: Options) -> Any:
+    trust = options.trust_remote_code
     with quiet_bars():
-        return from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=options.trust_remote_code
-        )
-
-
-def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
-    """The source's tensor, rounded once, and before."""
-    exact = source.dense(name)
-    return exact.to(_dtype(source, options)).float(), exact
-
-
-def _dtype(source: Compressed, options: Options) -> torch.dtype:
-    return options.torch_dtype(_AUTO.get(source.spec.lut_dtype, "bfloat16"))
+        return from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=trust).eval()

@@ -15,6 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
 from edkm_cli.export.source import Compressed, DenseTensor
 from edkm_cli.files import read_json, safetensors_writer
+from edkm_cli.integrity import read_config
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles, build
 from edkm_cli.packing import pack
 from edkm_cli.progress import Track, no_progress
@@ -22,8 +23,6 @@ from edkm_cli.targets import TARGETS, check_model, closest, misfits
 
 MAX_SHARD_SIZE = "5GB"
 EXPORT_AGAIN = "export it again"
-
-Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def target_of(form: str, source: Compressed) -> str:
@@ -96,7 +95,7 @@ def fp4_weight(packed: Tensor, scales: Tensor) -> Tensor:
 
 def write_tensors(
     folder: Path,
-    announced: Announced,
+    announced: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[tuple[str, Tensor]],
     *,
     max_shard_size: str = MAX_SHARD_SIZE,
@@ -133,7 +132,8 @@ class Entry(NamedTuple):
 
 
 class FolderFormat:
-    """A format by what its module says of a tensor of the dense model, beside `read`:
+    """A format by what its module says of a tensor of the dense model, beside `read` and, where it has them, `write` and
+    `load`:
 
     entries(source, tensor, options)  what is stored of it, where that is not the tensor in the dtype of `facts`
     settings(source, folder, options) what is written beside the weights; returns the changes of config.json
@@ -144,11 +144,20 @@ class FolderFormat:
 
     def __init__(self, name: str, module: Any):
         self._name, self._module, self.read = name, module, module.read
-        self.check = getattr(module, "check", lambda source, options: None)
-        self.facts = getattr(module, "facts", lambda source, options: {"dtype": options.dtype_name()})
+        own = ("entries", "stated", "check", "facts", "write", "load")  # in place of the methods here
+        vars(self).update({key: getattr(module, key) for key in own if hasattr(module, key)})
+
+    def entries(self, source: Compressed, tensor: DenseTensor, options: Options) -> Iterable[Entry]:
+        return ()
+
+    def check(self, source: Compressed, options: Options) -> None:
+        """Its target says all."""
+
+    def facts(self, source: Compressed, options: Options) -> dict[str, Any]:
+        return {"dtype": options.dtype_name()}
 
     def _of(self, source: Compressed, tensor: DenseTensor, options: Options) -> list[Entry]:
-        if entries := list(self._module.entries(source, tensor, options)):
+        if entries := list(self.entries(source, tensor, options)):
             return entries
         dtype = getattr(torch, self.facts(source, options)["dtype"])
         return [Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))]
@@ -172,8 +181,6 @@ class FolderFormat:
 
     def stated(self, source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
         """What is packed is exact, the rest is rounded to the dtype of its entry."""
-        if hasattr(self._module, "stated"):
-            return self._module.stated(source, name, options)
         exact, entries = source.dense(name), self._of(source, source.tensors[name], options)
         return exact if len(entries) > 1 else exact.to(entries[0].dtype).float(), exact
 
@@ -181,12 +188,6 @@ class FolderFormat:
 def opened(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
     """What config.json of an export says, and its tensors."""
     return read_json(folder / "config.json", remedy=EXPORT_AGAIN), TensorFiles(folder, remedy=EXPORT_AGAIN)
-
-
-def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, float32 tensor) of all safetensors files of a folder, one after another."""
-    _, files = opened(folder)
-    return ((name, files.get(name).float()) for name in files.tensors)
 
 
 def read_packed(
@@ -208,9 +209,7 @@ def in_memory(
 ) -> Iterable[tuple[str, Tensor]]:
     """The `tensors` of files as transformers has them in memory. Of a family whose tensors it converts, as those of
     experts, they are those of the model that `load` gives, which gets it on the meta device."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         empty = build(config, trust_remote_code=trust_remote_code)
@@ -268,9 +267,7 @@ def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_rem
     Raises KeyError for a tensor that the model does not have, UserError where one of the model's is not among them: it
     would keep random numbers.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     config.quantization_config = None
     model = build(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     places = model.state_dict()

@@ -11,6 +11,7 @@ Bytes are packed here from our indices and scales, and `read` decodes the file w
 llama.cpp does. Rows of Q and K are in llama.cpp's order (`edkm_cli.export.formats.gguf_model`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -74,9 +75,8 @@ def _stored(source: Compressed) -> Iterator[_Stored]:
         yield _Stored("rope_freqs.weight", "F32", tuple(factors.shape), factors.clone)
 
 
-def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | None) -> Tensor:
+def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | slice) -> Tensor:
     """Blocks of a linear, (out, bytes of a row) uint8."""
-    order = slice(None) if order is None else order  # type: ignore[assignment]
     codes, path, kind = source.indices(tensor.module)[order], tensor.module, _type(source)
     if source.spec.lut_dtype == "int8":
         leaves = ("scales", "offsets") if source.spec.palette == AFFINE else ("scales",)
@@ -114,22 +114,20 @@ def _super_blocks(kind: str, codes: Tensor, numbers: list[Tensor], units: Tensor
     """
     scales = numbers[0]
     halves = codes.unflatten(2, (2, 4, 32))  # two half blocks of four times 32 weights
-    d = units[:, :, :1].contiguous().view(torch.uint8)
+    d = torch.cat([units[:, :, :1], -units[:, :, 1:]], 2).view(torch.uint8)
     if kind == "Q6_K":
-        low, high = codes & 15, halves >> 4
-        nibbles = low.unflatten(2, (2, 2, 64))
-        parts = [_bits(nibbles, 4), _bits(high, 2), scales.to(torch.int8).view(torch.uint8), d]
-        return torch.cat(parts, 2).flatten(1)
-    if kind == "Q3_K":
+        nibbles = (codes & 15).unflatten(2, (2, 2, 64))
+        parts = [_bits(nibbles, 4), _bits(halves >> 4, 2), scales.to(torch.int8).view(torch.uint8), d]
+    elif kind == "Q3_K":
         high = _bits((codes >> 2).unflatten(2, (8, 32)), 1)
         parts = [high, _bits(halves & 3, 2), _six_bits(scales + 32), d]
-        return torch.cat(parts, 2).flatten(1)
-    d = torch.stack([units[:, :, 0], -units[:, :, 1]], 2).view(torch.uint8)
-    if kind == "Q2_K":
-        return torch.cat([(scales | numbers[1] << 4).to(torch.uint8), _bits(halves, 2), d], 2).flatten(1)
-    nibbles = _bits((codes & 15).unflatten(2, (4, 2, 32)), 4)
-    fifth = [_bits((codes >> 4).unflatten(2, (8, 32)), 1)] if kind == "Q5_K" else []
-    return torch.cat([d, _six_bits_of_two(scales, numbers[1]), *fifth, nibbles], 2).flatten(1)
+    elif kind == "Q2_K":
+        parts = [(scales | numbers[1] << 4).to(torch.uint8), _bits(halves, 2), d]
+    else:
+        nibbles = _bits((codes & 15).unflatten(2, (4, 2, 32)), 4)
+        fifth = [_bits((codes >> 4).unflatten(2, (8, 32)), 1)] if kind == "Q5_K" else []
+        parts = [d, _six_bits_of_two(scales, numbers[1]), *fifth, nibbles]
+    return torch.cat(parts, 2).flatten(1)
 
 
 def _bits(parts: Tensor, bits: int) -> Tensor:
@@ -152,28 +150,22 @@ def _six_bits_of_two(scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -> Tensor:
-    values, order = source.dense(tensor.name), naming.order(tensor.name, tensor.shape[0])
-    shifted = (values if order is None else values[order]) + naming.shift(tensor.name)
+    order = naming.order(tensor.name, tensor.shape[0])
+    shifted = source.dense(tensor.name)[order] + naming.shift(tensor.name)
     return rounded(shifted, torch.float32 if kind == "F32" else torch.float16, tensor.name)
 
 
-def _row_bytes(stored: _Stored) -> tuple[int, ...]:
+def _byte_shape(stored: _Stored) -> tuple[int, ...]:
     """Shape of the bytes of a tensor, as the file's writer wants it."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quant_shape_to_byte_shape
 
-    if stored.type in ("F32", "F16"):
-        return stored.shape
-    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored.type]]
-    return (stored.shape[0], stored.shape[1] // weights * size)
-
-
-def _size(stored: _Stored) -> int:
-    return int(np.prod(_row_bytes(stored))) * {"F32": 4, "F16": 2}.get(stored.type, 1)
+    return quant_shape_to_byte_shape(stored.shape, GGMLQuantizationType[stored.type])
 
 
 def needed_bytes(source: Compressed, options: Options) -> int:
     """Disk that the export takes, about."""
-    return sum(_size(stored) for stored in _stored(source))
+    return sum(math.prod(_byte_shape(stored)) for stored in _stored(source))
 
 
 def write(source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
@@ -184,9 +176,8 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
     writer = GGUFWriter(folder / FILE, naming_of(source.config).architecture)
     add_metadata(writer, source, options, _type(source))
     for tensor in stored:
-        numpy = {"F32": np.float32, "F16": np.float16}.get(tensor.type, np.uint8)
-        kind = GGMLQuantizationType[tensor.type]
-        writer.add_tensor_info(tensor.name, _row_bytes(tensor), np.dtype(numpy), _size(tensor), raw_dtype=kind)
+        shape, kind = _byte_shape(tensor), GGMLQuantizationType[tensor.type]
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -209,7 +200,8 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         values = values.view(*reversed(tensor.shape.tolist()))
         order = naming.order(name, values.shape[0])
-        yield name, (values if order is None else values[order.argsort()]) - naming.shift(name)
+        back = order.argsort() if isinstance(order, Tensor) else order
+        yield name, values[back] - naming.shift(name)
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:

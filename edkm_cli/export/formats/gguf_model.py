@@ -17,6 +17,7 @@ from torch import Tensor
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options
+from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import read_json
 
@@ -72,11 +73,11 @@ class Naming:
         path, _, leaf = name.rpartition(".")
         return f"{dict(zip(_OUTSIDE.values(), _OUTSIDE, strict=True))[path]}.{leaf}"
 
-    def order(self, name: str, rows: int) -> Tensor | None:
-        """Which row of transformers' tensor is row i of the file's; None where they are the same."""
+    def order(self, name: str, rows: int) -> Tensor | slice:
+        """Which row of transformers' tensor is row i of the file's; a slice of all where they are the same."""
         heads = {"q_proj": self.heads, "k_proj": self.key_heads}.get(name.split(".")[-2])
         if self.architecture != "llama" or heads is None:
-            return None
+            return slice(None)
         return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
     def shift(self, name: str) -> float:
@@ -139,11 +140,8 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
 
 def _source_file(directory: Path) -> Path | None:
     """The GGUF file that a checkpoint was made from, where it is still there."""
-    report = directory / "report.json"
-    if not report.is_file():
-        return None
     try:
-        origin = models.resolve(str(read_json(report, remedy="compress the model again").get("model")))
+        origin = models.resolve(str(read_object(directory / "report.json").get("model")))
     except UserError:
         return None
     return origin.path if origin.gguf_file and origin.path is not None and origin.path.is_file() else None

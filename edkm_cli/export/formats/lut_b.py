@@ -89,10 +89,6 @@ def _place(source: Compressed, name: str) -> Place:
     return source.places.get(name, Place(())) if source.spec.split_experts else Place((name,))
 
 
-def _scaled(source: Compressed, name: str) -> Tensor:
-    return source.dense(name) * _factor(source, name)
-
-
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
     scale = _scale(source)
     parts = [part for name in source.spec.skipped for part in _place(source, f"{name}.weight").names]
@@ -159,14 +155,13 @@ def _scale(source: Compressed) -> float:
     return source.scale(source.linears[0].module)
 
 
-def _factor(source: Compressed, name: str) -> float:
-    """What a tensor is multiplied with, so that the model computes the same with all tables divided by the scale."""
-    scale = _scale(source)
-    if scale == 1.0:
-        return 1.0
-    tied = bool(source.config.tie_word_embeddings)
-    if source.tensors[name].linear or _DECODER_LINEAR.search(name) or _RESIDUAL_BIAS.search(name):
-        return 1.0 / scale
-    if name.endswith("embed_tokens.weight"):
-        return 1.0 / scale
-    return scale if _INNER_NORM.search(name) or (tied and name == "model.norm.weight") else 1.0
+def _scaled(source: Compressed, name: str) -> Tensor:
+    """A tensor, multiplied so that the model computes the same with all tables divided by the scale."""
+    scale, factor = _scale(source), 1.0
+    divided = source.tensors[name].linear or name.endswith("embed_tokens.weight")
+    before_tied_head = name == "model.norm.weight" and getattr(source.config, "tie_word_embeddings", False)
+    if divided or _DECODER_LINEAR.search(name) or _RESIDUAL_BIAS.search(name):
+        factor = 1.0 / scale
+    elif before_tied_head or _INNER_NORM.search(name):
+        factor = scale
+    return source.dense(name) * factor

@@ -36,11 +36,11 @@ class Options:
         """The dtype's name, where `auto` stands for the one given."""
         return auto if self.dtype == "auto" else self.dtype
 
-    def torch_dtype(self, auto: str = "float32") -> "torch.dtype":
-        """The dtype, where `auto` stands for the one given."""
+    def torch_dtype(self) -> "torch.dtype":
+        """The dtype, where `auto` stands for float32."""
         import torch
 
-        return getattr(torch, self.dtype_name(auto))
+        return getattr(torch, self.dtype_name())
 
 
 def rounded(tensor: "torch.Tensor", dtype: "torch.dtype", name: str) -> "torch.Tensor":
