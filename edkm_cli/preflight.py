@@ -210,7 +210,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     texts = like.texts if like and like.asked.data == config.data else tuple(data.parse_sources(config.data))
     config = resolve(asked, world, texts)
     if like is not None:
-        source, architecture, skeleton = like.source, like.architecture, like.skeleton
+        source, architecture, skeleton, swaps = like.source, like.architecture, like.skeleton, like.swaps
     else:
         source = models.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code)
         source = replace(source, splits=config.experts == "compressed")
@@ -220,6 +220,9 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
             raise UserError(f"{rule}; give the uncompressed model, or --dequantize to start from what is left of it")
         architecture = models.load_config(source, dequantize=config.dequantize)
         skeleton = models.skeleton(source, architecture)
+        bits = DENSE_BITS if config.embedding_bits == DENSE_BITS else 0
+        planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
+        swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if config.start == "reconstructed" and not layers_form_a_chain(skeleton):
         if asked.start == "reconstructed":
             raise UserError(
@@ -227,12 +230,6 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
         config = resolve(replace(asked, start="compensated"), world, texts)
-    if like is not None:
-        swaps = like.swaps
-    else:
-        bits = DENSE_BITS if config.embedding_bits == DENSE_BITS else 0
-        planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
-        swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if world.sharded:
         _require_divisible(config, texts, swaps)
     check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
