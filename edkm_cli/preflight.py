@@ -237,7 +237,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(asked.dtype, world.device)
-    few = allocation.choose_embedding_bits(replace(config, target_size=None), swaps)
+    few = allocation.choose_embedding_bits(config, swaps)
     config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
@@ -247,10 +247,9 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
             sized = replace(config, embedding_bits=embedding_bits)
             return allocation.bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
 
-        config = replace(config, embedding_bits=allocation.choose_embedding_bits(config, swaps, average_beside))
-        config = replace(config, bits=average_beside(config.embedding_bits))
-    else:
-        config = replace(config, embedding_bits=few)
+        few = allocation.choose_embedding_bits(config, swaps, average_beside)
+        config = replace(config, bits=average_beside(few))
+    config = replace(config, embedding_bits=few)
     spec, average = allocation.planned_spec(config, swaps, asked=asked)
     model = (source, architecture, skeleton, swaps, spec)
     return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)
