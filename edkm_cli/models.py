@@ -185,7 +185,6 @@ def skeleton(source: ModelSource, config: Any) -> Any:
 
     Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
     """
-    model_files.auto_class(config)
     directory = Path(source.location)
     stored = model_files.check_model_files(directory) if source.is_local and not source.gguf_file else None
     limit: Any = nullcontext()
