@@ -247,14 +247,7 @@ def full(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "full_tensor"):
         return tensor
     if tensor.dtype in (torch.int16, torch.uint16):  # gloo moves no numbers of these types
-        from torch.distributed.tensor import DTensor
-
-        mine: Any = tensor
-        wide = mine.to_local().to(torch.int32)
-        whole = DTensor.from_local(
-            wide, mine.device_mesh, mine.placements, shape=mine.shape, stride=mine.stride(), run_check=False
-        )
-        return whole.full_tensor().to(tensor.dtype)
+        return full(tensor.to(torch.int32)).to(tensor.dtype)
     return tensor.full_tensor()
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,6 +134,14 @@ def verify_checksums(directory: str | Path) -> None:
             raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")
         if sha256_of(path) != digest:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
+
+
+def require_room(folder: Path, needed: int, what: str, remedy: str) -> None:
+    """Raises UserError, beginning with `what` needs it and ending in `remedy`, unless the disk has so many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        room = f"{needed / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free"
+        raise UserError(f"{what} {room}; {remedy}")
 
 
 def json_text(value: Any) -> str:

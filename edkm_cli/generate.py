@@ -123,14 +123,7 @@ def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) ->
         inputs = _encode(writer, prompt)
         manner.emit(prompt)
     answer, tokens, seconds = _write(writer, inputs, manner)
-    return {
-        "model": writer.name,
-        "prompt": prompt,
-        "text": answer if chat else prompt + answer,
-        "packed": writer.packed,
-        "new_tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-    }
+    return _result(writer, tokens, seconds, prompt=prompt, text=answer if chat else prompt + answer)
 
 
 def converse(writer: Writer, manner: Manner, *, ask: Callable[[], str | None]) -> dict[str, Any]:
@@ -144,10 +137,10 @@ def converse(writer: Writer, manner: Manner, *, ask: Callable[[], str | None]) -
         manner.emit("\n")
         messages.append({"role": "assistant", "content": answer})
         tokens, seconds = tokens + count, seconds + took
-    return {
-        "model": writer.name,
-        "messages": messages,
-        "packed": writer.packed,
-        "new_tokens": tokens,
-        "tokens_per_second": tokens / seconds if seconds else None,
-    }
+    return _result(writer, tokens, seconds, messages=messages)
+
+
+def _result(writer: Writer, tokens: int, seconds: float, **texts: Any) -> dict[str, Any]:
+    """What was written, and how fast; None for the speed where nothing was."""
+    speed = tokens / seconds if seconds else None
+    return {"model": writer.name, **texts, "packed": writer.packed, "new_tokens": tokens, "tokens_per_second": speed}

@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from edkm_cli.distributed import ALONE, World, full
 from edkm_cli.errors import UserError, brief
 from edkm_cli.files import TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
 from edkm_cli.format import QUANT_METHOD
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -88,15 +89,13 @@ class TensorFiles:
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
         """The file that holds a tensor, by safetensors. Raises UserError where none does."""
-        from safetensors import safe_open
-
         if name not in self.tensors:
             raise UserError(f"the weights in {self.directory} must hold {name}, but do not; {self._remedy}")
         # Opened anew for each tensor: a file that stays open keeps in memory all that has been read of it.
         with safe_open(self.directory / self.tensors[name].file, framework="pt") as file:
             yield file
 
-    def get(self, name: str) -> "Tensor":
+    def get(self, name: str) -> Tensor:
         """The tensor on the CPU as stored. Raises UserError where the files don't have it."""
         with self.opened(name) as file:
             return file.get_tensor(name)
@@ -201,8 +200,6 @@ def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:
 
 def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype as safetensors calls it, shape) of each tensor of a file. Raises UserError for one that is not whole."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
@@ -212,7 +209,7 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
         raise UserError(f"{file} is not a whole safetensors file ({brief(error)}); {remedy}") from error
 
 
-def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], world: World = ALONE) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], world: World = ALONE) -> None:
     """Write a safetensors file of tensors that may be sharded, one after the other: without the copy of all of them that
     `safetensors.torch.save_file` makes. All processes call alike; the first one writes."""
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -229,9 +226,6 @@ def no_larger_than(
 ) -> Iterator[None]:
     """Inside, raises UserError as soon as models register many more parameters than the `tensors` of a directory's files,
     or, unless it is None, parameters of many more than so many `numbers`: files that hold fewer cannot fill them."""
-    from torch import nn
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
     count = size = 0
 
     def registered(module: nn.Module, name: str, parameter: Any) -> None:
@@ -255,28 +249,26 @@ def settle_ties(config: Any, directory: Path) -> None:
     its own, which differs from the input embedding, the two are not tied, whatever the flag. transformers decides so,
     too, while it loads; here it is known before, and for every way to read the files.
     """
-    if getattr(config, "tie_word_embeddings", False) and differing_head(directory) is not None:
+    if getattr(config, "tie_word_embeddings", False) and head_differs(directory):
         config.get_text_config(decoder=True).tie_word_embeddings = config.tie_word_embeddings = False
 
 
-def differing_head(directory: Path) -> str | None:
-    """The name of an output embedding in a directory's safetensors files that is not equal to the input embedding."""
+def head_differs(directory: Path) -> bool:
+    """Whether an output embedding in a directory's safetensors files is not equal to the input embedding."""
     if not has_safetensors(directory):
-        return None
+        return False
     files = TensorFiles(directory)
     heads = [name for name in files.tensors if name.split(".")[-2:] in _HEADS]
     inputs = [name for name in files.tensors if name.split(".")[-2:] in _INPUTS]
     if len(heads) != 1 or len(inputs) != 1:
-        return None
+        return False
     with files.opened(heads[0]) as one, files.opened(inputs[0]) as other:
         head, rows = one.get_slice(heads[0]), other.get_slice(inputs[0])
         if head.get_shape() != rows.get_shape() or head.get_dtype() != rows.get_dtype():
-            return heads[0]
-        for first in range(0, head.get_shape()[0], _COMPARED_ROWS):
-            part = slice(first, first + _COMPARED_ROWS)
-            if not bool((head[part] == rows[part]).all()):
-                return heads[0]
-    return None
+            return True
+        starts = range(0, head.get_shape()[0], _COMPARED_ROWS)
+        parts = (slice(first, first + _COMPARED_ROWS) for first in starts)
+        return not all(bool((head[part] == rows[part]).all()) for part in parts)
 
 
 # What families call their output and their token embedding.

@@ -5,12 +5,14 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from edkm_cli import model_files
@@ -18,6 +20,7 @@ from edkm_cli.distributed import local
 from edkm_cli.errors import UserError, brief
 from edkm_cli.files import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
+from edkm_cli.runtime.experts import split_experts
 from edkm_cli.settings import cache_directory, configs_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
@@ -110,19 +113,25 @@ def _require_local(source: ModelSource) -> None:
         raise UserError(f"{source.name} is not on this machine yet (looked for {path}); run scripts/get_smollm2.sh")
 
 
-def _loading_error(source: ModelSource, error: Exception) -> UserError:
-    name, lines = source.name, " ".join(str(error).split())
-    if "trust_remote_code" in lines:
-        return model_files.needs_trust(f"--model {name}")
-    if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
-        return model_files.needs_safetensors(name)
-    if source.is_local:
-        text = brief(error, 120)
-        return UserError(f"--model {name} could not be read ({text}); the files may be damaged: fetch them again")
-    return UserError(
-        f"--model {name} could not be loaded from the Hugging Face hub as {source.location} ({brief(error)}); check "
-        "the name, the network and `hf auth login`, or give a local directory"
-    )
+@contextmanager
+def _loading(source: ModelSource) -> Iterator[None]:
+    """Inside, what libraries raise becomes a UserError that says what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        name, lines = source.name, " ".join(str(error).split())
+        if "trust_remote_code" in lines:
+            raise model_files.needs_trust(f"--model {name}") from error
+        if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
+            raise model_files.needs_safetensors(name) from error
+        if source.is_local:
+            why = f"could not be read ({brief(error, 120)}); the files may be damaged: fetch them again"
+        else:
+            why = (
+                f"could not be loaded from the Hugging Face hub as {source.location} ({brief(error)}); check the name, the "
+                "network and `hf auth login`, or give a local directory"
+            )
+        raise UserError(f"--model {name} {why}") from error
 
 
 def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequantize: bool = False) -> Any:
@@ -140,10 +149,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
     if own_files:
         path = Path(source.location) / "config.json"
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
-    try:
+    with _loading(source):
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
-    except Exception as error:
-        raise _loading_error(source, error) from error
     if dequantize:
         model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
@@ -178,11 +185,6 @@ def skeleton(source: ModelSource, config: Any) -> Any:
 
     Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
     """
-    import torch
-
-    from edkm_cli.runtime.experts import split_experts
-
-    model_files.auto_class(config)
     directory = Path(source.location)
     stored = model_files.check_model_files(directory) if source.is_local and not source.gguf_file else None
     limit: Any = nullcontext()
@@ -218,10 +220,6 @@ def load_dense(
     Raises UserError if the model cannot be had, if its files lack a tensor, hold one too many or one of another shape,
     or if it is quantized already (unless it `may_be_quantized`).
     """
-    import torch
-
-    from edkm_cli.runtime.experts import split_experts
-
     _require_local(source)
     if not may_be_quantized and not source.gguf_file:
         load_config(source)
@@ -240,18 +238,15 @@ def load_dense(
 
 
 def _from_pretrained(source: ModelSource, **options: Any) -> Any:
-    try:
-        with no_warnings():  # tables of what does not fit: it is named below, in one line
-            model, report = model_files.from_pretrained(
-                source.location,
-                use_safetensors=None if source.gguf_file else True,  # never a pickle
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **source.options,
-                **options,
-            )
-    except Exception as error:
-        raise _loading_error(source, error) from error
+    with _loading(source), no_warnings():  # tables of what does not fit: it is named below, in one line
+        model, report = model_files.from_pretrained(
+            source.location,
+            use_safetensors=None if source.gguf_file else True,  # never a pickle
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **source.options,
+            **options,
+        )
     model_files.require_whole(source.name, model, report)
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model.config, "tie_word_embeddings", False) and head is not None:
@@ -263,7 +258,6 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
 def _load_gguf(source: ModelSource) -> Any:
     """A GGUF file as a bfloat16 model. That of an alias is decoded once: a copy (its size: two bytes a weight) is kept
     beside it, which loads in a second where reading the GGUF takes twenty."""
-    import torch
     import transformers
 
     decoded = _decoded_copy(source)
@@ -303,10 +297,8 @@ def safetensors_directory(source: ModelSource) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json"] + (["*.py"] if source.trust_remote_code else [])
-    try:
+    with _loading(source):
         return Path(snapshot_download(source.location, revision=source.revision, allow_patterns=patterns))
-    except Exception as error:
-        raise _loading_error(source, error) from error
 
 
 def _keep_copy(model: Any, directory: Path) -> bool:
@@ -325,11 +317,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     import transformers
 
     _require_local(source)
-    with quiet_bars():
-        try:
-            return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
-        except Exception as error:
-            raise _loading_error(source, error) from error
+    with quiet_bars(), _loading(source):
+        return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
 
 
 def copy_processor(source: ModelSource, directory: Path) -> None:
@@ -338,10 +327,8 @@ def copy_processor(source: ModelSource, directory: Path) -> None:
 
     where = {"revision": source.revision, "local_files_only": source.is_local}
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        try:
+        with _loading(source):
             file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
-        except Exception as error:
-            raise _loading_error(source, error) from error
         if file is not None:
             shutil.copyfile(file, directory / name)
 

@@ -210,7 +210,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     texts = like.texts if like and like.asked.data == config.data else tuple(data.parse_sources(config.data))
     config = resolve(asked, world, texts)
     if like is not None:
-        source, architecture, skeleton = like.source, like.architecture, like.skeleton
+        source, architecture, skeleton, swaps = like.source, like.architecture, like.skeleton, like.swaps
     else:
         source = models.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code)
         source = replace(source, splits=config.experts == "compressed")
@@ -220,6 +220,9 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
             raise UserError(f"{rule}; give the uncompressed model, or --dequantize to start from what is left of it")
         architecture = models.load_config(source, dequantize=config.dequantize)
         skeleton = models.skeleton(source, architecture)
+        bits = DENSE_BITS if config.embedding_bits == DENSE_BITS else 0
+        planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
+        swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if config.start == "reconstructed" and not layers_form_a_chain(skeleton):
         if asked.start == "reconstructed":
             raise UserError(
@@ -227,12 +230,6 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
                 f"which {type(skeleton).__name__} is not known to be; use --start compensated"
             )
         config = resolve(replace(asked, start="compensated"), world, texts)
-    if like is not None:
-        swaps = like.swaps
-    else:
-        bits = DENSE_BITS if config.embedding_bits == DENSE_BITS else 0
-        planned = plan_swaps(skeleton, embedding_bits=bits, skip=config.skip)
-        swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if world.sharded:
         _require_divisible(config, texts, swaps)
     check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
@@ -240,7 +237,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
     dense_dtype = choose_dtype(asked.dtype, world.device)
-    few = allocation.choose_embedding_bits(replace(config, target_size=None), swaps)
+    few = allocation.choose_embedding_bits(config, swaps)
     config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))
     if config.target_size:
         itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
@@ -250,10 +247,9 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
             sized = replace(config, embedding_bits=embedding_bits)
             return allocation.bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
 
-        config = replace(config, embedding_bits=allocation.choose_embedding_bits(config, swaps, average_beside))
-        config = replace(config, bits=average_beside(config.embedding_bits))
-    else:
-        config = replace(config, embedding_bits=few)
+        few = allocation.choose_embedding_bits(config, swaps, average_beside)
+        config = replace(config, bits=average_beside(few))
+    config = replace(config, embedding_bits=few)
     spec, average = allocation.planned_spec(config, swaps, asked=asked)
     model = (source, architecture, skeleton, swaps, spec)
     return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)

@@ -19,7 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from edkm_cli.data.encode import Counts
 from edkm_cli.data.store import TokenStore
@@ -118,8 +122,6 @@ def rehearse_text(model: Any, *, tokens: int) -> None:
 def _takes_our_cache(model: Any) -> bool:
     """Whether every layer keeps keys and values of all tokens, or of the last ones: what `_cache` holds. Layers with
     another state (Mamba, linear attention, convolutions) need transformers' own."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     try:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError):  # a configuration that came with the model's own files
@@ -131,8 +133,6 @@ def _continue(
     model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any], new_tokens: int | None = None
 ) -> Tensor:
     """`ids` (batch, 1) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
-    from transformers.cache_utils import DynamicCache
-
     cache = _cache(length) if _takes_our_cache(model) else DynamicCache(config=model.config)
     current = ids
     while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
@@ -145,7 +145,6 @@ def _continue(
 
 def _generate(model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any]) -> Tensor:
     """As `_continue`, by transformers' own `generate`, which gives each family the cache that it needs."""
-    from transformers import GenerationConfig
 
     def draw(written: Tensor, scores: Tensor) -> Tensor:
         next(steps, None)
@@ -174,7 +173,6 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
 
 def _cache(length: int) -> Any:
     """transformers' growing cache, but with room for `length` positions from the start: it would copy all at each step."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     class Layer(DynamicLayer):
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -231,9 +229,6 @@ def self_text(
 
 def kept_text(path: Path) -> Tensor | None:
     """What `keep_text` wrote; None where nothing can be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         text = load_file(path)["tokens"]
     except (OSError, SafetensorError, KeyError):
@@ -243,8 +238,6 @@ def kept_text(path: Path) -> Tensor | None:
 
 def keep_text(path: Path, text: Tensor) -> None:
     """Write a text in one step. Raises OSError where that fails; nothing is left then."""
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path, f".{os.getpid()}") as partial:
         save_file({"tokens": text.contiguous()}, partial)

@@ -51,10 +51,8 @@ class _ClusteredLinear(torch.autograd.Function):
         final: Tensor | None,
         options: Settings,
     ) -> Tensor:
-        if final is None and options.mode != "straight-through":
+        if final is None:
             final = iterated(weight, centroids, importance, options)[0]
-        elif final is None:
-            final = centroids.detach().to(kernels.centroid_dtype(weight))
         require_finite(final, layer=options.name)
         forward_weight = _forward_weight(weight, final, options, x.dtype)
         # The last centroids are k numbers for each group; in straight-through mode they are the start itself.
@@ -67,37 +65,31 @@ class _ClusteredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with _without_autocast(grad):
-            return _backward(ctx, grad)
+            (x, weight, centroids, importance, final), options = ctx.saved_tensors, ctx.options
+            needs_x, needs_weight, needs_centroids, needs_bias = ctx.needs_input_grad[:4]
+            grad_x = grad_weight = grad_centroids = grad_bias = None
+            flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
+            if final is None:
+                final = centroids.detach().to(kernels.centroid_dtype(weight))
+            if needs_x:
+                grad_x = grad @ _forward_weight(weight, final, options, x.dtype)
+            if needs_weight or needs_centroids:
+                grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
+                if options.mode != "straight-through":
+                    grad_weight, grad_centroids = gradients((weight, centroids, importance), options, grad_weight)
+                elif needs_centroids:
+                    lut = round_lut(final, options.lut_dtype, options.lut_scale).to(final.dtype)
+                    entries = kernels.sum_by_entry(weight.detach(), lut, grad_weight, options.tile)
+                    grad_centroids = entries.to(centroids.dtype)
+            if needs_bias:
+                grad_bias = flat.sum(0).to(ctx.bias_dtype)
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None
+            return grad_x, grad_weight, grad_centroids if needs_centroids else None, grad_bias, None, None, None
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on the tensor's device; the meta device has none."""
     return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of `_ClusteredLinear.forward`'s arguments."""
-    (x, weight, centroids, importance, final), options = ctx.saved_tensors, ctx.options
-    needs_x, needs_weight, needs_centroids, needs_bias = ctx.needs_input_grad[:4]
-    grad_x = grad_weight = grad_centroids = grad_bias = None
-    flat = grad.reshape(-1, grad.shape[-1])  # (tokens, out)
-    if needs_x:
-        if final is None:
-            final = centroids.detach().to(kernels.centroid_dtype(weight))
-        grad_x = grad @ _forward_weight(weight, final, options, x.dtype)
-    if needs_weight or needs_centroids:
-        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])  # (out, in), of the forward weight first
-        if options.mode != "straight-through":
-            grad_weight, grad_centroids = gradients((weight, centroids, importance), options, grad_weight)
-        elif needs_centroids:
-            start = centroids.detach().to(kernels.centroid_dtype(weight))
-            lut = round_lut(start, options.lut_dtype, options.lut_scale).to(start.dtype)
-            entries = kernels.sum_by_entry(weight.detach(), lut, grad_weight, options.tile)
-            grad_centroids = entries.to(centroids.dtype)
-    if needs_bias:
-        grad_bias = flat.sum(0).to(ctx.bias_dtype)
-    grad_weight = grad_weight.to(weight.dtype) if needs_weight and grad_weight is not None else None
-    return grad_x, grad_weight, grad_centroids if needs_centroids else None, grad_bias, None, None, None
 
 
 def clustered_linear(
@@ -149,9 +141,9 @@ def clustered_linear(
     tile = checked_tile(weight, centroids, granularity, layer=name)
     dtype = parse_lut_dtype(lut_dtype)
     options = Settings(tile, temperature, iterations, name, mode, dtype, lut_scale)
-    final = None
-    if new_centroids is not None and mode != "straight-through":
-        final = new_centroids.detach().to(kernels.centroid_dtype(weight))
+    final = centroids if mode == "straight-through" else new_centroids
+    if final is not None:
+        final = final.detach().to(kernels.centroid_dtype(weight))
     mass = None if mode == "straight-through" else checked_importance(importance, weight, layer=name)
     x = as_autocast(x)
     with _without_autocast(x):

@@ -18,7 +18,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
-from edkm_cli.files import json_text, sync, write_json, written_whole
+from edkm_cli.files import json_text, require_room, sync, write_json, written_whole
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -123,12 +123,7 @@ class OutputDirectory:
                 shutil.rmtree(trial, ignore_errors=True)
         except OSError as error:
             raise UserError(f"--output must be on a writable disk, {folder} is none ({error}); take another") from error
-        free = shutil.disk_usage(folder).free
-        if free < needed_bytes:
-            raise UserError(
-                f"--output needs {needed_bytes / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB "
-                "free; free some or choose another place"
-            )
+        require_room(folder, needed_bytes, "--output needs", "free some or choose another place")
 
     @_on_main
     def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:

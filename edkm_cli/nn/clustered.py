@@ -210,7 +210,6 @@ class ClusteredLinear(LutLayer):
         hard = snap(weight, final, granularity=options.granularity, name=self.name, **rounding)
         return soft + (hard.to(soft.dtype) - soft).detach()
 
-    @torch.no_grad()
     def _new_centroids(self) -> Tensor:
         """The iterated centroids. They depend on parameters only, so micro-batches of one step share them."""
         key = (self.temperature, *((source._version, source.data_ptr()) for source in (self.weight, self.centroids)))
@@ -218,7 +217,6 @@ class ClusteredLinear(LutLayer):
             self._memo = (key, self.iterated_centroids())
         return self._memo[1]
 
-    @torch.no_grad()
     def iterated_centroids(self) -> Tensor:
         """The centroids after this step's iterations (groups, k), computed anew."""
         return iterate_centroids(self.weight, self.centroids, name=self.name, **self._updates)
@@ -318,7 +316,6 @@ def hold_packed(model: nn.Module, clustering: Clustering) -> None:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PalettizedLinear)}
     scales = {float(scale) for m in layers.values() if (scale := m._buffers.get("lut_scale")) is not None}
     clustering = replace(clustering, lut_scale=scales.pop() if len(scales) == 1 else None)
-    model.requires_grad_(False)
     for name, layer in layers.items():
         own = replace(clustering, bits=layer.bits, granularity=layer.granularity)
         model.set_submodule(name, HeldLinear(layer, layer.indices, parameters_of(layer), own, name=name))

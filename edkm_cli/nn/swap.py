@@ -176,7 +176,7 @@ def palettize_embeddings(
         if swap.role not in (EMBEDDING, HEAD) or swap.reason:
             continue
         dense: Any = model.get_submodule(swap.name)
-        swapped = _empty(model, dense, swap, spec, tied=tied).to(dense.weight.device)
+        swapped = _empty(model, dense, swap.name, swap.role, spec, tied=tied).to(dense.weight.device)
         if rounded is not None and not (tied and swap.role == HEAD):
             swapped.fill(dense.weight, rounded.get(swap.name, embeddings.NEAREST))
         if rounded is not None and swap.role == HEAD and dense.bias is not None:
@@ -192,11 +192,11 @@ def freeze_dense_embeddings(model: Any) -> None:
             module.weight.requires_grad_(False)
 
 
-def _empty(model: Any, dense: Any, swap: Swap, spec: QuantizationSpec, *, tied: bool) -> Any:
+def _empty(model: Any, dense: Any, name: str, role: str, spec: QuantizationSpec, *, tied: bool) -> Any:
     """The palettized module for a dense one, with room for its tensors. Embeddings come before a tied head."""
-    if swap.role == LINEAR:
-        return PalettizedLinear(dense, spec, name=swap.name)
-    if swap.role == EMBEDDING:
+    if role == LINEAR:
+        return PalettizedLinear(dense, spec, name=name)
+    if role == EMBEDDING:
         return embeddings.PalettizedEmbedding(dense, spec)
     if not tied:
         return embeddings.PalettizedHead(dense, spec)
@@ -225,9 +225,8 @@ def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[s
         if role != LINEAR and not spec.packs_embeddings:
             raise UserError(f"quantization_config must skip {name} or give embedding_bits; the file was altered")
         unknown -= {name} if role == LINEAR else set()
-        swap = Swap(name, role, (module.weight.shape[0], module.weight.shape[1]))
         with torch.device(module.weight.device):
-            model.set_submodule(name, _empty(model, module, swap, spec, tied=tied))
+            model.set_submodule(name, _empty(model, module, name, role, spec, tied=tied))
     if unknown:
         raise UserError(
             "quantization_config: module_bits and module_granularity must name linears that are compressed, but "
@@ -256,14 +255,13 @@ def is_packed(model: nn.Module) -> bool:
 
 def dequantize_model(model: Any, dtype: torch.dtype) -> None:
     """Replace palettized modules by dense ones, in place, keeping ties."""
-    tied = is_tied(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedModule):
             model.set_submodule(name, module.to_dense(dtype))
     fuse_experts(model)
-    if tied and isinstance(head, embeddings.PalettizedHead):
+    if isinstance(head, embeddings.PalettizedHead) and head.tied_to is not None:
         head_name, embedding_name = names[id(head)], names[id(embedding)]
         model.get_submodule(head_name).weight = model.get_submodule(embedding_name).weight
         model._tied_weights_keys = {f"{head_name}.weight": f"{embedding_name}.weight"}

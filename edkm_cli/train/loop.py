@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
@@ -190,7 +191,7 @@ def train(
                     final = layer.iterated_centroids()
                 assign(layer.centroids, final)
     model.eval()
-    return training.offloaded
+    return training.marshal.statistics.as_dict() if training.marshal else {}
 
 
 def prepare(model: Any, config: TrainingSettings, world: World) -> None:
@@ -224,11 +225,7 @@ class _Training:
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._parts = Parts(self.model, whole=self.world.sharded)
         offloads = self.config.offload == "cpu"
-        self._marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
-
-    @property
-    def offloaded(self) -> dict[str, Any]:
-        return self._marshal.statistics.as_dict() if self._marshal else {}
+        self.marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
 
     def step(self, step: int) -> dict[str, Any]:
         """Step number `step`, from 0; returns its line of metrics.jsonl. Raises UserError for NaN or Inf."""
@@ -278,7 +275,7 @@ class _Training:
             total = max(float(self.world.sum(learnt)), 1.0)
             shares = [batch.learnt * count * self.world.size / total for batch in batches]
         for batch, share in zip(batches, shares, strict=True):
-            with self._marshal or nullcontext():
+            with self.marshal or nullcontext():
                 with self.accelerator.autocast():
                     part = self.objective.loss(self._parts, batch)
                     part = part if share == 1.0 else part * share
@@ -302,8 +299,6 @@ def require_finite(what: str, value: float, step: int) -> None:
 def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:
     """eDKM's U and S for the dense reference: of the attention maps that clustering saves, which are the same on all
     processes, each keeps a share, of 16-bit weights as a table and a share of the index list."""
-    import torch.distributed as dist
-
     group = dist.new_group()  # of its own, so that its order does not depend on the gradients' collectives
 
     def saving(weight: torch.Tensor) -> MarshalSavedTensors:

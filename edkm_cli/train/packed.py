@@ -29,7 +29,7 @@ def require_attention_within_documents(model: Any) -> None:
     ids = torch.cat(documents, 1)
     with evaluating(model):
         alone = torch.cat([_logits(model, document) for document in documents], 1)
-        packed, running = _logits(model, ids, positions), _logits(model, ids)
+        packed, running = _logits(model, ids, position_ids=positions), _logits(model, ids)
     leak, whole = float((packed - alone).abs().max()), float((running - alone).abs().max())
     if not leak <= 0.1 * whole:
         raise UserError(
@@ -40,6 +40,5 @@ def require_attention_within_documents(model: Any) -> None:
         )
 
 
-def _logits(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    inputs = {} if positions is None else {"position_ids": positions}
-    return model(input_ids=ids, use_cache=False, **inputs).logits.float()
+def _logits(model: Any, ids: Tensor, **positions: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **positions).logits.float()

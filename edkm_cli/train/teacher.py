@@ -15,7 +15,6 @@ run keeps its own.
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ from edkm_cli.data import Batch, Blocks
 from edkm_cli.data.cache import locked
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.files import sha256_of, write_json
+from edkm_cli.files import require_room, sha256_of, write_json
 from edkm_cli.models import cache_directory
 from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
@@ -130,7 +129,9 @@ def remember(
                 # The same sequences pass together after a kill as without one: sums depend on what is multiplied with what.
                 passes = [places[first : first + at_once] for first in range(0, len(places), at_once)]
                 done = partial.stat().st_size // (at_once * row_bytes) if partial.is_file() else 0
-                _require_room(path.parent, (len(places) - done * at_once) * row_bytes)
+                what = "the uncompressed model's states of the training text need"
+                remedy = "free some, set EDKM_CACHE to another directory, or train on fewer tokens"
+                require_room(path.parent, (len(places) - done * at_once) * row_bytes, what, remedy)
                 with open(partial, "ab") as file:
                     file.truncate(done * at_once * row_bytes)
                     todo = passes[done:]
@@ -174,13 +175,3 @@ def _forget_unused(path: Path, say: Callable[[str], None]) -> None:
                 say(f"removing {other}, which no run has used for {_UNUSED_DAYS} days")
                 other.with_suffix(".json").unlink(missing_ok=True)
                 other.unlink()
-
-
-def _require_room(folder: Path, needed: int) -> None:
-    """Raises UserError unless the disk has room for so many bytes more."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"the uncompressed model's states of the training text take {needed / 1e6:.0f} MB in {folder}, whose disk has "
-            f"{free / 1e6:.0f} MB free; free some, set EDKM_CACHE to another directory, or train on fewer tokens"
-        )
