@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.data.encode import Counts
 from edkm_cli.data.sources import DROP, SPLIT
-from edkm_cli.data.store import TokenStore
+from edkm_cli.data.store import TokenStore, store_of
 from edkm_cli.errors import UserError
 
 NO_LABEL = -1
@@ -70,8 +69,10 @@ class Blocks:
 
         Raises UserError where there is not one sequence.
         """
-        stores, self._length = _stores(tokens), sequence_length
-        self._packing, self._cycle = packing, cycle
+        if isinstance(tokens, Tensor):
+            tokens = store_of(tokens[None].numpy())
+        stores = [tokens] if isinstance(tokens, TokenStore) else list(tokens)
+        self._length, self._packing, self._cycle = sequence_length, packing, cycle
         self._sources = [
             Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
             for together in ([stores] if weights is None else [[store] for store in stores])
@@ -129,14 +130,6 @@ class Blocks:
 def _shuffled(seed: int, count: int, number: int) -> Tensor:
     """The order of so many things that has this number."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed + number))
-
-
-def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenStore]:
-    if isinstance(tokens, Tensor):
-        count = tokens.numel()
-        ends = np.array([count], np.int64)
-        tokens = TokenStore(tokens.numpy(), None, ends, np.empty(0, np.uint64), Counts(1, count, count))
-    return [tokens] if isinstance(tokens, TokenStore) else list(tokens)
 
 
 def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:

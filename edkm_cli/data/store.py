@@ -79,6 +79,14 @@ def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
     return TokenStore(tokens, trained, np.cumsum(lengths), marks, sum((part.counts for part in parts), Counts()))
 
 
+def store_of(texts: np.ndarray) -> TokenStore:
+    """A store of token ids (documents, length) of which all are learnt, without marks."""
+    count, length = texts.shape
+    ends = np.arange(1, count + 1, dtype=np.int64) * length
+    counts = Counts(documents=count, tokens=texts.size, trained=texts.size)
+    return TokenStore(texts.reshape(-1), None, ends, np.empty(0, np.uint64), counts)
+
+
 class StoreWriter:
     """Appends encoded parts to the files of a directory, which is not a store until `close`."""
 
