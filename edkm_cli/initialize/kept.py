@@ -17,7 +17,6 @@ need: tables and rounded embeddings, and the hidden states of the text at the en
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class KeptStart:
         if self._world.main:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
-            self._progress = {"files": {}, "module_bits": module_bits, "layers": 0}
+            self._progress["module_bits"] = module_bits
             self._save({_BEGUN: tensors})
 
     def add(self, path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
@@ -71,7 +70,6 @@ class KeptStart:
         for name, tensors in files.items():
             path = self.directory / f"{name}.safetensors"
             save_tensors(path, tensors)
-            sync(path)
             self._progress["files"][path.name] = sha256_of(path)
         write_json(self.directory / _PROGRESS, self._progress)
         sync(self.directory)
@@ -114,7 +112,6 @@ class KeptStart:
             path = self.directory / file
             save_tensors(path, {name: tensors[name] for name in names_of[file]}, self._world)
             if self._world.main:
-                sync(path)
                 files[file] = sha256_of(path)
         if self._world.main:
             whole = {file: files[file] for file in names_of}
@@ -129,7 +126,8 @@ class KeptStart:
         state: Any = {"files": [f"{path}.safetensors"]} if path else self.state()
         for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
             layer.importance = None
-        materialize(model, self._world.device)
+        if not self._world.sharded:  # room for the tensors of layers that are in a model's files until then
+            model._apply(lambda one: torch.empty_like(one, device=self._world.device) if one.is_meta else one)
         tensors = tensors_of(model)
         for stored, value in self._read(state["files"]):
             name = stored.removeprefix(f"{path}.")
@@ -154,31 +152,14 @@ class KeptStart:
 def read_whole(path: Path, world: World) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each tensor of a file, read by the first process and handed to all, in host memory, by name."""
     opened: Any = safe_open(path, framework="pt") if world.main else None
-    names = sorted(opened.keys()) if opened else []
-    for name in world.on_main(partial(list, names)):
+    for name in world.on_main(lambda: sorted(opened.keys())):
         yield name, world.broadcast_whole(opened.get_tensor(name) if opened else None)
-
-
-def materialize(model: nn.Module, device: str) -> None:
-    """Room for the tensors that are on the meta device: of a model whose layers are in its files."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                room = torch.empty_like(parameter, device=device)
-                module.register_parameter(name, nn.Parameter(room, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (shared ones once) and the buffers that are state, by name, and the state of the random numbers."""
+    state = model.state_dict()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in state}
     return {**tensors, _RANDOM: torch.get_rng_state()}
 
