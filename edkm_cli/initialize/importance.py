@@ -203,10 +203,9 @@ def _by_layer(
                 if not gradient:
                     take(path, layer, sums.means(tokens))
             next(progress, None)
-        with collector("") as sums:
-            for index, (batch, sums.counts) in enumerate(turns):
-                hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=sums)
-            found = sums.means(tokens)
+        with collector("") as ends:
+            for index, (batch, ends.counts) in enumerate(turns):
+                hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=ends)
         for path, call in reversed(calls) if gradient else ():
             entered = [inputs.pop() for _ in turns][::-1]
             with layers.whole(path) as layer, collector(path) as sums:
@@ -217,12 +216,10 @@ def _by_layer(
                     hidden[index] = torch.autograd.grad(output, start, hidden[index])[0]
                 take(path, layer, sums.means(tokens))
             next(progress, None)
-        with collector("") as sums:
-            for index, (batch, sums.counts) in enumerate(turns if gradient else ()):
-                scale = _scale_of_rows(model.get_input_embeddings().weight, batch, entered[index])
-                sums.see_entering(hidden[index] * scale)
-            found |= sums.means(tokens)
-    return found
+        for index, (batch, ends.counts) in enumerate(turns if gradient else ()):
+            scale = _scale_of_rows(model.get_input_embeddings().weight, batch, entered[index])
+            ends.see_entering(hidden[index] * scale)
+    return ends.means(tokens)
 
 
 def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bool, sums: _Collector) -> Tensor:
