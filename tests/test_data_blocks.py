@@ -22,7 +22,7 @@ def store(lengths, first=0, trained=None):
     total = sum(lengths)
     ids = np.arange(first, first + total, dtype=np.uint16)
     counts = Counts(len(lengths), total, total)
-    mask = None if trained is None else np.array(trained, bool)
+    mask = np.ones(total, bool) if trained is None else np.array(trained, bool)
     return in_memory([Encoded(ids, np.array(lengths), mask, np.empty(0, np.uint64), counts)], np.uint16)
 
 

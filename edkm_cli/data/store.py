@@ -71,10 +71,8 @@ def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
     """A store of what has been encoded."""
     tokens = np.concatenate([np.empty(0, dtype), *(part.ids for part in parts)])
     lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
-    trained = None
-    if any(part.trained is not None for part in parts):
-        masks = [np.ones(part.ids.size, bool) if part.trained is None else part.trained for part in parts]
-        trained = np.packbits(np.concatenate(masks), bitorder="little")
+    learnt = np.concatenate([np.empty(0, bool), *(part.trained for part in parts)])
+    trained = None if learnt.all() else np.packbits(learnt, bitorder="little")
     marks = np.unique(np.concatenate([np.empty(0, np.uint64), *(part.marks for part in parts)]))
     return TokenStore(tokens, trained, np.cumsum(lengths), marks, sum((part.counts for part in parts), Counts()))
 
@@ -102,8 +100,7 @@ class StoreWriter:
         self._files[TOKENS].write(part.ids.astype(self._dtype).tobytes())
         ends = self.counts.tokens + np.cumsum(part.lengths)
         self._files[ENDS].write(ends.astype("<i8").tobytes())
-        learnt = np.ones(part.ids.size, bool) if part.trained is None else part.trained
-        bits = np.concatenate([self._bits, learnt])
+        bits = np.concatenate([self._bits, part.trained])
         whole = bits.size // 8 * 8
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
         self._bits = bits[whole:]

@@ -28,7 +28,7 @@ from edkm_cli.distributed import World, assign
 from edkm_cli.errors import UserError
 from edkm_cli.files import sha256_of, sync, write_json
 from edkm_cli.model_files import save_tensors
-from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.hooks import decoder_layers
 
 STATE = "state.json"
@@ -124,7 +124,7 @@ class KeptStart:
     def fill(self, model: nn.Module, path: str = "") -> None:
         """Give a model of the same modules, or its layer at `path`, what was kept. UserError where one is missing."""
         state: Any = {"files": [f"{path}.safetensors"]} if path else self.state()
-        for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
+        for layer in clustered_layers(model).values():
             layer.importance = None
         if not self._world.sharded:  # room for the tensors of layers that are in a model's files until then
             model._apply(lambda one: torch.empty_like(one, device=self._world.device) if one.is_meta else one)
