@@ -250,7 +250,7 @@ class Sequences:
     def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str, padding: int):
         self._stores, self._length, self._packing, self._padding = stores, length, packing, padding
         self._starts = np.cumsum([0, *map(len, stores)])
-        self.has_masks = any(store.has_masks for store in stores)
+        self.has_masks = any(store.counts.masked for store in stores)
         ends = np.concatenate([store.ends + start for store, start in zip(stores, self._starts, strict=False)])
         self.layout = (packed_layout if packing else plain_layout)(ends, length, long_records)
         if not len(self.layout):

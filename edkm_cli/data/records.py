@@ -38,7 +38,7 @@ class Document:
     it is to be learnt. `templated`: a chat template has put the special tokens in."""
 
     text: str
-    answers: tuple[tuple[int, int], ...] | None = None
+    answers: tuple[Span, ...] | None = None
     templated: bool = False
 
 
@@ -94,7 +94,7 @@ def render(
 def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
     if not chat.messages:
         return []
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None):
         rule = f"{where} is a conversation, but the model's tokenizer has no chat template"
         raise UserError(f"{rule}; use an instruction-tuned model, or records with 'prompt' and 'completion'")
     tools = record.get("tools") or None

@@ -42,11 +42,6 @@ class TokenStore:
     counts: Counts
     sampled: bool = False
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether some tokens are seen and not learnt."""
-        return self._trained is not None
-
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -71,10 +66,11 @@ def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
     """A store of what has been encoded."""
     tokens = np.concatenate([np.empty(0, dtype), *(part.ids for part in parts)])
     lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
-    learnt = np.concatenate([np.empty(0, bool), *(part.trained for part in parts)])
-    trained = None if learnt.all() else np.packbits(learnt, bitorder="little")
+    counts = sum((part.counts for part in parts), Counts())
+    masks = [part.trained for part in parts]
+    trained = np.packbits(np.concatenate(masks), bitorder="little") if counts.masked else None
     marks = np.unique(np.concatenate([np.empty(0, np.uint64), *(part.marks for part in parts)]))
-    return TokenStore(tokens, trained, np.cumsum(lengths), marks, sum((part.counts for part in parts), Counts()))
+    return TokenStore(tokens, trained, np.cumsum(lengths), marks, counts)
 
 
 def store_of(texts: np.ndarray) -> TokenStore:

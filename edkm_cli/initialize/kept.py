@@ -54,7 +54,7 @@ class KeptStart:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
             self._progress["module_bits"] = module_bits
-            self._save({_BEGUN: tensors})
+            self._save({_BEGUN: {**tensors, _RANDOM: torch.get_rng_state()}})
 
     def add(self, path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
         """Keep a layer that is done, and what the next one goes on from."""
@@ -62,7 +62,7 @@ class KeptStart:
             done = self._progress["layers"]
             self._progress["files"].pop(f"states.{done}.safetensors", None)
             self._progress["layers"] = done + 1
-            held = {f"{path}.{name}": tensor for name, tensor in tensors_of(layer).items() if name != _RANDOM}
+            held = {f"{path}.{name}": tensor for name, tensor in tensors_of(layer).items()}
             self._save({path: held, f"states.{done + 1}": {**states, _RANDOM: torch.get_rng_state()}})
             (self.directory / f"states.{done}.safetensors").unlink(missing_ok=True)
 
@@ -106,7 +106,7 @@ class KeptStart:
             if not files:
                 shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True, exist_ok=True)
-        tensors = tensors_of(model)
+        tensors = {**tensors_of(model), _RANDOM: torch.get_rng_state()}
         names_of = _files(model, tensors)
         for file in [file for file in names_of if file not in files]:
             path = self.directory / file
@@ -140,9 +140,8 @@ class KeptStart:
                 raise UserError(f"{self.directory} is of another model: {name} does not fit; start without --resume")
             else:
                 assign(tensors.pop(name), value.to(self._world.device))
-        missing = sorted(set(tensors) - {_RANDOM})
-        if missing:
-            raise UserError(f"{self.directory} must hold {missing[0]}, but does not; start again without --resume")
+        if tensors:
+            raise UserError(f"{self.directory} must hold {min(tensors)}, but does not; start again without --resume")
 
     def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for file in files:
@@ -157,11 +156,10 @@ def read_whole(path: Path, world: World) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (shared ones once) and the buffers that are state, by name, and the state of the random numbers."""
+    """Parameters (shared ones once) and the buffers that are state, by name."""
     state = model.state_dict()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in state}
-    return {**tensors, _RANDOM: torch.get_rng_state()}
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def _files(model: Any, tensors: dict[str, Tensor]) -> dict[str, list[str]]:
