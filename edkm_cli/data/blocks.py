@@ -5,7 +5,7 @@ A sequence is cut from the running text, or packed of whole documents by best-fi
 models arXiv 2404.10830): each document, the longest first, goes into the fullest sequence that still has room for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -271,19 +271,14 @@ class Sequences:
         at = 0
         for start, length in self.layout.slices(index):
             end = at + length
-            ids[at:end] = self._read(TokenStore.ids, start, start + length)
-            learnt[at:end] = self._read(TokenStore.trained, start, start + length)
+            for store, first in zip(self._stores, self._starts.tolist(), strict=False):
+                low, high = max(start - first, 0), min(start + length - first, len(store))
+                if low < high:
+                    here = slice(at + first + low - start, at + first + high - start)
+                    ids[here], learnt[here] = store.ids(low, high), store.trained(low, high)
             positions[at:end] = np.arange(length)
             if self._packing:
                 learnt[at] = False  # a document's first token has nothing that it follows from
             at = end
         positions[at:] = np.arange(self._length - at)
         return ids, learnt, positions
-
-    def _read(self, what: Callable[[TokenStore, int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
-        parts = []
-        for store, first in zip(self._stores, self._starts, strict=False):
-            low, high = max(start - int(first), 0), min(stop - int(first), len(store))
-            if low < high:
-                parts.append(what(store, low, high))
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
