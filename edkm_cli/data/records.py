@@ -18,15 +18,14 @@ _ALPACA_PROMPT = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:\n"
 )
-# ShareGPT's names for those who speak, by the roles that chat templates know.
-_SPEAKERS = {
-    "system": ("system",),
-    "developer": ("developer",),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
+# ShareGPT's names for those who speak -> the roles that chat templates know.
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
 _CHATS = ("messages", "conversations", "conversation")
 
 Span = tuple[int, int]
