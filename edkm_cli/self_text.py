@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from edkm_cli.data.encode import Counts
-from edkm_cli.data.store import TokenStore
+from edkm_cli.data import store_of
 from edkm_cli.files import written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
@@ -243,13 +242,5 @@ def keep_text(path: Path, text: Tensor) -> None:
         save_file({"tokens": text.contiguous()}, partial)
 
 
-def store_of(text: Tensor) -> TokenStore:
-    """What was written (sequences, length) as training data, a sequence a document."""
-    sequences, length = text.shape
-    ends = np.arange(1, sequences + 1, dtype=np.int64) * length
-    counts = Counts(documents=sequences, tokens=text.numel(), trained=text.numel())
-    return TokenStore(text.numpy().reshape(-1), None, ends, np.empty(0, np.uint64), counts)
-
-
 # Stands for the text of a run that the model is yet to write.
-NOT_WRITTEN = TokenStore(np.empty(0, np.int64), None, np.empty(0, np.int64), np.empty(0, np.uint64), Counts())
+NOT_WRITTEN = store_of(np.empty((0, SEQUENCE_TOKENS), np.int64))

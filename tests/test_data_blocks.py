@@ -21,8 +21,8 @@ def store(lengths, first=0, trained=None):
     """Documents of running numbers."""
     total = sum(lengths)
     ids = np.arange(first, first + total, dtype=np.uint16)
-    counts = Counts(len(lengths), total, total)
-    mask = None if trained is None else np.array(trained, bool)
+    mask = np.ones(total, bool) if trained is None else np.array(trained, bool)
+    counts = Counts(len(lengths), total, int(mask.sum()), int((~mask).sum()))
     return in_memory([Encoded(ids, np.array(lengths), mask, np.empty(0, np.uint64), counts)], np.uint16)
 
 

@@ -77,7 +77,8 @@ def test_tokens_and_masks_are_those_of_trl(tmp_path, case):
     ids = torch.from_numpy(found.ids.astype("int64")).split(found.lengths.tolist())
     assert [row.tolist() for row in ids] == wanted
     if everything:
-        assert found.trained is None
+        assert found.trained.size == found.ids.size
+        assert found.trained.all()
         assert all(all(mask) for mask in masks)
     else:
         assert found.trained.tolist() == [one for mask in masks for one in mask]

@@ -6,11 +6,12 @@ import torch
 from edkm_cli import self_text as self_text_module
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
+from edkm_cli.data import store_of
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_linears, bfloat16_products
 from edkm_cli.preflight import plan_run
-from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, store_of, write_text
+from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, write_text
 from families import family
 from helpers import byte_tokenizer, tiny_llama
 
@@ -83,7 +84,7 @@ def test_what_was_written_is_read_the_second_time(tmp_path, monkeypatch):
 
 def test_a_store_of_it_has_a_document_for_each_sequence():
     text = torch.arange(12).view(3, 4)
-    store = store_of(text)
+    store = store_of(text.numpy())
     assert (len(store), store.ends.tolist(), store.counts.trained) == (12, [4, 8, 12], 12)
     assert store.ids(4, 8).tolist() == [4, 5, 6, 7]
 

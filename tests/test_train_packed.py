@@ -58,7 +58,7 @@ def documents():
 def packed_blocks(size=24):
     lengths, total = np.array(LENGTHS), sum(LENGTHS)
     ids = np.concatenate(documents()).astype(np.uint16)
-    encoded = Encoded(ids, lengths, None, np.empty(0, np.uint64), Counts(len(lengths), total, total))
+    encoded = Encoded(ids, lengths, np.ones(total, bool), np.empty(0, np.uint64), Counts(len(lengths), total, total))
     return Blocks(in_memory([encoded], np.uint16), size, seed=0, packing=True)
 
 

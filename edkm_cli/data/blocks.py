@@ -5,7 +5,7 @@ A sequence is cut from the running text, or packed of whole documents by best-fi
 models arXiv 2404.10830): each document, the longest first, goes into the fullest sequence that still has room for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edkm_cli.data.encode import Counts
 from edkm_cli.data.sources import DROP, SPLIT
-from edkm_cli.data.store import TokenStore
+from edkm_cli.data.store import TokenStore, store_of
 from edkm_cli.errors import UserError
 
 NO_LABEL = -1
@@ -70,8 +69,10 @@ class Blocks:
 
         Raises UserError where there is not one sequence.
         """
-        stores, self._length = _stores(tokens), sequence_length
-        self._packing, self._cycle = packing, cycle
+        if isinstance(tokens, Tensor):
+            tokens = store_of(tokens[None].numpy())
+        stores = [tokens] if isinstance(tokens, TokenStore) else list(tokens)
+        self._length, self._packing, self._cycle = sequence_length, packing, cycle
         self._sources = [
             Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
             for together in ([stores] if weights is None else [[store] for store in stores])
@@ -129,14 +130,6 @@ class Blocks:
 def _shuffled(seed: int, count: int, number: int) -> Tensor:
     """The order of so many things that has this number."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed + number))
-
-
-def _stores(tokens: Tensor | TokenStore | Sequence[TokenStore]) -> list[TokenStore]:
-    if isinstance(tokens, Tensor):
-        count = tokens.numel()
-        ends = np.array([count], np.int64)
-        tokens = TokenStore(tokens.numpy(), None, ends, np.empty(0, np.uint64), Counts(1, count, count))
-    return [tokens] if isinstance(tokens, TokenStore) else list(tokens)
 
 
 def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
@@ -257,7 +250,7 @@ class Sequences:
     def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str, padding: int):
         self._stores, self._length, self._packing, self._padding = stores, length, packing, padding
         self._starts = np.cumsum([0, *map(len, stores)])
-        self.has_masks = any(store.has_masks for store in stores)
+        self.has_masks = any(store.counts.masked for store in stores)
         ends = np.concatenate([store.ends + start for store, start in zip(stores, self._starts, strict=False)])
         self.layout = (packed_layout if packing else plain_layout)(ends, length, long_records)
         if not len(self.layout):
@@ -278,19 +271,14 @@ class Sequences:
         at = 0
         for start, length in self.layout.slices(index):
             end = at + length
-            ids[at:end] = self._read(TokenStore.ids, start, start + length)
-            learnt[at:end] = self._read(TokenStore.trained, start, start + length)
+            for store, first in zip(self._stores, self._starts.tolist(), strict=False):
+                low, high = max(start - first, 0), min(start + length - first, len(store))
+                if low < high:
+                    here = slice(at + first + low - start, at + first + high - start)
+                    ids[here], learnt[here] = store.ids(low, high), store.trained(low, high)
             positions[at:end] = np.arange(length)
             if self._packing:
                 learnt[at] = False  # a document's first token has nothing that it follows from
             at = end
         positions[at:] = np.arange(self._length - at)
         return ids, learnt, positions
-
-    def _read(self, what: Callable[[TokenStore, int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
-        parts = []
-        for store, first in zip(self._stores, self._starts, strict=False):
-            low, high = max(start - int(first), 0), min(stop - int(first), len(store))
-            if low < high:
-                parts.append(what(store, low, high))
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]

@@ -1,6 +1,6 @@
 """Documents -> token ids, with which of them are learnt; a part of a source at a time, alike in every process."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of some documents: `ids` (tokens,), `lengths` of the documents, `trained` (tokens,) bool or None where all
-    are learnt, and `marks`, sorted 64-bit digests of documents and long lines."""
+    """Tokens of some documents: `ids` (tokens,), `lengths` of the documents, `trained` (tokens,) bool, which of them are
+    learnt, and `marks`, sorted 64-bit digests of documents and long lines."""
 
     ids: np.ndarray
     lengths: np.ndarray
-    trained: np.ndarray | None
+    trained: np.ndarray
     marks: np.ndarray
     counts: Counts
 
@@ -63,21 +63,21 @@ class Encoder:
     def encode(self, part: Part) -> Encoded:
         """Raises UserError for a record that cannot be used."""
         if part.joint is None:
-            encoded = self._documents(part)
-        else:  # a piece of a running text: nothing is put between it and the next
-            texts = part.load()
-            ids = [*(self._begin if part.begins else []), *self._ids(texts)[0], *(self._end if part.ends else [])]
-            encoded = self._encoded(texts, [np.asarray(ids, self.dtype)], [np.ones(len(ids), bool)])
-        return replace(encoded, counts=encoded.counts + Counts(held_out=part.held_out))
+            return self._documents(part)
+        texts = part.load()  # a piece of a running text: nothing is put between it and the next
+        ids = [*(self._begin if part.begins else []), *self._ids(texts)[0], *(self._end if part.ends else [])]
+        return self._encoded(part, texts, [np.asarray(ids, self.dtype)], [np.ones(len(ids), bool)])
 
-    def _encoded(self, texts: list[str], ids: list[np.ndarray], trained: list[np.ndarray], empty: int = 0) -> Encoded:
-        """Put together: the ids of each text, and which of them are learnt."""
+    def _encoded(
+        self, part: Part, texts: list[str], ids: list[np.ndarray], trained: list[np.ndarray], empty: int = 0
+    ) -> Encoded:
+        """Put together: the ids of each text of a part, and which of them are learnt."""
         lengths = np.array([row.size for row in ids], np.int64)
         joined = np.concatenate([np.empty(0, self.dtype), *ids])
         mask = np.concatenate([np.empty(0, bool), *trained])
         total, count = mask.size, int(mask.sum())
-        counts = Counts(len(ids), total, count, total - count, empty)
-        return Encoded(joined, lengths, None if count == total else mask, marks(texts, sampled=self.sampled), counts)
+        counts = Counts(len(ids), total, count, total - count, empty, part.held_out)
+        return Encoded(joined, lengths, mask, marks(texts, sampled=self.sampled), counts)
 
     def _documents(self, part: Part) -> Encoded:
         """Each with what begins and ends one, unless a chat template has put it in."""
@@ -96,7 +96,7 @@ class Encoder:
                 learns_begin = np.full(begin.size, document.answers is None)
                 trained[index] = np.concatenate([learns_begin, trained[index], np.ones(last.size, bool)])
                 ids[index] = np.concatenate([begin, ids[index], last])
-        return self._encoded([document.text for document in documents], ids, trained, empty)
+        return self._encoded(part, [document.text for document in documents], ids, trained, empty)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Tokens of each text, without what begins and ends one."""

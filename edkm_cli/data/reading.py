@@ -211,10 +211,7 @@ def wikitext_rows(text: str) -> list[str]:
     >>> wikitext_rows("A title\\n\\nA paragraph.\\n")
     ['A title\\n', '', 'A paragraph.\\n']
     """
-    rows = text.split("\n")
-    last = rows.pop()
-    rows = [row + "\n" if row.strip() else "" for row in rows]
-    return [*rows, last if last.strip() else ""] if last else rows
+    return [row if row.strip() else "" for row in io.StringIO(text, newline="\n")]
 
 
 def batched(records: Iterable[Any], where: str, *, option: str = "--data") -> Iterator[Part]:

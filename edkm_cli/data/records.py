@@ -18,15 +18,14 @@ _ALPACA_PROMPT = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:\n"
 )
-# ShareGPT's names for those who speak, by the roles that chat templates know.
-_SPEAKERS = {
-    "system": ("system",),
-    "developer": ("developer",),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
+# ShareGPT's names for those who speak -> the roles that chat templates know.
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
 _CHATS = ("messages", "conversations", "conversation")
 
 Span = tuple[int, int]
@@ -38,7 +37,7 @@ class Document:
     it is to be learnt. `templated`: a chat template has put the special tokens in."""
 
     text: str
-    answers: tuple[tuple[int, int], ...] | None = None
+    answers: tuple[Span, ...] | None = None
     templated: bool = False
 
 
@@ -85,8 +84,6 @@ def render(
     Raises UserError for a record of no known kind, and where a chat template is missing or refuses it.
     """
     content = _content_of(record, where, column)
-    if content is None:
-        return []
     documents = [content] if isinstance(content, Document) else _rendered(content, record, where, tokenizer, whole)
     # Halves of surrogate pairs, which JSON can hold and UTF-8 cannot, are replaced.
     clean = [(one, one.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")) for one in documents]
@@ -96,21 +93,20 @@ def render(
 def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
     if not chat.messages:
         return []
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None):
         rule = f"{where} is a conversation, but the model's tokenizer has no chat template"
         raise UserError(f"{rule}; use an instruction-tuned model, or records with 'prompt' and 'completion'")
     tools = record.get("tools") or None
     try:
         if whole:
             return [Document(render_text(tokenizer, chat.messages, tools), templated=True)]
-        rendered = render_chat(tokenizer, chat.messages, tools=tools, first_answer=chat.first_answer)
+        return render_chat(tokenizer, chat, tools)
     except TemplateError as error:
         raise UserError(f"the model's chat template cannot render {where}: {error}; mend or leave it out") from error
-    return [Document(text, answers, templated=True) for text, answers in rendered]
 
 
-def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat | None:
-    """What a record holds; None where it is of a known kind, and null."""
+def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat:
+    """What a record holds; no messages where it is of a known kind, and null."""
     if isinstance(record, str):
         return Document(record)
     if not isinstance(record, Mapping):
@@ -141,7 +137,7 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
     if record.get("text") is not None:
         return Document(_text(record["text"], "text", where))
     if known:
-        return None
+        return _Chat([])
     raise UserError(
         "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion', or Alpaca's "
         f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column"
@@ -152,12 +148,12 @@ def _fields(record: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, list(record)[:12])) or "no fields"
 
 
-def _text(value: Any, name: str, where: str) -> str:
+def _text(value: Any, name: str, where: str, *, of: str = "record") -> str:
     """A field as text; null is empty. Raises UserError for anything else."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{name!r} of a record must be a text, but in {where} it is a {type(value).__name__}")
+        raise UserError(f"{name!r} of a {of} must be a text, but in {where} it is a {type(value).__name__}")
     return value
 
 
@@ -189,40 +185,37 @@ def _content(value: Any, where: str) -> str | None:
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
             raise UserError(f"messages must be text, but one in {where} has parts of another kind; leave it out")
         return "".join(part["text"] for part in value)
-    if value is not None and not isinstance(value, str):
-        raise UserError(f"'content' of a message must be a text, but in {where} it is a {type(value).__name__}")
-    return value
+    return None if value is None else _text(value, "content", where, of="message")
 
 
 class TemplateError(Exception):
     """A conversation that the template does not take, or whose answers cannot be found in its text."""
 
 
-def render_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any = None, first_answer: int = 0
-) -> list[tuple[str, tuple[Span, ...]]]:
-    """(text, the answers' spans in it) of a conversation: one, or one for each answer where the template writes an
+def render_chat(tokenizer: Any, chat: _Chat, tools: Any) -> list[Document]:
+    """The text of a conversation with its answers: one, or one for each answer where the template writes an
     answer in another way once the conversation has gone on (as reasoning models' do: they leave out old thoughts).
 
     An answer ends with what ends its turn. Turns before `first_answer`, empty ones, and those with a `weight` of 0 are
     prompt. Raises TemplateError.
     """
+    messages = chat.messages
     whole = render_text(tokenizer, messages, tools)
     assistant = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    turns = [index for index in assistant if index >= first_answer and _is_answer(messages[index])]
+    turns = [index for index in assistant if index >= chat.first_answer and _is_answer(messages[index])]
     marked = _generation_spans(tokenizer, messages, tools, whole)
     if marked is not None and (len(marked) == len(assistant) or len(turns) == len(assistant)):
         if len(turns) < len(assistant):
             marked = [span for index, span in zip(assistant, marked, strict=True) if index in turns]
-        return [(whole, tuple(marked))]
+        return [Document(whole, tuple(marked), templated=True)]
     spans, texts = [], []
     for index in turns:
         after = render_text(tokenizer, messages[: index + 1], tools)
         spans.append((_prompt_length(tokenizer, messages[:index], tools, after), len(after)))
         texts.append(after)
     if all(whole.startswith(text) for text in texts):
-        return [(whole, tuple(spans))]
-    return [(text, (span,)) for text, span in zip(texts, spans, strict=True)]
+        return [Document(whole, tuple(spans), templated=True)]
+    return [Document(text, (span,), templated=True) for text, span in zip(texts, spans, strict=True)]
 
 
 def _is_answer(turn: dict[str, Any]) -> bool:

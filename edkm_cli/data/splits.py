@@ -144,8 +144,7 @@ def read_split(source: Source, split: str, options: TextSettings = TextSettings(
     if source.needs_model:
         raise UserError(f"{source} is text that the model writes, of which nothing is held out; give --eval-data")
     if source.kind == "hub":
-        parts, is_apart = _hub_parts(source, split, options)
-        return parts if is_apart or split == ALL else _divided(parts, split, source)
+        return _hub_parts(source, split, options)
     if source.kind == "builtin":
         text = Part(source.name, records=builtin_texts(source.name), joint="\n\n", begins=True)
         return _divided(iter([text]), split, source)
@@ -157,8 +156,8 @@ def read_split(source: Source, split: str, options: TextSettings = TextSettings(
     return _divided(parts, split, source)
 
 
-def _hub_parts(source: Source, split: str, options: TextSettings) -> tuple[Iterator[Part], bool]:
-    """The parts of a hub set, and whether it has a split of its own for what is measured."""
+def _hub_parts(source: Source, split: str, options: TextSettings) -> Iterator[Part]:
+    """The parts of a hub set: of a split of its own for what is measured, or divided where it has none."""
     is_small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
     streaming = not is_small if options.streaming is None else options.streaming
     measured = held_out_split(source) if split != ALL else None
@@ -166,8 +165,9 @@ def _hub_parts(source: Source, split: str, options: TextSettings) -> tuple[Itera
     rows = hub_rows(source, chosen, streaming=streaming)
     if source.name == WIKITEXT2:
         texts = [row["text"] for row in rows]
-        return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)]), True
-    return batched(rows, source.name, option=source.option), measured is not None
+        return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)])
+    parts = batched(rows, source.name, option=source.option)
+    return parts if measured is not None or split == ALL else _divided(parts, split, source)
 
 
 def builtin_texts(name: str = BUILTIN) -> list[str]:

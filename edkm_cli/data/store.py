@@ -42,11 +42,6 @@ class TokenStore:
     counts: Counts
     sampled: bool = False
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether some tokens are seen and not learnt."""
-        return self._trained is not None
-
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -71,12 +66,19 @@ def in_memory(parts: list[Encoded], dtype: Any) -> TokenStore:
     """A store of what has been encoded."""
     tokens = np.concatenate([np.empty(0, dtype), *(part.ids for part in parts)])
     lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
-    trained = None
-    if any(part.trained is not None for part in parts):
-        masks = [np.ones(part.ids.size, bool) if part.trained is None else part.trained for part in parts]
-        trained = np.packbits(np.concatenate(masks), bitorder="little")
+    counts = sum((part.counts for part in parts), Counts())
+    masks = [part.trained for part in parts]
+    trained = np.packbits(np.concatenate(masks), bitorder="little") if counts.masked else None
     marks = np.unique(np.concatenate([np.empty(0, np.uint64), *(part.marks for part in parts)]))
-    return TokenStore(tokens, trained, np.cumsum(lengths), marks, sum((part.counts for part in parts), Counts()))
+    return TokenStore(tokens, trained, np.cumsum(lengths), marks, counts)
+
+
+def store_of(texts: np.ndarray) -> TokenStore:
+    """A store of token ids (documents, length) of which all are learnt, without marks."""
+    count, length = texts.shape
+    ends = np.arange(1, count + 1, dtype=np.int64) * length
+    counts = Counts(documents=count, tokens=texts.size, trained=texts.size)
+    return TokenStore(texts.reshape(-1), None, ends, np.empty(0, np.uint64), counts)
 
 
 class StoreWriter:
@@ -94,8 +96,7 @@ class StoreWriter:
         self._files[TOKENS].write(part.ids.astype(self._dtype).tobytes())
         ends = self.counts.tokens + np.cumsum(part.lengths)
         self._files[ENDS].write(ends.astype("<i8").tobytes())
-        learnt = np.ones(part.ids.size, bool) if part.trained is None else part.trained
-        bits = np.concatenate([self._bits, learnt])
+        bits = np.concatenate([self._bits, part.trained])
         whole = bits.size // 8 * 8
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
         self._bits = bits[whole:]

@@ -26,7 +26,7 @@ from edkm_cli.hf import load
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text, store_of
+from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text
 from edkm_cli.settings import part_of
 from edkm_cli.train.teacher import RememberedTeacher, remember
 
@@ -158,7 +158,7 @@ class Session:
 
     def take_text(self, text: Tensor) -> None:
         """Take up a text that a model has written, (sequences, length) token ids."""
-        self.text, self.data = text, self.data.with_written(store_of(text))
+        self.text, self.data = text, self.data.with_written(data.store_of(text.numpy()))
         self._overlap = data.overlaps(self.data, self._documents, say=lambda line: None)
 
     def measure_original(self, layers: Layers) -> None:

@@ -174,7 +174,8 @@ def initialize(
     ends = [swap.name for swap in rounded_embeddings(recipe.swaps).values()]
     if begun is None:
         options: dict[str, Any] = {"kind": recipe.importance, "moments": ends, "world": world, "track": track}
-        names, take = [swap.name for swap in recipe.clustered], tables.add if build is None else _leave
+        # A model that is built anew has no part whose weights are whole yet.
+        names, take = [swap.name for swap in recipe.clustered], tables.add if build is None else lambda *_: None
         importance = steps.collect(layers, names, list(calibration), take, by_layer=by_layer, **options)
         bits = tables.choose()
     recipe = tables.recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
@@ -204,7 +205,7 @@ def initialize(
         if not by_layer:
             tables.swap("", model)
     if kept is not None:
-        _go_on(kept, begun, layers, tables)
+        _go_on(kept, begun, bits, layers, tables)
     if fitting is not None and recipe.passes is None:
         steps.compensate(model, list(fitting), world=world, track=track)
     elif fitting is not None:
@@ -216,12 +217,11 @@ def initialize(
     return model
 
 
-def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: "Tables") -> None:
+def _go_on(kept: KeptStart, begun: Begun | None, bits: dict[str, int], layers: Layers, tables: "Tables") -> None:
     """Keep what comes before the layers; or take it, and the layers that are done, from what is kept."""
     model, inside = layers.model, tuple(f"{path}." for path in layers.paths)
     outside = {name: value for name, value in tensors_of(model).items() if not name.startswith(inside)}
     if begun is None:
-        bits = {swap.name: tables.recipe.spec.bits_of(swap.name) for swap in tables.recipe.clustered}
         kept.begin({**tables.named(), **outside}, bits)
         return
     done, _, tensors, _ = begun
@@ -234,10 +234,6 @@ def _go_on(kept: KeptStart, begun: Begun | None, layers: Layers, tables: "Tables
         hold(layer)
         layers.stay(path)
         kept.fill(layer, path)
-
-
-def _leave(path: str, part: nn.Module, importance: dict[str, Tensor]) -> None:
-    """In place of `Tables.add`, for a part whose weights are not whole yet."""
 
 
 class Tables:
@@ -269,8 +265,7 @@ class Tables:
             starts = self._start(weight, recipe.clustering.grid, widths, **options)
             by_bits = dict(zip(widths, starts, strict=True))
             if len(widths) > 1:
-                rises = world.on_main(partial(rises_of, name, weight, weighing, recipe.spec, by_bits))
-                self._rises[name] = {int(bits): rise for bits, rise in rises.items()}
+                self._rises[name] = world.on_main(partial(rises_of, name, weight, weighing, recipe.spec, by_bits))
             self._candidates[name] = {bits: start.cpu() for bits, start in by_bits.items()}
             if weighing is not None and recipe.centroid_weighting == "importance" and not recipe.clustering.trains_luts:
                 relative = relative_importance(weighing, weight, granularity=granularity, layer=name)

@@ -143,9 +143,8 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
 
 def gets_too_few(layer: LutLayer) -> bool:
     """Whether this is an expert's matrix that too few tokens reach to compensate it, or to train it on them."""
-    if layer.tokens is None or layer.tokens.is_meta:
-        return False
-    return int(layer.tokens) < layer.in_features * _LEAST_TOKENS_A_COLUMN
+    least = layer.in_features * _LEAST_TOKENS_A_COLUMN
+    return layer.tokens is not None and not layer.tokens.is_meta and int(layer.tokens) < least
 
 
 def few_tokens(model: nn.Module, say: Callable[[str], None]) -> dict[str, int]:

@@ -112,14 +112,6 @@ class _Collector:
         return found
 
 
-@contextmanager
-def _collecting(*about: Any) -> Iterator[_Collector]:
-    collector = _Collector(*about)
-    linears = [layer for layer in about[0].values() if isinstance(layer, nn.Linear)]
-    with hooked(linears, collector.see, after=True):
-        yield collector
-
-
 def collect(
     layers: Layers,
     names: list[str],
@@ -161,14 +153,22 @@ def collect(
 How = tuple[str, World, Sequence[str]]  # kind, world and moments of `collect`
 
 
+@contextmanager
+def _collecting(model: Any, names: Sequence[str], how: How) -> Iterator[_Collector]:
+    layers = {name: model.get_submodule(name) for name in names}
+    collector = _Collector(layers, *how)
+    linears = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
+    with hooked(linears, collector.see, after=True):
+        yield collector
+
+
 def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, track: Track) -> dict[str, Tensor]:
     kind, world, moments = how
-    layers = {name: model.get_submodule(name) for name in (*names, *moments)}
     turns = world.turns(batches)
-    with _collecting(layers, *how) as collector, frozen(model), evaluating(model), bfloat16_products():
-        for batch, collector.counts in track(turns, "calibration", len(turns)):
-            _run(model, batch.to(world.device), kind, collector)
-    return collector.means(sum(batch.numel() for batch in batches))
+    with _collecting(model, (*names, *moments), how) as sums, frozen(model), evaluating(model), bfloat16_products():
+        for batch, sums.counts in track(turns, "calibration", len(turns)):
+            _run(model, batch.to(world.device), kind, sums)
+    return sums.means(sum(batch.numel() for batch in batches))
 
 
 def _by_layer(
@@ -187,8 +187,7 @@ def _by_layer(
     inputs, model = HiddenStates(), layers.model
 
     def collector(path: str) -> AbstractContextManager[_Collector]:
-        inside = [name for name in names if name.startswith(f"{path}.")] if path else moments
-        return _collecting({name: model.get_submodule(name) for name in inside}, *how)
+        return _collecting(model, [name for name in names if name.startswith(f"{path}.")], how)
 
     with frozen(model), evaluating(model), bfloat16_products():
         with torch.no_grad():
@@ -203,10 +202,9 @@ def _by_layer(
                 if not gradient:
                     take(path, layer, sums.means(tokens))
             next(progress, None)
-        with collector("") as sums:
-            for index, (batch, sums.counts) in enumerate(turns):
-                hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=sums)
-            found = sums.means(tokens)
+        with _collecting(model, moments, how) as ends:
+            for index, (batch, ends.counts) in enumerate(turns):
+                hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=ends)
         for path, call in reversed(calls) if gradient else ():
             entered = [inputs.pop() for _ in turns][::-1]
             with layers.whole(path) as layer, collector(path) as sums:
@@ -217,12 +215,10 @@ def _by_layer(
                     hidden[index] = torch.autograd.grad(output, start, hidden[index])[0]
                 take(path, layer, sums.means(tokens))
             next(progress, None)
-        with collector("") as sums:
-            for index, (batch, sums.counts) in enumerate(turns if gradient else ()):
-                scale = _scale_of_rows(model.get_input_embeddings().weight, batch, entered[index])
-                sums.see_entering(hidden[index] * scale)
-            found |= sums.means(tokens)
-    return found
+        for index, (batch, ends.counts) in enumerate(turns if gradient else ()):
+            scale = _scale_of_rows(model.get_input_embeddings().weight, batch, entered[index])
+            ends.see_entering(hidden[index] * scale)
+    return ends.means(tokens)
 
 
 def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bool, sums: _Collector) -> Tensor:

@@ -17,7 +17,6 @@ need: tables and rounded embeddings, and the hidden states of the text at the en
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from edkm_cli.distributed import World, assign
 from edkm_cli.errors import UserError
 from edkm_cli.files import sha256_of, sync, write_json
 from edkm_cli.model_files import save_tensors
-from edkm_cli.nn.clustered import ClusteredLinear
+from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.hooks import decoder_layers
 
 STATE = "state.json"
@@ -54,8 +53,8 @@ class KeptStart:
         if self._world.main:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
-            self._progress = {"files": {}, "module_bits": module_bits, "layers": 0}
-            self._save({_BEGUN: tensors})
+            self._progress["module_bits"] = module_bits
+            self._save({_BEGUN: {**tensors, _RANDOM: torch.get_rng_state()}})
 
     def add(self, path: str, layer: nn.Module, states: dict[str, Tensor]) -> None:
         """Keep a layer that is done, and what the next one goes on from."""
@@ -63,7 +62,7 @@ class KeptStart:
             done = self._progress["layers"]
             self._progress["files"].pop(f"states.{done}.safetensors", None)
             self._progress["layers"] = done + 1
-            held = {f"{path}.{name}": tensor for name, tensor in tensors_of(layer).items() if name != _RANDOM}
+            held = {f"{path}.{name}": tensor for name, tensor in tensors_of(layer).items()}
             self._save({path: held, f"states.{done + 1}": {**states, _RANDOM: torch.get_rng_state()}})
             (self.directory / f"states.{done}.safetensors").unlink(missing_ok=True)
 
@@ -71,7 +70,6 @@ class KeptStart:
         for name, tensors in files.items():
             path = self.directory / f"{name}.safetensors"
             save_tensors(path, tensors)
-            sync(path)
             self._progress["files"][path.name] = sha256_of(path)
         write_json(self.directory / _PROGRESS, self._progress)
         sync(self.directory)
@@ -108,13 +106,12 @@ class KeptStart:
             if not files:
                 shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True, exist_ok=True)
-        tensors = tensors_of(model)
+        tensors = {**tensors_of(model), _RANDOM: torch.get_rng_state()}
         names_of = _files(model, tensors)
         for file in [file for file in names_of if file not in files]:
             path = self.directory / file
             save_tensors(path, {name: tensors[name] for name in names_of[file]}, self._world)
             if self._world.main:
-                sync(path)
                 files[file] = sha256_of(path)
         if self._world.main:
             whole = {file: files[file] for file in names_of}
@@ -127,9 +124,10 @@ class KeptStart:
     def fill(self, model: nn.Module, path: str = "") -> None:
         """Give a model of the same modules, or its layer at `path`, what was kept. UserError where one is missing."""
         state: Any = {"files": [f"{path}.safetensors"]} if path else self.state()
-        for layer in (module for module in model.modules() if isinstance(module, ClusteredLinear)):
+        for layer in clustered_layers(model).values():
             layer.importance = None
-        materialize(model, self._world.device)
+        if not self._world.sharded:  # room for the tensors of layers that are in a model's files until then
+            model._apply(lambda one: torch.empty_like(one, device=self._world.device) if one.is_meta else one)
         tensors = tensors_of(model)
         for stored, value in self._read(state["files"]):
             name = stored.removeprefix(f"{path}.")
@@ -142,9 +140,8 @@ class KeptStart:
                 raise UserError(f"{self.directory} is of another model: {name} does not fit; start without --resume")
             else:
                 assign(tensors.pop(name), value.to(self._world.device))
-        missing = sorted(set(tensors) - {_RANDOM})
-        if missing:
-            raise UserError(f"{self.directory} must hold {missing[0]}, but does not; start again without --resume")
+        if tensors:
+            raise UserError(f"{self.directory} must hold {min(tensors)}, but does not; start again without --resume")
 
     def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for file in files:
@@ -154,33 +151,15 @@ class KeptStart:
 def read_whole(path: Path, world: World) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each tensor of a file, read by the first process and handed to all, in host memory, by name."""
     opened: Any = safe_open(path, framework="pt") if world.main else None
-    names = sorted(opened.keys()) if opened else []
-    for name in world.on_main(partial(list, names)):
+    for name in world.on_main(lambda: sorted(opened.keys())):
         yield name, world.broadcast_whole(opened.get_tensor(name) if opened else None)
 
 
-def materialize(model: nn.Module, device: str) -> None:
-    """Room for the tensors that are on the meta device: of a model whose layers are in its files."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                room = torch.empty_like(parameter, device=device)
-                module.register_parameter(name, nn.Parameter(room, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (shared ones once) and the buffers that are state, by name, and the state of the random numbers."""
+    """Parameters (shared ones once) and the buffers that are state, by name."""
+    state = model.state_dict()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in state}
-    return {**tensors, _RANDOM: torch.get_rng_state()}
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def _files(model: Any, tensors: dict[str, Tensor]) -> dict[str, list[str]]:

@@ -103,8 +103,7 @@ class Layers:
     def calls(self, ids: Tensor) -> list[LayerCall]:
         """What each layer is called with, for texts (batch, sequence): the hidden states of all but the first are those
         that enter the first. No layer computes anything."""
-        layers = [self.model.get_submodule(path) for path in self.paths]
-        with self._passing_on(ids, lambda hidden: hidden):
+        with self._passing_on(ids, lambda hidden: hidden) as layers:
             return layer_calls(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), layers)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -130,7 +129,8 @@ class Layers:
         return bool(self._tuples)
 
     @contextmanager
-    def _passing_on(self, ids: Tensor, give: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _passing_on(self, ids: Tensor, give: Callable[[Tensor], Tensor]) -> Iterator[list[nn.Module]]:
+        """Inside, the layers give what `give` makes of the hidden states that enter them."""
         tuples = self._give_tuples(ids)
         layers = [self.model.get_submodule(path) for path in self.paths]
 
@@ -141,7 +141,7 @@ class Layers:
         for layer in layers:
             layer.forward = forward  # type: ignore[method-assign]
         try:
-            yield
+            yield layers
         finally:
             for layer in layers:
                 del layer.forward

@@ -29,7 +29,7 @@ from edkm_cli.initialize.compensate import Compensation, gets_too_few
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import LayerCall, changed, hooked
+from edkm_cli.nn.hooks import LayerCall, changed, evaluating, hooked
 from edkm_cli.precision import bfloat16_products, multiplies_bfloat16
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import Experts
@@ -82,42 +82,39 @@ def reconstruct(
     """
     layers = layers or Layers(model)
     texts = [batch.to(world.device) for batch in batches]
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), bfloat16_products():
+    with evaluating(model), torch.no_grad(), bfloat16_products():
         calls = layers.calls(texts[0])
         exact = HiddenStates(layers.calls(text)[0].hidden for text in texts)
         compressed = exact.some()  # (texts, sequence, hidden)
-    if states is not None:
-        exact = HiddenStates(states["exact"].to(world.device).split(1))
-        compressed = states["compressed"].to(world.device)
-    order = torch.Generator().manual_seed(seed)
-    for _ in range(done):
-        list(_picks(texts, passes, order))
-    todo = list(zip(layers.paths, calls, strict=True))[done:at_most_layers]
-    for path, call in track(todo, "reconstruction", len(todo)):
-        with layers.whole(path) as layer, bfloat16_products():
-            begin(path, layer)
-            block = _Block(layer, call)
-            corrections = Corrections(block.module, block.layers)
-            exact = block.exact_outputs(exact, corrections)
-            corrections.weigh(exact)
-            entering = compressed
-            compressed = block.compensate(entering, corrections, compensating(world, corrections))
-            picks = [*_picks(texts, passes, order)][:at_most_steps]
-            if picks:
-                block.fit(entering, exact, picks)
-                for parameter in block.module.parameters():
-                    world.broadcast(parameter.data)  # processors may differ in the last bit
-                del compressed
-                compressed = block.outputs(entering)
-            end(path, layer, {"exact": exact.some(), "compressed": compressed})
-            del block, corrections, entering  # before the next layer is read
-    model.train(was_training)
+        if states is not None:
+            exact = HiddenStates(states["exact"].to(world.device).split(1))
+            compressed = states["compressed"].to(world.device)
+        order = torch.Generator().manual_seed(seed)
+        for _ in range(done):
+            list(_picks(texts, passes, order))
+        todo = list(zip(layers.paths, calls, strict=True))[done:at_most_layers]
+        for path, call in track(todo, "reconstruction", len(todo)):
+            with layers.whole(path) as layer:
+                begin(path, layer)
+                block = _Block(layer, call)
+                corrections = Corrections(block.module, block.layers)
+                exact = block.exact_outputs(exact, corrections)
+                corrections.weigh(exact)
+                entering = compressed
+                compressed = block.compensate(entering, corrections, compensating(world, corrections))
+                picks = [*_picks(texts, passes, order)][:at_most_steps]
+                if picks:
+                    block.fit(entering, exact, picks)
+                    for parameter in block.module.parameters():
+                        world.broadcast(parameter.data)  # processors may differ in the last bit
+                    del compressed
+                    compressed = block.outputs(entering)
+                end(path, layer, {"exact": exact.some(), "compressed": compressed})
+                del block, corrections, entering  # before the next layer is read
 
 
 class _Block:
-    """One decoder layer and how to call it."""
+    """One decoder layer and how to call it, where no gradients are asked for."""
 
     def __init__(self, module: nn.Module, call: LayerCall):
         self.module, self._call = module, call
@@ -131,7 +128,6 @@ class _Block:
         with torch.autocast(kind, torch.bfloat16) if rounds else nullcontext():
             return run(self.module, hidden, self._call)
 
-    @torch.no_grad()
     def exact_outputs(self, hidden: HiddenStates, corrections: Corrections) -> HiddenStates:
         """Of the layer with its weights as they are, which is on record then."""
         self.module.eval()
@@ -140,16 +136,13 @@ class _Block:
             with corrections.recording(), hooked(self._chosen, self._keep):
                 return HiddenStates(self._run(hidden[text]) for text in range(len(hidden)))
 
-    @torch.no_grad()
     def outputs(self, hidden: Tensor) -> Tensor:
         """Of the compressed layer, for all texts."""
-        self.module.eval()
         given = torch.empty_like(hidden)
         for text, output in zip(hidden.split(1), given.split(1), strict=True):
             output.copy_(self._run(text))
         return given
 
-    @torch.no_grad()
     def compensate(self, hidden: Tensor, corrections: Corrections, compensation: Callable[..., None]) -> Tensor:
         """`edkm_cli.initialize.compensate` on the inputs that the layer gets now; returns what it gives then."""
         exact = {experts: torch.cat(chosen) for experts, chosen in self._chosen.items() if chosen}

@@ -10,6 +10,7 @@ numbers of four bits (E2M1) share a power of two.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def build_sharded(
     model, reader, tied = _empty(source, dtype, trainable=trainable)
     blocks = decoder_layers(model)
     for path, block in blocks.items():
-        _read(block, f"{path}.", reader, dtype, world.device)
+        _read(reader, dtype, world.device, path, block)
         block.to(world.device)
         prepare(path, block)
         shard(block, world)
@@ -182,11 +183,7 @@ def open_layers(
     inside = tuple(f"{path}." for path in decoder_layers(model))
     _read_rest(model, reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
     model.config.dtype = dtype
-
-    def read(path: str, layer: nn.Module) -> None:
-        _read(layer, f"{path}.", reader, dtype, device)
-
-    return Layers(model.eval(), read)
+    return Layers(model.eval(), partial(_read, reader, dtype, device))
 
 
 def _empty(
@@ -213,10 +210,10 @@ def _empty(
     return model, reader, {name for name in tied if name not in reader}
 
 
-def _read(
-    module: nn.Module, prefix: str, reader: StoredModel, dtype: torch.dtype, device: str, leave: Any = ()
-) -> None:
-    """Fill the parameters that are still empty, all but those in `leave`, and the buffers that files hold."""
+def _read(reader: StoredModel, dtype: torch.dtype, device: str, path: str, module: nn.Module, leave: Any = ()) -> None:
+    """Fill the parameters of the module at `path` that are still empty, all but those in `leave`, and the buffers that
+    files hold."""
+    prefix = f"{path}." if path else ""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or prefix + name in leave:
             continue
@@ -224,29 +221,26 @@ def _read(
         if tensor.shape != parameter.shape:
             rule = f"{prefix}{name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
             raise UserError(f"{rule}; the weights do not belong to this config.json")
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
+        inside, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(inside)
         # A copy: where a file holds it at an odd address, some processors' products differ in the last bit.
         value = tensor.to(device, dtype, copy=True)
         setattr(owner, leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
-    for path, owner in module.named_modules():
-        for leaf, buffer in owner._buffers.items():
-            name = f"{prefix}{path}.{leaf}" if path else prefix + leaf
-            if buffer is not None and leaf not in owner._non_persistent_buffers_set and name in reader:
-                owner._buffers[leaf] = reader.get(name).to(buffer.device, buffer.dtype)  # a router's correction, say
+    state = module.state_dict()
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in state and prefix + name in reader:
+            buffer.data = reader.get(prefix + name).to(buffer.device, buffer.dtype)  # a router's correction, say
 
 
 def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype, device: str, *, leave: set[str]) -> None:
     """Fill what is left of a model but `leave`, on the device with its buffers. Raises UserError for a tensor that the model
     has no place for, but those that its family is known to carry."""
-    _read(model, "", reader, dtype, device, leave)
+    _read(reader, dtype, device, "", model, leave)
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
     strangers = [name for name in reader.strangers() if not ignored.search(name)]
     if strangers:
         rule = f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too"
         raise UserError(f"{rule}; check that config.json belongs to them")
     model.tie_weights()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
