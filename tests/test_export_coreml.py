@@ -85,6 +85,14 @@ def test_the_program_predicts_what_the_source_predicts(source, ids, tmp_path):
 
 
 @here
+@pytest.mark.parametrize("length", ["32", "1-32"])
+def test_the_programs_perplexity_is_the_sources(rows, length, tmp_path):
+    options = Options(sequence_length=length, verify="perplexity", context=32, max_windows=2)
+    result = export_model(rows, "coreml", tmp_path / "out", options=options)
+    assert result["perplexity"]["export"] == pytest.approx(result["perplexity"]["source"], rel=1e-2)
+
+
+@here
 def test_each_compressed_weight_is_one_table_operation_with_our_indices_and_entries(rows, tmp_path):
     export_model(rows, "coreml", tmp_path / "out", options=Options(sequence_length="32"))
     function, metadata = coreml._function(tmp_path / "out")

@@ -13,21 +13,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from edkm_cli.errors import UserError
 
 _LARGEST = 65504.0
 
 
-class Program:
+class Program(nn.Module):
     """A program as a causal LM: called with `input_ids` (1, tokens), it gives `logits`. With a cache, states start empty
     and `position` tokens came before."""
 
-    training = False
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, function: Any, length: int):
+        super().__init__()
         self._length, self._outputs = length, function.outputs
+        self.config = PretrainedConfig(vocab_size=int(function.outputs[0].shape[-1]))
+        self.register_buffer("place", torch.empty(0))  # where it computes: its constants are no state
         self._operations: list[Any] = []  # that compute
         self.states: dict[str, Tensor] = {}
         self._constants: dict[str, Any] = {}
@@ -42,14 +45,11 @@ class Program:
             else:
                 raise UserError(f"the program must consist of operations that it was written with, but holds {kind}")
 
-    def eval(self) -> "Program":
-        return self
-
-    def train(self, mode: bool = True) -> "Program":
-        return self
+    def get_input_embeddings(self) -> None:
+        """It has none of its own: the program is one part."""
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, *, position: int = 0, **_: Any) -> Any:
+    def forward(self, input_ids: Tensor, *, position: int = 0, **_: Any) -> Any:
         if position + input_ids.shape[1] > self._length:
             raise UserError(f"the program takes at most {self._length} tokens, got {position + input_ids.shape[1]}")
         values = {**self._constants, "input_ids": input_ids, "position": torch.tensor([position])}
