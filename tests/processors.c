@@ -46,9 +46,8 @@ static void keep_number(float x, int64_t dtype, void *to, int64_t at) {
 }
 
 static float value(const void *from, int64_t dtype, int64_t at) {
-    Matrix matrix = {from, dtype, 0};
     float x;
-    load_run(&matrix, at, 1, &x);
+    load_run(from, dtype, at, 1, &x);
     return x;
 }
 

@@ -114,8 +114,7 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
         y *= factor;
     }
     if (part->bias) {
-        Matrix matrix = {part->bias, part->bias_dtype};
-        load_run(&matrix, row, count, (float *)&bias);
+        load_run(part->bias, part->bias_dtype, row, count, (float *)&bias);
         y += bias;
     }
     int64_t stride = call->out_stride ? call->out_stride : part->rows;

@@ -148,17 +148,15 @@ static void add_floats(const Decoded *w, const char *x, int64_t vectors, int64_t
 
 /* A token, filled up with zeros. */
 INLINE void lay_out_row(const Call *call, const void *x, int64_t at, float *to) {
-    Matrix row = {x, call->out_dtype};
-    load_run(&row, at, call->columns, to);
+    load_run(x, call->out_dtype, at, call->columns, to);
     memset(to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
 }
 
 static void lay_out_floats(const Call *call, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to) {
-    Matrix rows = {x, call->out_dtype};
     for (int64_t end = column + 128; column < end; column += LANES, to = (char *)to + LANES * sizeof(vf)) {
         vf block[LANES] = {};
         for (int64_t n = 0; n < tokens && column < call->columns; n++)
-            load_run(&rows, n * x_row + column, smaller(LANES, call->columns - column), (float *)(block + n));
+            load_run(x, call->out_dtype, n * x_row + column, smaller(LANES, call->columns - column), (float *)(block + n));
         transpose(block);
         memcpy(to, block, sizeof block);
     }

@@ -44,8 +44,7 @@ static void finish_sums(const Call *call, const Part *part, int64_t row, int cou
         for (int r = 0; r < count; r++) sums[r] *= factor[r];
     }
     if (part->bias) {
-        Matrix matrix = {part->bias, part->bias_dtype};
-        load_run(&matrix, row, count, bias);
+        load_run(part->bias, part->bias_dtype, row, count, bias);
         for (int r = 0; r < count; r++) sums[r] += bias[r];
     }
     for (int i = 0; i < 8; i++) words[i] = (__m512i)_mm512_cvtne2ps_pbh(sums[i + 8], sums[i]);
