@@ -23,19 +23,13 @@ INLINE void attend(vf w, const float *c, int k, float scale, vi mask, vf *a) {
     for (int j = 0; j < k; j++) a[j] *= share;
 }
 
-/* attention times importance */
-INLINE void weigh(vf *a, const float *m, int k) {
-    vf mass = *(const vf *)m;
-    for (int j = 0; j < k; j++) a[j] *= mass;
-}
-
 INLINE void moments_block(const float *w, const float *m, int64_t count, const float *c, int k, float scale, double *shift, double *mass) {
     vf a[MAX_K], shifts[MAX_K], masses[MAX_K];
     for (int j = 0; j < k; j++) shifts[j] = masses[j] = (vf){};
     for (int64_t v = 0; v * LANES < count; v++) {
         vf x = *(const vf *)(w + v * LANES);
         attend(x, c, k, scale, valid(v, count), a);
-        if (m) weigh(a, m + v * LANES, k);
+        for (int j = 0; m && j < k; j++) a[j] *= *(const vf *)(m + v * LANES);
         for (int j = 0; j < k; j++) {
             masses[j] += a[j];
             shifts[j] += a[j] * (x - c[j]);
@@ -66,7 +60,7 @@ INLINE void backward_block(
         vf x = *(const vf *)(w + v * LANES), before = *(vf *)(g + v * LANES), mean = {}, grad = {}, direct = {};
         attend(x, c, k, scale, valid(v, count), a);
         for (int j = 0; j < k; j++) mean += a[j] * (soft ? splat(c[j]) : (x - moved[j]) * pull[j]);
-        if (m) weigh(a, m + v * LANES, k);
+        for (int j = 0; m && j < k; j++) a[j] *= *(const vf *)(m + v * LANES);
         for (int j = 0; j < k; j++) {
             vf d = x - c[j], u = soft ? splat(c[j]) : (x - moved[j]) * pull[j], of_u = soft ? before * a[j] : a[j];
             vf part = of_u * (u - mean) * d;
