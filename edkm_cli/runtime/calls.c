@@ -30,13 +30,12 @@ static PyObject *tensor_type, *dtypes[DTYPES], *grad_enabled, *modes;
 
 /* PyTorch's C interface for tensors in host memory (aoti_torch_*), which costs a third of `new_empty` from Python, and the
  * function that makes a Python object of a tensor. */
-typedef struct {
+static struct {
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **tensor);
     int32_t (*data_ptr)(void *tensor, void **address);
     int32_t (*drop)(void *tensor);
     PyObject *(*wrap)(const void *tensor);
-} Tensors;
-static Tensors tensors_of_torch;
+} torch;
 static int dtype_numbers[DTYPES], cpu_number;
 
 static PyObject *s_data_ptr, *s_dtype, *s_is_cpu, *s_shape, *s_is_contiguous, *s_requires_grad;
@@ -100,10 +99,9 @@ static PyObject *empty(int dtype, const int64_t *shape, int dimensions, int64_t 
         stride *= sizes[i];
     }
     void *tensor;
-    const Tensors *torch = &tensors_of_torch;
-    if (torch->empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) return PyErr_NoMemory();
-    PyObject *out = torch->data_ptr(tensor, address) ? NULL : torch->wrap(tensor);
-    torch->drop(tensor);
+    if (torch.empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) return PyErr_NoMemory();
+    PyObject *out = torch.data_ptr(tensor, address) ? NULL : torch.wrap(tensor);
+    torch.drop(tensor);
     return out || PyErr_Occurred() ? out : PyErr_NoMemory();
 }
 
@@ -131,16 +129,12 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
     uint64_t from = address_of(x);
     if (!from) return not_this_way();
     void *addresses[MOST_MATRICES];
-    PyObject *outs = PyList_New(self->count);
-    for (Py_ssize_t i = 0; outs && i < self->count; i++) {
-        PyObject *out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
-        if (!out) {
-            Py_DECREF(outs);
-            return NULL;
-        }
+    PyObject *outs = PyList_New(self->count), *out = outs;
+    for (Py_ssize_t i = 0; out && i < self->count; i++) {
+        out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
         PyList_SET_ITEM(outs, i, out);
     }
-    if (!outs || PyErr_Occurred()) {
+    if (!out || PyErr_Occurred()) {
         Py_XDECREF(outs);
         return NULL;
     }
@@ -201,7 +195,7 @@ static PyObject *products(PyObject *module, PyObject *arguments) {
 }
 
 /* setup(Tensor, (float32, bfloat16, float16), is_grad_enabled, depth of dispatch modes or None, addresses of the functions
- * in Tensors, PyTorch's numbers of the dtypes and of host memory) */
+ * in `torch`, PyTorch's numbers of the dtypes and of host memory) */
 static PyObject *setup(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *tensor, *given[DTYPES], *grad, *depth;
@@ -214,7 +208,7 @@ static PyObject *setup(PyObject *module, PyObject *arguments) {
     tensor_type = Py_NewRef(tensor), grad_enabled = Py_NewRef(grad);
     modes = depth == Py_None ? NULL : Py_NewRef(depth);
     for (int i = 0; i < DTYPES; i++) dtypes[i] = Py_NewRef(given[i]);
-    memcpy(&tensors_of_torch, at, sizeof at);
+    memcpy(&torch, at, sizeof at);
     Py_RETURN_NONE;
 }
 
