@@ -12,16 +12,22 @@ INLINE void put(float *to, vf x) { *(vfu *)to = (vfu)x; }
 
 /* LANES numbers of a dtype. */
 INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
-#if defined(__AVX512F__) && LANES == 16
-    const __m256i *words = (const __m256i *)((const uint16_t *)data + at);
-    if (dtype == BFLOAT16) return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(words)), 16);
-#elif defined(__AVX2__) && LANES == 8
-    const __m128i *words = (const __m128i *)((const uint16_t *)data + at);
-    if (dtype == BFLOAT16) return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(words)), 16);
-#endif
     vf x;
-    load_run(data, dtype, at, LANES, (float *)&x);
-    return x;
+    if (dtype == FLOAT32) return (vf)*(const vfu *)((const float *)data + at);
+    if (dtype == FLOAT16) {
+        load_run(data, dtype, at, LANES, (float *)&x);
+        return x;
+    }
+    const uint16_t *from = (const uint16_t *)data + at;
+#if defined(__AVX512F__) && LANES == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__) && LANES == 8
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    words bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vf)(__builtin_convertvector(bits, vu) << 16);
+#endif
 }
 
 /* out[i] = sum of the lanes of vectors[i], for LANES vectors. */
