@@ -10,10 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { DTYPES = 3, MOST_MATRICES = 8, MOST_DIMENSIONS = 8 };
-typedef int Kernel(
-    const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
-);
+#include "packed.h"
+
+typedef __typeof__(edkm_lut_linear) Kernel;
 
 typedef struct {
     PyObject_HEAD
@@ -23,7 +22,7 @@ typedef struct {
     uint64_t *addresses;           /* of the tensors, when the block was made */
     int64_t columns, most[DTYPES]; /* elements of x in float32, bfloat16, float16 up to which the kernel is the way */
     Py_ssize_t count;
-    int64_t rows[MOST_MATRICES];
+    int64_t rows[MOST_PARTS];
 } Products;
 
 static PyObject *tensor_type, *dtypes[DTYPES], *grad_enabled, *modes;
@@ -128,7 +127,7 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
         if (address_of(PyTuple_GET_ITEM(self->tensors, i)) != self->addresses[i]) return not_this_way();
     uint64_t from = address_of(x);
     if (!from) return not_this_way();
-    void *addresses[MOST_MATRICES];
+    void *addresses[MOST_PARTS];
     PyObject *outs = PyList_New(self->count), *out = outs;
     for (Py_ssize_t i = 0; out && i < self->count; i++) {
         out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
@@ -141,7 +140,7 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
     int failed;
     Py_BEGIN_ALLOW_THREADS
     failed = self->kernel(
-        PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses, 0
+        (void *)PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses, 0
     );
     Py_END_ALLOW_THREADS
     if (!failed) return outs;
@@ -178,7 +177,7 @@ static PyObject *products(PyObject *module, PyObject *arguments) {
             most + 1, most + 2
         ))
         return NULL;
-    if (PyTuple_GET_SIZE(rows) > MOST_MATRICES) return PyErr_Format(PyExc_ValueError, "at most %d matrices", MOST_MATRICES);
+    if (PyTuple_GET_SIZE(rows) > MOST_PARTS) return PyErr_Format(PyExc_ValueError, "at most %d matrices", MOST_PARTS);
     Products *self = PyObject_New(Products, &Type);
     if (!self) return NULL;
     Py_ssize_t held = PyTuple_GET_SIZE(tensors);

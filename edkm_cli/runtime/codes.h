@@ -11,7 +11,6 @@
 
 #define LANES 16
 #include "lanes.h"
-#include "packed.h"
 
 enum { FLOAT8_E4M3 = 3 };
 
@@ -229,11 +228,6 @@ INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, co
     } else {
         for (int v = 0; v < 4; v++) weights[v] = weights16(meaning, u, table, p + 2 * u->bits * v);
     }
-}
-
-INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {
-    int code = code_at(row, column, bits);
-    return meaning == SMALL ? table->small[code] : meaning == LARGE ? table->large[code] : code - (1 << (bits - 1));
 }
 
 #endif

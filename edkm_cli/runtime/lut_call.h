@@ -27,7 +27,6 @@
 #endif
 
 #define NOINLINE static __attribute__((noinline)) void
-#define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
 /* Where AMX multiplies, panels that share a decoding, and strips that share what is laid out of them: 320 and 512 KiB (their
  * sums) of the L2 cache. Up to SUM_TILES panels, sums are in tiles. */

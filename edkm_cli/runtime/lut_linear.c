@@ -39,7 +39,10 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
             }
             for (; i < stop; i += LANES, p += 2 * step) put(to + i - from, weights16(meaning, s->u, s->table, p));
         } else {
-            for (; i < stop; i++) to[i - from] = weight_at(meaning, s->table, bytes, i, call->bits);
+            for (; i < stop; i++) {
+                int code = code_at(bytes, i, call->bits), level = code - (1 << (call->bits - 1));
+                to[i - from] = meaning == SMALL ? s->table->small[code] : meaning == LARGE ? s->table->large[code] : level;
+            }
         }
         to += stop - from;
         from = stop;

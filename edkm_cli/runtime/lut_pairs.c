@@ -453,9 +453,9 @@ enum { TWO_ROWS = 5 };
 #define OF_PAIRS(kind) [kind] = {NAMES_OF(0, kind)},
 #define OF_HALVES(kind) [kind] = {NAMES_OF(1, kind), NAME_OF(1, kind, 16)},
 static Few *const FEW[][KINDS][TWO_ROWS + 1] = {
-    {FOR_LOOKUPS(OF_PAIRS) FOR_WIDE(OF_PAIRS)[WHOLE][TWO_ROWS] = few_0_WHOLE_2_1, [HALVES][TWO_ROWS] = few_0_HALVES_2_1},
+    {FOR_LOOKUPS(OF_PAIRS) FOR_WIDE(OF_PAIRS) [WHOLE][TWO_ROWS] = few_0_WHOLE_2_1, [HALVES][TWO_ROWS] = few_0_HALVES_2_1},
 #if HAS_HALVES
-    {FOR_LOOKUPS(OF_HALVES)[WHOLE][TWO_ROWS] = few_1_WHOLE_2_1, [HALVES][TWO_ROWS] = few_1_HALVES_2_1},
+    {FOR_LOOKUPS(OF_HALVES) [WHOLE][TWO_ROWS] = few_1_WHOLE_2_1, [HALVES][TWO_ROWS] = few_1_HALVES_2_1},
 #endif
 };
 

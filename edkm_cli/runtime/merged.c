@@ -13,10 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST_PARTS 8
-#define MOST_DIMENSIONS 8
 #define BUCKETS 1024
-enum { DTYPES = 3 }; /* float32, bfloat16, float16, as the kernels number them */
 
 typedef struct {
     int64_t columns, bits, levels, count;
