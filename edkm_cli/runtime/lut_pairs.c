@@ -578,15 +578,15 @@ INLINE void lay_out_apart(const Call *call, const uint16_t *x, int64_t apart, ui
 
 /* A block of a panel: pairs of columns as decoded ones lie beside each other, 4j + k and 4j + 4 + k, each with its 16 tokens. */
 static void lay_out_words(const Call *call, int64_t token, int64_t column, void *to) {
-    int64_t left = call->columns - column;
+    int64_t left = call->columns - column, tokens = call->tokens - token, x_row = call->given_row;
+    const uint16_t *from = (const uint16_t *)call->given + token * x_row + column;
     int codes = call->meaning != SMALL ? 1 : left > RUN / 2 ? 4 : 2;
     __m512i pairs = _mm512_load_si512(beside[codes / 2]);
     for (int piece = 0; piece < (codes == 2 ? 2 : 4); piece++) {
         vf block[LANES];
         for (int64_t n = 0; n < LANES; n++) {
-            const uint16_t *x = (const uint16_t *)call->given + (token + n) * call->given_row + column + 32 * piece;
-            __mmask32 inside = token + n < call->tokens ? first_words(left - 32 * piece) : 0;
-            block[n] = (vf)_mm512_shuffle_epi8(_mm512_maskz_loadu_epi16(inside, x), pairs);
+            __mmask32 inside = n < tokens ? first_words(left - 32 * piece) : 0;
+            block[n] = (vf)_mm512_shuffle_epi8(_mm512_maskz_loadu_epi16(inside, from + n * x_row + 32 * piece), pairs);
         }
         transpose(block);
         for (int j = 0; j < LANES; j++)
