@@ -46,9 +46,8 @@ static void keep_number(float x, int64_t dtype, void *to, int64_t at) {
 }
 
 static float value(const void *from, int64_t dtype, int64_t at) {
-    Matrix matrix = {from, dtype, 0};
     float x;
-    load_run(&matrix, at, 1, &x);
+    load_run(from, dtype, at, 1, &x);
     return x;
 }
 
@@ -201,7 +200,7 @@ static int check_writing(int64_t head_size, int64_t tokens, int64_t dtype) {
     static float scores[HEADS * (ROOM + 16)];
     Step step = {.heads = HEADS, .kv_heads = KV_HEADS, .head_size = head_size, .dtype = dtype, .scale = 0.3};
     Layer layer = {.keys = keys, .values = values, .head_stride = ROOM * head_size};
-    Attention attention = {&step, &layer, q, out, tokens, scores, whole_lanes(tokens)};
+    Attention attention = {&step, &layer, q, out, tokens, scores, (tokens + LANES - 1) / LANES * LANES};
     int64_t width = HEADS * head_size;
     double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 3.91e-3 : 4.9e-4, squares = 0;
     int failed = 0;

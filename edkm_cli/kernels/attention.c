@@ -23,19 +23,13 @@ INLINE void attend(vf w, const float *c, int k, float scale, vi mask, vf *a) {
     for (int j = 0; j < k; j++) a[j] *= share;
 }
 
-/* attention times importance */
-INLINE void weigh(vf *a, const float *m, int k) {
-    vf mass = *(const vf *)m;
-    for (int j = 0; j < k; j++) a[j] *= mass;
-}
-
 INLINE void moments_block(const float *w, const float *m, int64_t count, const float *c, int k, float scale, double *shift, double *mass) {
     vf a[MAX_K], shifts[MAX_K], masses[MAX_K];
     for (int j = 0; j < k; j++) shifts[j] = masses[j] = (vf){};
     for (int64_t v = 0; v * LANES < count; v++) {
         vf x = *(const vf *)(w + v * LANES);
         attend(x, c, k, scale, valid(v, count), a);
-        if (m) weigh(a, m + v * LANES, k);
+        for (int j = 0; m && j < k; j++) a[j] *= *(const vf *)(m + v * LANES);
         for (int j = 0; j < k; j++) {
             masses[j] += a[j];
             shifts[j] += a[j] * (x - c[j]);
@@ -54,50 +48,30 @@ INLINE void soft_block(float *w, int64_t count, const float *c, int k, float sca
     }
 }
 
-/* p_ij = g_i A_ij (c_j - w~_i); g becomes the weight's gradient */
-INLINE void soft_backward_block(
-    const float *w, float *g, int64_t count, const float *c, int k, float scale, float twice, double *grad_c, double *grad_tau
-) {
-    vf a[MAX_K], sums[MAX_K], tau_sum = {};
-    for (int j = 0; j < k; j++) sums[j] = (vf){};
-    for (int64_t v = 0; v * LANES < count; v++) {
-        vf x = *(const vf *)(w + v * LANES), upstream = *(vf *)(g + v * LANES), mean = {}, grad = {};
-        attend(x, c, k, scale, valid(v, count), a);
-        for (int j = 0; j < k; j++) mean += a[j] * c[j];
-        for (int j = 0; j < k; j++) {
-            vf d = x - c[j], direct = upstream * a[j], part = direct * (c[j] - mean) * d;
-            grad += part;
-            sums[j] += direct + part * twice;
-            tau_sum += part * d;
-        }
-        *(vf *)(g + v * LANES) = grad * -twice;
-    }
-    for (int j = 0; j < k; j++) grad_c[j] += total(sums[j]);
-    *grad_tau += total(tau_sum);
-}
-
-/* u_ij = pull_j (w_i - c'_j), p_ij = m_i A_ij (u_ij - sum_l A_il u_il); adds to the weight's gradient */
-INLINE void moments_backward_block(
-    const float *w, const float *m, float *grad_w, int64_t count, const float *c, const float *moved, const float *pull,
+/* Of what `soft` gives: u_ij = c_j, p_ij = g_i A_ij (u_ij - sum_l A_il u_il), and g becomes the weight's gradient. Of moments:
+ * u_ij = pull_j (w_i - c'_j), m_i instead of g_i, and the weight's gradient g is added to. */
+INLINE void backward_block(
+    int soft, const float *w, const float *m, float *g, int64_t count, const float *c, const float *moved, const float *pull,
     int k, float scale, float twice, double *grad_c, double *grad_tau
 ) {
     vf a[MAX_K], sums[MAX_K], tau_sum = {};
     for (int j = 0; j < k; j++) sums[j] = (vf){};
     for (int64_t v = 0; v * LANES < count; v++) {
-        vf x = *(const vf *)(w + v * LANES), mean = {}, grad = {}, direct = {};
+        vf x = *(const vf *)(w + v * LANES), before = *(vf *)(g + v * LANES), mean = {}, grad = {}, direct = {};
         attend(x, c, k, scale, valid(v, count), a);
-        for (int j = 0; j < k; j++) mean += a[j] * ((x - moved[j]) * pull[j]);
-        if (m) weigh(a, m + v * LANES, k);
+        for (int j = 0; j < k; j++) mean += a[j] * (soft ? splat(c[j]) : (x - moved[j]) * pull[j]);
+        for (int j = 0; m && j < k; j++) a[j] *= *(const vf *)(m + v * LANES);
         for (int j = 0; j < k; j++) {
-            vf d = x - c[j], part = a[j] * ((x - moved[j]) * pull[j] - mean) * d;
-            direct += a[j] * pull[j];
+            vf d = x - c[j], u = soft ? splat(c[j]) : (x - moved[j]) * pull[j], of_u = soft ? before * a[j] : a[j];
+            vf part = of_u * (u - mean) * d;
+            if (!soft) direct += a[j] * pull[j];
             grad += part;
-            sums[j] += part;
+            sums[j] += soft ? of_u + part * twice : part;
             tau_sum += part * d;
         }
-        *(vf *)(grad_w + v * LANES) += direct - grad * twice;
+        *(vf *)(g + v * LANES) = soft ? grad * -twice : before + (direct - grad * twice);
     }
-    for (int j = 0; j < k; j++) grad_c[j] += total(sums[j]) * (double)twice;
+    for (int j = 0; j < k; j++) grad_c[j] += total(sums[j]) * (soft ? 1 : (double)twice);
     *grad_tau += total(tau_sum);
 }
 
@@ -199,9 +173,9 @@ void edkm_backward(
             if (masses) load(importance, layout, rect, m);
             if (moved) {
                 const float *to = moved + at, *by = pull + at;
-                WITH_CONSTANT_K(k, moments_backward_block(w, masses, g, count, c, to, by, K, scale, twice, to_c, to_tau));
+                WITH_CONSTANT_K(k, backward_block(0, w, masses, g, count, c, to, by, K, scale, twice, to_c, to_tau));
             } else {
-                WITH_CONSTANT_K(k, soft_backward_block(w, g, count, c, K, scale, twice, to_c, to_tau));
+                WITH_CONSTANT_K(k, backward_block(1, w, NULL, g, count, c, NULL, NULL, K, scale, twice, to_c, to_tau));
             }
             store((void *)grad_weight->data, FLOAT32, layout, rect, g);
         }

@@ -26,11 +26,10 @@ int edkm_sum_by_code(
     const uint8_t *indices, const float *hessian, double *products, int64_t columns, int64_t k, int64_t first, int64_t last
 ) {
     const int64_t band = SUMS / (k * ACROSS) > 0 ? SUMS / (k * ACROSS) : 1;
-    float *sums = aligned_alloc(64, band * k * ACROSS * sizeof(float));
-    float *block = aligned_alloc(64, ACROSS * ACROSS * sizeof(float));
-    const int failed = !sums || !block;
-    if (!failed) memset(sums, 0, band * k * ACROSS * sizeof(float));
-    for (int64_t top = first; !failed && top < last; top += band) {
+    float *block = aligned_alloc(64, (ACROSS + band * k) * ACROSS * sizeof(float));
+    if (!block) return 1;
+    float *sums = memset(block + ACROSS * ACROSS, 0, band * k * ACROSS * sizeof(float));
+    for (int64_t top = first; top < last; top += band) {
         const int64_t rows = smaller(band, last - top);
         for (int64_t left = 0; left < columns; left += ACROSS) {
             const int64_t across = smaller(ACROSS, columns - left);
@@ -55,7 +54,6 @@ int edkm_sum_by_code(
             }
         }
     }
-    free(sums);
     free(block);
-    return failed;
+    return 0;
 }

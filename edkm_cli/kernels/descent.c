@@ -104,12 +104,13 @@ int edkm_descend(
     int64_t sweeps, int64_t first, int64_t last
 ) {
     const int64_t blocks = (columns + BESIDE - 1) / BESIDE, entries = tiles * k;
-    Work work = {hessian, malloc(columns * sizeof(float)), malloc(ROWS * entries * sizeof(float)),
-                 malloc(ROWS * columns * sizeof(Change)), malloc(blocks * ROWS * sizeof(int32_t)), aligned_alloc(64, BESIDE * BESIDE * sizeof(float)), columns,
-                 columns / tiles, k};
-    const int failed = !work.diagonal || !work.reach || !work.changes || !work.counts || !work.part;
-    for (int64_t j = 0; !failed && j < columns; j++) work.diagonal[j] = hessian[j * columns + j];
-    for (int64_t top = first; !failed && top < last; top += ROWS) {
+    const size_t floats = BESIDE * BESIDE + columns + ROWS * (entries + 2 * columns + blocks); /* a change is as large as two */
+    Work work = {.hessian = hessian, .columns = columns, .width = columns / tiles, .k = k};
+    if (posix_memalign((void **)&work.part, 64, floats * sizeof(float))) return 1;
+    work.diagonal = work.part + BESIDE * BESIDE, work.reach = work.diagonal + columns;
+    work.changes = (Change *)(work.reach + ROWS * entries), work.counts = (int32_t *)(work.changes + ROWS * columns);
+    for (int64_t j = 0; j < columns; j++) work.diagonal[j] = hessian[j * columns + j];
+    for (int64_t top = first; top < last; top += ROWS) {
         int64_t rows[ROWS], count = smaller(ROWS, last - top);
         for (int64_t r = 0; r < count; r++) {
             rows[r] = r;
@@ -140,10 +141,6 @@ int edkm_descend(
             count = left;
         }
     }
-    free(work.diagonal);
-    free(work.reach);
-    free(work.changes);
-    free(work.counts);
     free(work.part);
-    return failed;
+    return 0;
 }

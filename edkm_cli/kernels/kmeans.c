@@ -252,21 +252,17 @@ int edkm_kmeans(
     const float *values, const float *importance, int64_t n, const int64_t *ks, int64_t count, float *centroids,
     int64_t first, int64_t last
 ) {
-    int64_t points = smaller(n, LIMIT), doubles = (n + 1) * 3 + (points + 1) * 4, all = 0;
+    int64_t points = smaller(n, LIMIT), of_eight = 2 * n + 3 * (n + 1) + 5 * (points + 1), all = 0; /* bytes: items, too */
     for (int64_t c = 0; c < count; c++) all += ks[c];
-    Item *items = malloc(2 * n * sizeof(Item));
-    double *room = malloc(doubles * sizeof(double));
-    int64_t *cuts = malloc((points + 1) * sizeof(int64_t));
-    int32_t *from = malloc(ks[count - 1] * (points + 1) * sizeof(int32_t));
-    int failed = !items || !room || !cuts || !from;
-    if (!failed) {
-        Work work = {.items = items, .spare = items + n, .values = room, .cuts = cuts, .from = from};
-        work.mass = room + n + 1, work.moment = room + 2 * (n + 1), work.cut_mass = room + 3 * (n + 1);
-        work.cut_moment = work.cut_mass + points + 1, work.best = work.cut_moment + points + 1;
-        work.previous = work.best + points + 1;
-        for (int64_t g = first; g < last; g++)
-            cluster(&work, values + g * n, importance ? importance + g * n : NULL, n, ks, count, centroids + g * all);
-    }
-    free(items), free(room), free(cuts), free(from);
-    return failed;
+    Item *room = malloc(of_eight * sizeof(double) + ks[count - 1] * (points + 1) * sizeof(int32_t));
+    if (!room) return 1;
+    Work work = {.items = room, .spare = room + n, .values = (double *)(room + 2 * n)};
+    work.mass = work.values + n + 1, work.moment = work.mass + n + 1, work.cut_mass = work.moment + n + 1;
+    work.cut_moment = work.cut_mass + points + 1, work.best = work.cut_moment + points + 1;
+    work.previous = work.best + points + 1, work.cuts = (int64_t *)(work.previous + points + 1);
+    work.from = (int32_t *)(work.cuts + points + 1);
+    for (int64_t g = first; g < last; g++)
+        cluster(&work, values + g * n, importance ? importance + g * n : NULL, n, ks, count, centroids + g * all);
+    free(room);
+    return 0;
 }

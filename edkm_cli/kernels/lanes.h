@@ -60,13 +60,11 @@ typedef struct {
 INLINE Piece piece_of(const Layout *layout, int64_t unit, int64_t tile_column) {
     int64_t across = layout->stride / layout->tile_columns;
     int64_t tile_row = unit / layout->parts, part = unit % layout->parts, top = tile_row * layout->tile_rows;
-    Piece piece = {top + layout->tile_rows * part / layout->parts,
-                   top + layout->tile_rows * (part + 1) / layout->parts,
-                   tile_column * layout->tile_columns,
-                   (tile_column + 1) * layout->tile_columns,
-                   tile_row * across + tile_column,
-                   unit * across + tile_column};
-    return piece;
+    return (Piece){
+        top + layout->tile_rows * part / layout->parts, top + layout->tile_rows * (part + 1) / layout->parts,
+        tile_column * layout->tile_columns, (tile_column + 1) * layout->tile_columns,
+        tile_row * across + tile_column, unit * across + tile_column,
+    };
 }
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -74,8 +72,7 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE Rect rect_at(const Piece *piece, int64_t row, int64_t column) {
     int64_t columns = smaller(piece->end_column - column, BLOCK);
     int64_t rows = columns == piece->end_column - piece->column ? BLOCK / columns : 1;
-    Rect rect = {row, row < piece->end_row ? smaller(rows, piece->end_row - row) : 0, column, columns};
-    return rect;
+    return (Rect){row, row < piece->end_row ? smaller(rows, piece->end_row - row) : 0, column, columns};
 }
 
 INLINE Rect first_rect(const Piece *piece) { return rect_at(piece, piece->row, piece->column); }
@@ -100,15 +97,15 @@ INLINE float half_to_float(uint16_t half) {
     return bits.f;
 }
 
-INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float *to) {
-    if (matrix->dtype == FLOAT32) {
-        memcpy(to, (const float *)matrix->data + offset, count * sizeof(float));
-    } else if (matrix->dtype == BFLOAT16) {
-        const uint16_t *from = (const uint16_t *)matrix->data + offset;
+INLINE void load_run(const void *data, int64_t dtype, int64_t offset, int64_t count, float *to) {
+    if (dtype == FLOAT32) {
+        memcpy(to, (const float *)data + offset, count * sizeof(float));
+    } else if (dtype == BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)data + offset;
         uint32_t *bits = (uint32_t *)to;
         for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)from[i] << 16;
     } else {
-        const uint16_t *from = (const uint16_t *)matrix->data + offset;
+        const uint16_t *from = (const uint16_t *)data + offset;
         int64_t i = 0;
 #ifdef __AVX512F__
         for (; i + LANES <= count; i += LANES)
@@ -127,7 +124,7 @@ INLINE void load_run(const Matrix *matrix, int64_t offset, int64_t count, float 
 INLINE int64_t load(const Matrix *matrix, const Layout *layout, Rect rect, float *to) {
     int64_t stride = matrix->one_row ? 0 : layout->stride;
     for (int64_t r = 0; r < rect.rows; r++)
-        load_run(matrix, (rect.row + r) * stride + rect.column, rect.columns, to + r * rect.columns);
+        load_run(matrix->data, matrix->dtype, (rect.row + r) * stride + rect.column, rect.columns, to + r * rect.columns);
     int64_t count = rect.rows * rect.columns;
     for (int64_t i = count; i % LANES; i++) to[i] = to[0];
     return count;
@@ -153,37 +150,21 @@ INLINE vf keep(vf x, vi mask) { return (vf)((vi)x & mask); }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
 /* a < b ? yes : no, lane by lane, and a sum that takes `more` where two integers are equal: one masked instruction each. */
+#ifdef __AVX512F__
 INLINE vf choose_if_less(vf a, vf b, vf yes, vf no) {
-#ifdef __AVX512F__
     return (vf)_mm512_mask_mov_ps((__m512)no, _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ), (__m512)yes);
-#else
-    return choose(a < b, yes, no);
-#endif
 }
-
 INLINE vf add_if_equal(vf sum, vi a, vi b, vf more) {
-#ifdef __AVX512F__
     return (vf)_mm512_mask_add_ps((__m512)sum, _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b), (__m512)sum, (__m512)more);
-#else
-    return sum + keep(more, a == b);
-#endif
 }
-
-INLINE vf least(vf a, vf b) {
-#ifdef __AVX512F__
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+INLINE vf least(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf greatest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 #else
-    return choose(a < b, a, b);
+INLINE vf choose_if_less(vf a, vf b, vf yes, vf no) { return choose(a < b, yes, no); }
+INLINE vf add_if_equal(vf sum, vi a, vi b, vf more) { return sum + keep(more, a == b); }
+INLINE vf least(vf a, vf b) { return choose(a < b, a, b); }
+INLINE vf greatest(vf a, vf b) { return choose(a > b, a, b); }
 #endif
-}
-
-INLINE vf greatest(vf a, vf b) {
-#ifdef __AVX512F__
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return choose(a > b, a, b);
-#endif
-}
 
 /* 2^y for y <= 0, 0 below -126. Degree 6 on [-1/2, 1/2] (Cephes' coefficients), good to about one unit in the last place. */
 INLINE vf exp2_negative(vf y) {
@@ -203,23 +184,17 @@ INLINE vf exp2_negative(vf y) {
 
 /* Attention of far centroids times small distances falls below float32's normal range, where x86 takes a hundred cycles
  * an operation. Such results become zero until `restore`; denormal weights are still read as what they are. */
-INLINE unsigned flush_tiny(void) {
 #ifdef __SSE__
+INLINE unsigned flush_tiny(void) {
     unsigned before = _mm_getcsr();
     _mm_setcsr(before | 0x8000);
     return before;
-#else
-    return 0;
-#endif
 }
-
-INLINE void restore(unsigned before) {
-#ifdef __SSE__
-    _mm_setcsr(before);
+INLINE void restore(unsigned before) { _mm_setcsr(before); }
 #else
-    (void)before;
+INLINE unsigned flush_tiny(void) { return 0; }
+INLINE void restore(unsigned before) { (void)before; }
 #endif
-}
 
 /* Lanes of vector number `v` that hold one of `count` weights. */
 INLINE vi valid(int64_t v, int64_t count) {

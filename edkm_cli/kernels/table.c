@@ -11,7 +11,7 @@ void edkm_sum_by_pattern(const uint16_t *bits, const Matrix *grad, double *sums,
     float g[BLOCK] __attribute__((aligned(64)));
     for (int64_t at = first; at < last; at += BLOCK) {
         int64_t count = smaller(BLOCK, last - at);
-        load_run(grad, at, count, g);
+        load_run(grad->data, grad->dtype, at, count, g);
         for (int64_t i = 0; i < count; i++) sums[bits[at + i]] += g[i];
     }
 }
@@ -33,8 +33,8 @@ void edkm_blend(
     Layout flat = {0, 1, 1, 1, 1};
     for (int64_t at = first; at < last; at += BLOCK) {
         int64_t count = smaller(BLOCK, last - at);
-        if (f_of->data) load_run(f_of, at, count, f);
-        if (g_of->data) load_run(g_of, at, count, g);
+        if (f_of->data) load_run(f_of->data, f_of->dtype, at, count, f);
+        if (g_of->data) load_run(g_of->data, g_of->dtype, at, count, g);
         for (int64_t i = 0; i < count; i++) {
             const float *row = rows + 4 * bits[at + i];
             f[i] = f[i] * row[1] + g[i] * row[2] + row[0];

@@ -10,10 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { DTYPES = 3, MOST_MATRICES = 8, MOST_DIMENSIONS = 8 };
-typedef int Kernel(
-    const void *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
-);
+#include "packed.h"
+
+typedef __typeof__(edkm_lut_linear) Kernel;
 
 typedef struct {
     PyObject_HEAD
@@ -23,20 +22,19 @@ typedef struct {
     uint64_t *addresses;           /* of the tensors, when the block was made */
     int64_t columns, most[DTYPES]; /* elements of x in float32, bfloat16, float16 up to which the kernel is the way */
     Py_ssize_t count;
-    int64_t rows[MOST_MATRICES];
+    int64_t rows[MOST_PARTS];
 } Products;
 
 static PyObject *tensor_type, *dtypes[DTYPES], *grad_enabled, *modes;
 
 /* PyTorch's C interface for tensors in host memory (aoti_torch_*), which costs a third of `new_empty` from Python, and the
  * function that makes a Python object of a tensor. */
-typedef struct {
+static struct {
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **tensor);
     int32_t (*data_ptr)(void *tensor, void **address);
     int32_t (*drop)(void *tensor);
     PyObject *(*wrap)(const void *tensor);
-} Tensors;
-static Tensors tensors_of_torch;
+} torch;
 static int dtype_numbers[DTYPES], cpu_number;
 
 static PyObject *s_data_ptr, *s_dtype, *s_is_cpu, *s_shape, *s_is_contiguous, *s_requires_grad;
@@ -100,10 +98,9 @@ static PyObject *empty(int dtype, const int64_t *shape, int dimensions, int64_t 
         stride *= sizes[i];
     }
     void *tensor;
-    const Tensors *torch = &tensors_of_torch;
-    if (torch->empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) return PyErr_NoMemory();
-    PyObject *out = torch->data_ptr(tensor, address) ? NULL : torch->wrap(tensor);
-    torch->drop(tensor);
+    if (torch.empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &tensor)) return PyErr_NoMemory();
+    PyObject *out = torch.data_ptr(tensor, address) ? NULL : torch.wrap(tensor);
+    torch.drop(tensor);
     return out || PyErr_Occurred() ? out : PyErr_NoMemory();
 }
 
@@ -130,24 +127,20 @@ static PyObject *multiply(PyObject *callable, PyObject *const *arguments, size_t
         if (address_of(PyTuple_GET_ITEM(self->tensors, i)) != self->addresses[i]) return not_this_way();
     uint64_t from = address_of(x);
     if (!from) return not_this_way();
-    void *addresses[MOST_MATRICES];
-    PyObject *outs = PyList_New(self->count);
-    for (Py_ssize_t i = 0; outs && i < self->count; i++) {
-        PyObject *out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
-        if (!out) {
-            Py_DECREF(outs);
-            return NULL;
-        }
+    void *addresses[MOST_PARTS];
+    PyObject *outs = PyList_New(self->count), *out = outs;
+    for (Py_ssize_t i = 0; out && i < self->count; i++) {
+        out = empty(dtype, shape, dimensions, self->rows[i], &addresses[i]);
         PyList_SET_ITEM(outs, i, out);
     }
-    if (!outs || PyErr_Occurred()) {
+    if (!out || PyErr_Occurred()) {
         Py_XDECREF(outs);
         return NULL;
     }
     int failed;
     Py_BEGIN_ALLOW_THREADS
     failed = self->kernel(
-        PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses, 0
+        (void *)PyBytes_AS_STRING(self->block), (void *)(uintptr_t)from, dtype, self->columns, elements / self->columns, addresses, 0
     );
     Py_END_ALLOW_THREADS
     if (!failed) return outs;
@@ -184,7 +177,7 @@ static PyObject *products(PyObject *module, PyObject *arguments) {
             most + 1, most + 2
         ))
         return NULL;
-    if (PyTuple_GET_SIZE(rows) > MOST_MATRICES) return PyErr_Format(PyExc_ValueError, "at most %d matrices", MOST_MATRICES);
+    if (PyTuple_GET_SIZE(rows) > MOST_PARTS) return PyErr_Format(PyExc_ValueError, "at most %d matrices", MOST_PARTS);
     Products *self = PyObject_New(Products, &Type);
     if (!self) return NULL;
     Py_ssize_t held = PyTuple_GET_SIZE(tensors);
@@ -201,7 +194,7 @@ static PyObject *products(PyObject *module, PyObject *arguments) {
 }
 
 /* setup(Tensor, (float32, bfloat16, float16), is_grad_enabled, depth of dispatch modes or None, addresses of the functions
- * in Tensors, PyTorch's numbers of the dtypes and of host memory) */
+ * in `torch`, PyTorch's numbers of the dtypes and of host memory) */
 static PyObject *setup(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *tensor, *given[DTYPES], *grad, *depth;
@@ -214,7 +207,7 @@ static PyObject *setup(PyObject *module, PyObject *arguments) {
     tensor_type = Py_NewRef(tensor), grad_enabled = Py_NewRef(grad);
     modes = depth == Py_None ? NULL : Py_NewRef(depth);
     for (int i = 0; i < DTYPES; i++) dtypes[i] = Py_NewRef(given[i]);
-    memcpy(&tensors_of_torch, at, sizeof at);
+    memcpy(&torch, at, sizeof at);
     Py_RETURN_NONE;
 }
 

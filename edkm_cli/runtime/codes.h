@@ -11,7 +11,6 @@
 
 #define LANES 16
 #include "lanes.h"
-#include "packed.h"
 
 enum { FLOAT8_E4M3 = 3 };
 
@@ -85,10 +84,7 @@ INLINE void codes64(const Unpacker *u, const uint8_t *p, vi codes[4]) {
     __m512i bytes = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, p));
     bytes = _mm512_permutexvar_epi8(_mm512_load_si512(u->window64), bytes);
     bytes = _mm512_multishift_epi64_epi8(_mm512_load_si512(u->shift64), bytes);
-    codes[0] = (vi)bytes;
-    codes[1] = (vi)_mm512_srli_epi32(bytes, 8);
-    codes[2] = (vi)_mm512_srli_epi32(bytes, 16);
-    codes[3] = (vi)_mm512_srli_epi32(bytes, 24);
+    for (int v = 0; v < 4; v++) codes[v] = (vi)_mm512_srli_epi32(bytes, 8 * v);
 #else
     for (int v = 0; v < 4; v++) codes[v] = codes16(u, p + 2 * u->bits * v);
 #endif
@@ -102,8 +98,7 @@ INLINE float e4m3_to_float(uint8_t byte) {
 /* The 2^bits entries of a group as float32. */
 INLINE void load_entries(const void *lut, int64_t dtype, int64_t group, int bits, float *to) {
     int k = 1 << bits;
-    Matrix matrix = {lut, dtype};
-    if (dtype != FLOAT8_E4M3) load_run(&matrix, group * k, k, to);
+    if (dtype != FLOAT8_E4M3) load_run(lut, dtype, group * k, k, to);
     else
         for (int j = 0; j < k; j++) to[j] = e4m3_to_float(((const uint8_t *)lut)[group * k + j]);
 }
@@ -183,14 +178,6 @@ INLINE vf large_entries(const float *table, vi codes, int bits) {
 #endif
 }
 
-INLINE vf to_floats(vi x) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps((__m512i)x);
-#else
-    return __builtin_convertvector(x, vf);
-#endif
-}
-
 /* 16 signed levels of 8-bit codes: code - 128. */
 INLINE vf byte_levels(const Unpacker *u, const uint8_t *p) {
     uint8_t copy[16];
@@ -201,7 +188,7 @@ INLINE vf byte_levels(const Unpacker *u, const uint8_t *p) {
     vi codes;
     for (int lane = 0; lane < LANES; lane++) codes[lane] = p[lane];
 #endif
-    return to_floats(codes - splat_int(128));
+    return __builtin_convertvector(codes - splat_int(128), vf);
 }
 
 /* 16 weights from byte `p` on; a level still lacks its row's scale. */
@@ -210,7 +197,7 @@ INLINE vf weights16(Meaning meaning, const Unpacker *u, const Table *table, cons
     vi codes = codes16(u, p);
     if (meaning == SMALL) return small_entries(table->small, codes);
     if (meaning == LARGE) return large_entries(table->large, codes, u->bits);
-    return to_floats((codes & splat_int((1 << u->bits) - 1)) - splat_int(1 << (u->bits - 1)));
+    return __builtin_convertvector((codes & splat_int((1 << u->bits) - 1)) - splat_int(1 << (u->bits - 1)), vf);
 }
 
 #ifdef __AVX512VBMI__
@@ -241,11 +228,6 @@ INLINE void weights64(Meaning meaning, const Unpacker *u, const Table *table, co
     } else {
         for (int v = 0; v < 4; v++) weights[v] = weights16(meaning, u, table, p + 2 * u->bits * v);
     }
-}
-
-INLINE float weight_at(Meaning meaning, const Table *table, const uint8_t *row, int64_t column, int bits) {
-    int code = code_at(row, column, bits);
-    return meaning == SMALL ? table->small[code] : meaning == LARGE ? table->large[code] : code - (1 << (bits - 1));
 }
 
 #endif

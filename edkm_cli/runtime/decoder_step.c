@@ -154,18 +154,16 @@ static int multiply(const Packed *const *packed, int count, const void *x, int64
     return failed;
 }
 
-INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
-
 /* Adds to `hidden` (width,) float32 what all layers add, and to each layer's cache its key and value, at place `past`.
  * Returns 1 where memory is short. */
 int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float *hidden) {
     int64_t q_size = step->heads * step->head_size, kv_size = step->kv_heads * step->head_size, dtype = step->dtype;
-    int64_t padded = whole_lanes(past + 1), widest = whole_lanes(step->width > q_size ? step->width : q_size);
+    int64_t padded = (past / LANES + 1) * LANES, widest = step->width > q_size ? step->width : q_size;
     float *own = NULL;
-    size_t floats = (size_t)(2 * widest + q_size + 2 * kv_size + 2 * whole_lanes(step->inner) + step->heads * padded);
+    size_t floats = (size_t)(2 * widest + q_size + 2 * kv_size + 2 * step->inner + step->heads * padded);
     if (posix_memalign((void **)&own, 64, floats * sizeof(float))) return 1;
     float *normed = own, *summed = normed + widest, *q = summed + widest, *k = q + q_size, *v = k + kv_size;
-    float *gate = v + kv_size, *up = gate + whole_lanes(step->inner), *scores = up + whole_lanes(step->inner);
+    float *gate = v + kv_size, *up = gate + step->inner, *scores = up + step->inner;
     int failed = 0;
     for (int64_t l = 0; l < step->layers && !failed; l++) {
         const Layer *layer = layers + l;

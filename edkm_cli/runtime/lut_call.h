@@ -27,7 +27,6 @@
 #endif
 
 #define NOINLINE static __attribute__((noinline)) void
-#define MOST_PARTS 8
 #define UNIT 16    /* rows of W that a thread takes at a time */
 /* Where AMX multiplies, panels that share a decoding, and strips that share what is laid out of them: 320 and 512 KiB (their
  * sums) of the L2 cache. Up to SUM_TILES panels, sums are in tiles. */
@@ -61,15 +60,17 @@ typedef struct {
 typedef struct Call {
     const Part *parts;
     void *const *outs;
-    const void *x;
-    int64_t count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
+    const void *given, *x; /* x as it was given, `given_row` numbers from a token to the next one, and as it is laid out */
+    int64_t given_row, count, tokens, columns, x_stride, out_dtype, out_stride; /* out_stride 0: each matrix's own rows */
     Meaning meaning;
     int bits, pairs, half; /* pairs: x is laid out for lut_pairs.c, as words; half: of float16, and scaled */
-    float unscale[16];     /* what undoes it, for each token */
+    int exponents[16];     /* of the scales, for each token */
+    float unscale[16];     /* what undoes them */
     /* Few tokens: all of them with whole rows. NULL where they are taken by panels, which the others are for. */
     void (*few)(Strip *);
-    /* Columns [column, column + 128) of a panel: up to 16 tokens, which are `x_row` numbers apart, and zeros. */
-    void (*lay_out)(const struct Call *, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to);
+    void (*lay_out_few)(const struct Call *, void *to);
+    /* Columns [column, column + 128) of a panel: up to 16 tokens from `token` on, and zeros. */
+    void (*lay_out)(const struct Call *, int64_t token, int64_t column, void *to);
     int64_t units, group; /* UNITs of rows of all parts; panels that share a decoding */
     int64_t depth; /* columns that are decoded at a time: in x, too, those of all panels lie together */
     int64_t (*decode)(const Strip *, Decoded *); /* returns the vectors of x that belong to it in a panel */
@@ -114,8 +115,7 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
         y *= factor;
     }
     if (part->bias) {
-        Matrix matrix = {part->bias, part->bias_dtype};
-        load_run(&matrix, row, count, (float *)&bias);
+        load_run(part->bias, part->bias_dtype, row, count, (float *)&bias);
         y += bias;
     }
     int64_t stride = call->out_stride ? call->out_stride : part->rows;
@@ -131,10 +131,8 @@ INLINE void prefetch_next(const Strip *s) {
 }
 
 #if HAS_PAIRS
-/* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` and `exponents` stay. */
-int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]);
-/* x for few tokens. */
-void edkm_pairs_lay_out(const Call *call, const void *x, int64_t x_row, const int *exponents, void *to);
+/* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` stay. */
+int edkm_pairs_take(Call *call, Part parts[MOST_PARTS]);
 #endif
 #if HAS_TILES
 /* Whether the processor has tiles of bfloat16 and the system lets this process use them; `Call.tiled`. */

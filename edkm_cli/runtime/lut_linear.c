@@ -39,7 +39,10 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
             }
             for (; i < stop; i += LANES, p += 2 * step) put(to + i - from, weights16(meaning, s->u, s->table, p));
         } else {
-            for (; i < stop; i++) to[i - from] = weight_at(meaning, s->table, bytes, i, call->bits);
+            for (; i < stop; i++) {
+                int code = code_at(bytes, i, call->bits), level = code - (1 << (call->bits - 1));
+                to[i - from] = meaning == SMALL ? s->table->small[code] : meaning == LARGE ? s->table->large[code] : level;
+            }
         }
         to += stop - from;
         from = stop;
@@ -107,9 +110,6 @@ static void decode(const Strip *s, int64_t row, float *to) {
 }
 static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
-/* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
-INLINE int64_t panels_from(const Call *call) { return call->meaning == LARGE ? 5 : 13; }
-
 /* A strip with all tokens, up to four at a time. */
 static void few_floats(Strip *s) {
     const Call *call = s->call;
@@ -146,19 +146,23 @@ static void add_floats(const Decoded *w, const char *x, int64_t vectors, int64_t
             }
 }
 
-/* A token, filled up with zeros. */
-INLINE void lay_out_row(const Call *call, const void *x, int64_t at, float *to) {
-    Matrix row = {x, call->out_dtype};
-    load_run(&row, at, call->columns, to);
-    memset(to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
+/* Each token filled up with zeros. */
+static void lay_out_rows(const Call *call, void *room) {
+    float *to = room;
+    for (int64_t n = 0; n < call->tokens; n++, to += call->x_stride) {
+        load_run(call->given, call->out_dtype, n * call->given_row, call->columns, to);
+        memset(to + call->columns, 0, (call->x_stride - call->columns) * sizeof(float));
+    }
 }
 
-static void lay_out_floats(const Call *call, const void *x, int64_t x_row, int64_t tokens, int64_t column, void *to) {
-    Matrix rows = {x, call->out_dtype};
+static void lay_out_floats(const Call *call, int64_t token, int64_t column, void *to) {
+    int64_t tokens = smaller(LANES, call->tokens - token);
     for (int64_t end = column + 128; column < end; column += LANES, to = (char *)to + LANES * sizeof(vf)) {
         vf block[LANES] = {};
-        for (int64_t n = 0; n < tokens && column < call->columns; n++)
-            load_run(&rows, n * x_row + column, smaller(LANES, call->columns - column), (float *)(block + n));
+        for (int64_t n = 0; n < tokens && column < call->columns; n++) {
+            int64_t at = (token + n) * call->given_row + column, count = smaller(LANES, call->columns - column);
+            load_run(call->given, call->out_dtype, at, count, (float *)(block + n));
+        }
         transpose(block);
         memcpy(to, block, sizeof block);
     }
@@ -230,22 +234,13 @@ static void multiply_units(const void *job, int64_t first, int64_t last) {
 }
 
 /* Blocks [first, last) of 128 columns of panels of 16 tokens, each vector of four bytes of them. */
-typedef struct {
-    const Call *call;
-    const char *x;
-    int64_t x_row;
-} Panels;
-
 static void lay_out_blocks(const void *job, int64_t first, int64_t last) {
-    const Panels *panels = job;
-    const Call *call = panels->call;
-    int64_t across = call->x_stride / 128, of_token = panels->x_row * (call->out_dtype == FLOAT32 ? 4 : 2);
+    const Call *call = job;
+    int64_t across = call->x_stride / 128;
     for (int64_t i = first; i < last; i++) {
-        int64_t token = i / across * LANES, column = i % across * 128, from = column / call->depth * call->depth;
-        call->lay_out(
-            call, panels->x + token * of_token, panels->x_row, smaller(LANES, call->tokens - token), column,
-            panel_at(call, i / across, from) + (column - from) * LANES * bytes_of_x(call)
-        );
+        int64_t panel = i / across, column = i % across * 128, from = column / call->depth * call->depth;
+        char *to = panel_at(call, panel, from) + (column - from) * LANES * bytes_of_x(call);
+        call->lay_out(call, panel * LANES, column, to);
     }
 }
 
@@ -258,8 +253,12 @@ int edkm_lut_linear_level(void) {
 #endif
 }
 
-INLINE Meaning meaning_of(const Packed *packed) {
-    return packed->levels ? (packed->bits == 8 ? BYTE : LEVEL) : packed->bits <= 4 ? SMALL : LARGE;
+/* What is said of matrices, whatever is done with them. */
+INLINE Call call_of(const Packed *packed, int64_t dtype) {
+    Call call = {.parts = packed->parts, .count = packed->count, .columns = packed->columns, .out_dtype = dtype};
+    call.bits = (int)packed->bits;
+    call.meaning = packed->levels ? (packed->bits == 8 ? BYTE : LEVEL) : packed->bits <= 4 ? SMALL : LARGE;
+    return call;
 }
 
 /* outs[p] (tokens, rows of p) = x (tokens, columns), whose rows are `x_row` apart, times each matrix; rows of outs[p] are
@@ -267,11 +266,12 @@ INLINE Meaning meaning_of(const Packed *packed) {
 int edkm_lut_linear(
     const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row
 ) {
-    Call call = {.parts = packed->parts, .count = packed->count, .outs = outs, .tokens = tokens, .out_dtype = dtype};
-    call.out_stride = out_row, call.columns = packed->columns, call.x_stride = (call.columns + 127) / 128 * 128;
-    call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
-    call.few = tokens < panels_from(&call) ? few_floats : NULL;
-    call.lay_out = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
+    Call call = call_of(packed, dtype);
+    call.given = x, call.given_row = x_row;
+    call.outs = outs, call.tokens = tokens, call.out_stride = out_row, call.x_stride = (call.columns + 127) / 128 * 128;
+    /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
+    call.few = tokens < (call.meaning == LARGE ? 5 : 13) ? few_floats : NULL;
+    call.lay_out_few = lay_out_rows, call.lay_out = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
 #if NARROW
     call.add = edkm_narrow_add;
 #endif
@@ -280,21 +280,13 @@ int edkm_lut_linear(
     call.short_of_memory = &failed;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
-    int exponents[16];
-    call.pairs = edkm_pairs_take(&call, x, x_row, parts, exponents);
+    call.pairs = edkm_pairs_take(&call, parts);
 #endif
     float *own = scratch((call.few && !call.pairs ? tokens : panels_of(&call) * LANES) * call.x_stride);
     if (!own) return 1;
     call.x = own, divide(&call);
-    Panels panels = {&call, x, x_row};
-    if (!call.few)
-        share(lay_out_blocks, &panels, panels_of(&call) * call.x_stride / 128, tokens * call.columns >= SHARED_WEIGHTS);
-#if HAS_PAIRS
-    else if (call.pairs) edkm_pairs_lay_out(&call, x, x_row, exponents, own);
-#endif
-    else
-        for (int64_t n = 0; n < tokens; n++)
-            lay_out_row(&call, x, n * x_row, own + n * call.x_stride);
+    if (call.few) call.lay_out_few(&call, own);
+    else share(lay_out_blocks, &call, panels_of(&call) * call.x_stride / 128, tokens * call.columns >= SHARED_WEIGHTS);
     for (int64_t p = 0; p < call.count; p++)
         rows += call.parts[p].rows, call.units += (call.parts[p].rows + UNIT - 1) / UNIT;
     int64_t groups = call.few ? 1 : (panels_of(&call) + call.group - 1) / call.group;
@@ -340,10 +332,7 @@ static void decode_units(const void *job, int64_t first, int64_t last) {
 int edkm_packed_rows(
     const Packed *packed, const int64_t *ids, int64_t first, int64_t count, int64_t from, int64_t end, int64_t dtype, void *out
 ) {
-    Rows rows = {.ids = ids, .first = first, .count = count, .from = from, .end = end, .out = out};
-    Call call = {.parts = packed->parts, .count = 1, .columns = packed->columns, .out_dtype = dtype};
-    call.bits = (int)packed->bits, call.meaning = meaning_of(packed);
-    rows.call = call;
+    Rows rows = {call_of(packed, dtype), ids, out, first, count, from, end};
     for (int64_t i = 0; ids && i < count; i++)
         if (ids[i] < 0 || ids[i] >= packed->parts->rows) return 2;
     share(decode_units, &rows, (count + UNIT - 1) / UNIT, count * (end - from) >= SHARED_WEIGHTS);
@@ -360,7 +349,6 @@ typedef struct {
 
 enum { SUMMED = 256 }; /* values that are added up in one float32 */
 
-#ifdef __AVX512F__
 /* Codes of at most four bits: all sums are in registers. `count` columns from byte `p` on. */
 INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float *values, int64_t count, float *sums) {
     vf acc[16] = {}, part;
@@ -372,7 +360,6 @@ INLINE void sum_small(int bits, const Unpacker *u, const uint8_t *p, const float
     }
     for (int j = 0; j < 1 << bits; j++) sums[j] = (float)total(acc[j]);
 }
-#endif
 
 static void sum_rows(const void *job, int64_t first, int64_t last) {
     const Sums *job_of = job;
@@ -380,17 +367,15 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
     const Part *part = call->parts;
     int bits = call->bits, k = 1 << bits;
     int64_t tile = part->tile_columns, across = call->columns / tile;
-#ifdef __AVX512F__
     Unpacker u;
     prepare(&u, bits, part->indices + part->rows * row_bytes(call));
-#endif
     for (int64_t row = first * UNIT; row < smaller(last * UNIT, job_of->count); row++) {
         const uint8_t *bytes = part->indices + (job_of->first + row) * row_bytes(call);
         const float *values = job_of->values + row * call->columns;
         float *sums = job_of->sums + row * across * k;
         for (int64_t from = 0; from < call->columns; from += tile, values += tile, sums += k) {
-#ifdef __AVX512F__ /* elsewhere sums in registers take longer than sums in memory */
-            if (bits <= 4 && even_tiles(call, part)) {
+            /* Where a register has fewer lanes, sums in registers take longer than sums in memory. */
+            if (TOGETHER == UNIT && bits <= 4 && even_tiles(call, part)) {
                 const uint8_t *p = bytes + from * bits / 8;
                 if (bits == 1) sum_small(1, &u, p, values, tile, sums);
                 else if (bits == 2) sum_small(2, &u, p, values, tile, sums);
@@ -398,7 +383,6 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
                 else sum_small(4, &u, p, values, tile, sums);
                 continue;
             }
-#endif
             memset(sums, 0, (size_t)k * sizeof *sums);
             for (int64_t start = 0; start < tile; start += SUMMED) { /* sums of sums: one long sum loses a digit */
                 float some[256];
@@ -411,8 +395,6 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
 }
 
 void edkm_sum_by_code(const Packed *packed, const float *values, int64_t first, int64_t count, float *sums) {
-    Sums job = {.values = values, .sums = sums, .first = first, .count = count};
-    Call call = {.parts = packed->parts, .count = 1, .columns = packed->columns, .bits = (int)packed->bits};
-    job.call = call;
-    share(sum_rows, &job, (count + UNIT - 1) / UNIT, count * call.columns >= SHARED_WEIGHTS);
+    Sums job = {call_of(packed, FLOAT32), values, sums, first, count};
+    share(sum_rows, &job, (count + UNIT - 1) / UNIT, count * packed->columns >= SHARED_WEIGHTS);
 }

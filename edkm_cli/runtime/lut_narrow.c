@@ -26,8 +26,6 @@ INLINE Kind kind_of(const Call *call) {
     return more <= 0 ? ONE : more == 1 ? TWO : more == 2 ? FOUR : GATHERED;
 }
 
-INLINE int tables_of(Kind kind) { return kind == ONE ? 1 : kind == TWO ? 2 : kind == FOUR ? 4 : 0; }
-
 #if NARROW == 8
 
 typedef struct {
@@ -48,9 +46,8 @@ static Codes codes_of(const Call *call) {
         shift[i] = kind_of(call) <= TWO ? i * bits : i * bits % 8;
         for (int byte = 0; byte < 4; byte++) window[4 * i + byte] = byte < 2 ? (uint8_t)(i * bits / 8 + byte) : 0x80;
     }
-    Codes c = {_mm256_loadu_si256((const __m256i *)window), _mm256_loadu_si256((const __m256i *)shift),
-               _mm256_set1_epi32((1 << bits) - 1), bits};
-    return c;
+    return (Codes){_mm256_loadu_si256((const __m256i *)window), _mm256_loadu_si256((const __m256i *)shift),
+                   _mm256_set1_epi32((1 << bits) - 1), bits};
 }
 
 /* Eight entries of 16 bits without memory, as in small_table; whether there are such. */
@@ -66,7 +63,7 @@ INLINE int use_eight(const Part *part, int64_t group, int bits, int rounds, Entr
 
 INLINE void to_registers(Kind kind, int bits, Entries *to) {
     for (int j = 1 << bits; j < 8; j++) to->large[j] = to->large[j - (1 << bits)];
-    for (int v = 0; v < tables_of(kind); v++)
+    for (int v = 0; kind <= FOUR && v < 1 << kind; v++)
         to->small[v] = _mm256_load_ps(to->large + 8 * v);
 }
 
@@ -135,7 +132,7 @@ static Codes codes_of(const Call *call) {
 }
 
 INLINE void to_registers(Kind kind, int bits, Entries *to) {
-    for (int v = 0; v < tables_of(kind); v++) {
+    for (int v = 0; kind <= FOUR && v < 1 << kind; v++) {
         uint8x16x4_t parted = vld4q_u8((const uint8_t *)(to->large + 16 * v));
         for (int byte = 0; byte < 4; byte++) to->bytes[byte].val[v] = parted.val[byte];
     }
@@ -231,9 +228,7 @@ INLINE void add_sixteen(
     for (int r = 0; r < ROWS; r++) {
         vn w[VECTORS];
         sixteen(kind, c, entries + r, p[r] + at, w);
-#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 4
             for (int n = 0; n < tokens; n++)
                 acc[r][n][v % (tokens == 1 ? VECTORS : VECTORS / 2)] += w[v] * *(const vn *)(x + n * stride + NARROW * v);
     }
@@ -242,11 +237,8 @@ INLINE void add_sixteen(
 /* Every 512 columns, or tile, sums of several tokens start anew, which keeps rounding errors small; one token's are in twice as
  * many. */
 INLINE void add_up(int tokens, vn acc[ROWS][4][VECTORS], vn sums[ROWS][4]) {
-#pragma GCC unroll 2
     for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
         for (int n = 0; n < tokens; n++)
-#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) sums[r][n] += acc[r][n][v], acc[r][n][v] = (vn){};
 }
 
@@ -325,18 +317,13 @@ INLINE void add_rows(int rows, const float *w, const float *x, int64_t vectors, 
         vn acc[SUMS][VECTORS] = {};
         for (int64_t k = from; k < smaller(from + 64, vectors); k++) {
             vn part[VECTORS];
-#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) part[v] = *(const vn *)(x + LANES * k + NARROW * v);
-#pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 vn one = w[r * PANEL_ROW + k] - (vn){};
-#pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) acc[r][v] += one * part[v];
             }
         }
-#pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) *(vn *)(sums + LANES * r + NARROW * v) += acc[r][v];
     }
 }

@@ -32,7 +32,10 @@
  * eight codes, a multishift each byte its own. Entries of tables are looked up by permutes of words, two registers of them at
  * once and the rest by blends. Levels are small integers, which bfloat16 holds exactly: BYTES makes them of codes of eight
  * bits, those of fewer are a table. WIDE: a table of one vector; WIDE_2, WIDE_4, WIDE_8: of so many. */
-enum { TILES, FINE, WHOLE, HALVES, BYTES, WIDE, WIDE_2, WIDE_4, WIDE_8, KINDS };
+#define FOR_LOOKUPS(of) of(TILES) of(FINE) of(WHOLE) of(HALVES)
+#define FOR_WIDE(of) of(BYTES) of(WIDE) of(WIDE_2) of(WIDE_4) of(WIDE_8)
+#define NUMBER(kind) kind,
+enum { FOR_LOOKUPS(NUMBER) FOR_WIDE(NUMBER) KINDS };
 
 /* What decoding codes of a width takes; [1]: in words of two codes. */
 typedef struct {
@@ -159,9 +162,12 @@ INLINE __mmask32 lanes_of(int codes, int k, int64_t first, int64_t last) {
     return first_words((last - k + codes - 1) / codes) & ~first_words((first - k + codes - 1) / codes);
 }
 
-/* The bytes in `inside` and, where they may be read, those behind them: a mask costs a load an instruction more. */
-INLINE __m512i bytes_at(const Strip *s, const uint8_t *p, __mmask64 inside) {
-    return __builtin_expect(p + 64 <= s->limit, 1) ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(inside, p);
+/* Bytes of a block's `left` codes as words; where they may be read, those behind them, too: a mask costs a load an instruction
+ * more. */
+INLINE __m512i spread_bytes(const Strip *s, const Words *u, int codes, const uint8_t *p, int64_t left) {
+    __mmask64 inside = left < 32 * codes ? first_bytes((left * s->bits + 7) / 8) : u->bytes[codes == 2];
+    __m512i bytes = __builtin_expect(p + 64 <= s->limit, 1) ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(inside, p);
+    return _mm512_permutexvar_epi8(u->spread[codes == 2], bytes);
 }
 
 /* Weights of a block of 128 or, with `codes` 2, of 64 columns, of which `left` are there and lie in one tile or, with `halves`,
@@ -169,14 +175,12 @@ INLINE __m512i bytes_at(const Strip *s, const uint8_t *p, __mmask64 inside) {
 INLINE void decode_run(
     int halves, const Strip *s, const Words *u, int codes, const uint8_t *p, int64_t left, __m512i table, __m512i w[]
 ) {
-    int64_t whole = 32 * codes;
-    __mmask64 inside = left < whole ? first_bytes((left * s->bits + 7) / 8) : u->bytes[codes == 2];
-    __m512i bytes = _mm512_permutexvar_epi8(u->spread[codes == 2], bytes_at(s, p, inside));
+    __m512i bytes = spread_bytes(s, u, codes, p, left);
     __m512i upper = _mm512_maskz_set1_epi16(0xffff0000u, 16), code = _mm512_set1_epi16(15);
     for (int k = 0; k < codes; k++) {
         __m512i at = codes_of(u, codes, k, bytes);
         if (halves) at = _mm512_ternarylogic_epi64(at, code, upper, 0xea); /* a & b | c */
-        if (left >= whole) w[k] = _mm512_permutexvar_epi16(at, table);
+        if (left >= 32 * codes) w[k] = _mm512_permutexvar_epi16(at, table);
         else w[k] = _mm512_maskz_permutexvar_epi16(lanes_of(codes, k, 0, left), at, table);
     }
 }
@@ -188,8 +192,7 @@ INLINE void decode_tiles(
     const Call *call = s->call;
     const Part *part = s->part;
     int64_t end = smaller(column + 32 * codes, call->columns), tile = part->tile_columns;
-    __m512i bytes = _mm512_maskz_loadu_epi8(first_bytes(((end - column) * call->bits + 7) / 8), p);
-    bytes = _mm512_permutexvar_epi8(u->spread[codes == 2], bytes);
+    __m512i bytes = spread_bytes(s, u, codes, p, end - column);
     for (int k = 0; k < codes; k++) w[k] = _mm512_setzero_si512();
     int64_t group = group_at(call, part, row, column), left = tile - column % tile;
     for (int64_t from = column; from < end; group++, left = tile) {
@@ -212,8 +215,7 @@ INLINE void decode_fine(
     int wide = s->part->tile_columns == 32 ? 5 : 4, bits = s->bits, of_lanes = wide - codes / 2; /* logarithms */
     int64_t whole = 32 * codes, there = smaller(left, whole) >> wide << bits;
     int64_t group = tile_of(s->part, row) * (s->call->columns >> wide) + (column >> wide), first = group << bits;
-    __mmask64 inside = left < whole ? first_bytes((left * bits + 7) / 8) : u->bytes[codes == 2];
-    __m512i bytes = _mm512_permutexvar_epi8(u->spread[codes == 2], bytes_at(s, p, inside));
+    __m512i bytes = spread_bytes(s, u, codes, p, left);
     __m512i tiles = _mm512_srlv_epi16(numbers, _mm512_set1_epi16(of_lanes)), code = _mm512_set1_epi16((1 << bits) - 1);
     tiles = _mm512_sllv_epi16(tiles, _mm512_set1_epi16(bits));
     __m512i table[4];
@@ -438,31 +440,22 @@ typedef void Few(const Strip *, vf sums[][UNIT]);
 #define FEW_OF(half, kind, rows, tokens) \
     NOINLINE few_##half##_##kind##_##rows##_##tokens(const Strip *s, vf sums[][UNIT]) { few(half, kind, rows, tokens, s, sums); }
 #define ALL_OF(half, kind) FEW_OF(half, kind, 1, 1) FEW_OF(half, kind, 1, 2) FEW_OF(half, kind, 1, 4) FEW_OF(half, kind, 1, 8)
-#define NAME_OF(half, kind, tokens) few_##half##_##kind##_1_##tokens
-#define NAMES_OF(half, kind) NAME_OF(half, kind, 1), NAME_OF(half, kind, 2), NAME_OF(half, kind, 4), NAME_OF(half, kind, 8)
-ALL_OF(0, TILES) ALL_OF(0, FINE) ALL_OF(0, WHOLE) ALL_OF(0, HALVES) ALL_OF(0, BYTES)
-ALL_OF(0, WIDE) ALL_OF(0, WIDE_2) ALL_OF(0, WIDE_4) ALL_OF(0, WIDE_8)
-FEW_OF(0, WHOLE, 2, 1) FEW_OF(0, HALVES, 2, 1)
+#define PAIRS_OF(kind) ALL_OF(0, kind)
+#define HALVES_OF(kind) ALL_OF(1, kind) FEW_OF(1, kind, 1, 16)
+FOR_LOOKUPS(PAIRS_OF) FOR_WIDE(PAIRS_OF) FEW_OF(0, WHOLE, 2, 1) FEW_OF(0, HALVES, 2, 1)
 #if HAS_HALVES
-ALL_OF(1, TILES) ALL_OF(1, FINE) ALL_OF(1, WHOLE) ALL_OF(1, HALVES)
-FEW_OF(1, TILES, 1, 16) FEW_OF(1, FINE, 1, 16) FEW_OF(1, WHOLE, 1, 16) FEW_OF(1, HALVES, 1, 16) FEW_OF(1, WHOLE, 2, 1) FEW_OF(1, HALVES, 2, 1)
+FOR_LOOKUPS(HALVES_OF) FEW_OF(1, WHOLE, 2, 1) FEW_OF(1, HALVES, 2, 1)
 #endif
 /* By the binary logarithm of tokens; the last: two rows, one token. */
 enum { TWO_ROWS = 5 };
+#define NAME_OF(half, kind, tokens) few_##half##_##kind##_1_##tokens
+#define NAMES_OF(half, kind) NAME_OF(half, kind, 1), NAME_OF(half, kind, 2), NAME_OF(half, kind, 4), NAME_OF(half, kind, 8)
+#define OF_PAIRS(kind) [kind] = {NAMES_OF(0, kind)},
+#define OF_HALVES(kind) [kind] = {NAMES_OF(1, kind), NAME_OF(1, kind, 16)},
 static Few *const FEW[][KINDS][TWO_ROWS + 1] = {
-    {
-        {NAMES_OF(0, TILES)}, {NAMES_OF(0, FINE)},
-        {NAMES_OF(0, WHOLE), NULL, few_0_WHOLE_2_1},
-        {NAMES_OF(0, HALVES), NULL, few_0_HALVES_2_1},
-        {NAMES_OF(0, BYTES)}, {NAMES_OF(0, WIDE)}, {NAMES_OF(0, WIDE_2)}, {NAMES_OF(0, WIDE_4)}, {NAMES_OF(0, WIDE_8)},
-    },
+    {FOR_LOOKUPS(OF_PAIRS) FOR_WIDE(OF_PAIRS) [WHOLE][TWO_ROWS] = few_0_WHOLE_2_1, [HALVES][TWO_ROWS] = few_0_HALVES_2_1},
 #if HAS_HALVES
-    {
-        {NAMES_OF(1, TILES), few_1_TILES_1_16},
-        {NAMES_OF(1, FINE), few_1_FINE_1_16},
-        {NAMES_OF(1, WHOLE), few_1_WHOLE_1_16, few_1_WHOLE_2_1},
-        {NAMES_OF(1, HALVES), few_1_HALVES_1_16, few_1_HALVES_2_1},
-    },
+    {FOR_LOOKUPS(OF_HALVES) [WHOLE][TWO_ROWS] = few_1_WHOLE_2_1, [HALVES][TWO_ROWS] = few_1_HALVES_2_1},
 #endif
 };
 
@@ -523,7 +516,7 @@ INLINE int greatest_word(const void *words, int64_t count) {
 /* Where the processor multiplies in float16, up to twice FEW_TOKENS tokens with tables of float16 are: entries are not rounded,
  * each token is scaled by a power of two, so that MOST_HALVES products neither overflow nor, beside the greatest ones, get
  * lost, and after so many sums go to float32. 0 where a number is not finite; else the exponents of the scales. */
-static int takes_halves(const Call *call, const uint16_t *x, int64_t x_row, int exponents[2 * FEW_TOKENS]) {
+static int takes_halves(Call *call) {
     int greatest = 0;
     int64_t most_tokens = multiply_by == AMX ? FEW_TOKENS : 2 * FEW_TOKENS;
     if (!HAS_HALVES || call->meaning != SMALL || call->tokens > most_tokens || call->count > MOST_PARTS) return 0;
@@ -534,10 +527,11 @@ static int takes_halves(const Call *call, const uint16_t *x, int64_t x_row, int 
         greatest = found > greatest ? found : greatest;
     }
     for (int64_t n = 0; n < call->tokens; n++) {
-        int most = greatest_word(x + n * x_row, call->columns), of_x = (most >> 7) - 127, of_lut = (greatest >> 10) - 15;
+        int most = greatest_word((const uint16_t *)call->given + n * call->given_row, call->columns);
+        int of_x = (most >> 7) - 127, of_lut = (greatest >> 10) - 15;
         if (most >= 0x7f80 || greatest >= 0x7c00) return 0;
         int room = 7 - of_lut < 14 ? 7 - of_lut : 14; /* (2^6 products) 2^(of_lut + 1) 2^(of_x + scale + 1) <= 2^15 */
-        exponents[n] = room - of_x < 120 ? room - of_x : 120;
+        call->exponents[n] = room - of_x < 120 ? room - of_x : 120;
     }
     return 1;
 }
@@ -583,16 +577,16 @@ INLINE void lay_out_apart(const Call *call, const uint16_t *x, int64_t apart, ui
 }
 
 /* A block of a panel: pairs of columns as decoded ones lie beside each other, 4j + k and 4j + 4 + k, each with its 16 tokens. */
-static void lay_out_words(const Call *call, const void *of, int64_t x_row, int64_t tokens, int64_t column, void *to) {
-    int64_t left = call->columns - column;
+static void lay_out_words(const Call *call, int64_t token, int64_t column, void *to) {
+    int64_t left = call->columns - column, tokens = call->tokens - token, x_row = call->given_row;
+    const uint16_t *from = (const uint16_t *)call->given + token * x_row + column;
     int codes = call->meaning != SMALL ? 1 : left > RUN / 2 ? 4 : 2;
     __m512i pairs = _mm512_load_si512(beside[codes / 2]);
     for (int piece = 0; piece < (codes == 2 ? 2 : 4); piece++) {
         vf block[LANES];
         for (int64_t n = 0; n < LANES; n++) {
-            const uint16_t *x = (const uint16_t *)of + n * x_row + column + 32 * piece;
             __mmask32 inside = n < tokens ? first_words(left - 32 * piece) : 0;
-            block[n] = (vf)_mm512_shuffle_epi8(_mm512_maskz_loadu_epi16(inside, x), pairs);
+            block[n] = (vf)_mm512_shuffle_epi8(_mm512_maskz_loadu_epi16(inside, from + n * x_row + 32 * piece), pairs);
         }
         transpose(block);
         for (int j = 0; j < LANES; j++)
@@ -642,12 +636,9 @@ INLINE int64_t decode_strip(int kind, const Strip *of, Decoded *w) {
 typedef int64_t DecodeStrip(const Strip *, Decoded *);
 #define DECODE_OF(kind) \
     static __attribute__((noinline)) int64_t decode_##kind(const Strip *s, Decoded *w) { return decode_strip(kind, s, w); }
-DECODE_OF(TILES) DECODE_OF(FINE) DECODE_OF(WHOLE) DECODE_OF(HALVES) DECODE_OF(BYTES) DECODE_OF(WIDE) DECODE_OF(WIDE_2) DECODE_OF(WIDE_4)
-DECODE_OF(WIDE_8)
-static DecodeStrip *const DECODE[KINDS] = {
-    decode_TILES, decode_FINE, decode_WHOLE, decode_HALVES, decode_BYTES,
-    decode_WIDE, decode_WIDE_2, decode_WIDE_4, decode_WIDE_8,
-};
+FOR_LOOKUPS(DECODE_OF) FOR_WIDE(DECODE_OF)
+#define DECODE_NAME(kind) decode_##kind,
+static DecodeStrip *const DECODE[KINDS] = {FOR_LOOKUPS(DECODE_NAME) FOR_WIDE(DECODE_NAME)};
 
 static int64_t decode_pairs(const Strip *s, Decoded *w) {
     if (s->from == 0) prefetch_tables(s->call, s->part, s->row, s->count);
@@ -655,29 +646,19 @@ static int64_t decode_pairs(const Strip *s, Decoded *w) {
 }
 
 /* Each vector of a panel holds a pair of columns for 16 tokens; a pair of weights is broadcast. A product loads its weights, so
- * that two of them a cycle are the limit of processors with two loads a cycle. */
-static void add_by_pairs(const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]) {
-    for (int64_t p = 0; p < panels; p++, x += apart) {
-        __m512 acc[UNIT];
-        for (int r = 0; r < UNIT; r++) acc[r] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < pairs; i++) {
-            __m512i tokens = _mm512_load_si512(x + 64 * i);
-            for (int r = 0; r < UNIT; r++) acc[r] = add_pairs(acc[r], pair_at(w->words[r] + 2 * i), tokens);
-        }
-        for (int r = 0; r < UNIT; r++) sums[p][r] += (vf)acc[r];
-    }
-}
-
-/* The same to the bit: a product of pairs is two FMAs, the odd one first, that take denormal numbers for zero. */
-static void add_by_ones(const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]) {
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
+ * that two of them a cycle are the limit of processors with two loads a cycle. `fma` gives the same to the bit: a product of
+ * pairs is two FMAs, the odd one first, that take denormal numbers for zero. */
+INLINE void add_panels(
+    int fma, const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]
+) {
     for (int64_t p = 0; p < panels; p++, x += apart) {
         __m512 acc[UNIT];
         for (int r = 0; r < UNIT; r++) acc[r] = _mm512_setzero_ps();
         for (int64_t i = 0; i < pairs; i++) {
             const float *at = w->floats[0] + i / LANES * 32 + i % LANES;
             __m512i tokens = _mm512_load_si512(x + 64 * i);
+            for (int r = 0; !fma && r < UNIT; r++) acc[r] = add_pairs(acc[r], pair_at(w->words[r] + 2 * i), tokens);
+            if (!fma) continue;
             __m512 odd = (__m512)_mm512_and_si512(tokens, _mm512_set1_epi32((int)0xffff0000));
             __m512 even = (__m512)_mm512_slli_epi32(tokens, 16);
             for (int r = 0; r < UNIT; r++) acc[r] = _mm512_fmadd_ps(odd, _mm512_set1_ps(at[r * PANEL_ROW]), acc[r]);
@@ -685,6 +666,16 @@ static void add_by_ones(const Decoded *w, const char *x, int64_t pairs, int64_t 
         }
         for (int r = 0; r < UNIT; r++) sums[p][r] += (vf)acc[r];
     }
+}
+
+static void add_by_pairs(const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]) {
+    add_panels(0, w, x, pairs, apart, panels, sums);
+}
+
+static void add_by_ones(const Decoded *w, const char *x, int64_t pairs, int64_t apart, int64_t panels, vf sums[][UNIT]) {
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    add_panels(1, w, x, pairs, apart, panels, sums);
     _mm_setcsr(before);
 }
 
@@ -693,16 +684,12 @@ static void add_by_ones(const Decoded *w, const char *x, int64_t pairs, int64_t 
 static void choose_multiply(void) {
     const char *given = getenv("EDKM_MULTIPLY");
     if (multiply_by) return;
-    if (given && (!strcmp(given, "pairs") || !strcmp(given, "ones"))) {
-        multiply_by = *given == 'p' ? PAIRS : ONES;
-        return;
-    }
+    if (given && !strcmp(given, "pairs")) multiply_by = PAIRS;
+    if (given && !strcmp(given, "ones")) multiply_by = ONES;
 #if HAS_TILES
-    if (edkm_may_use_tiles()) {
-        multiply_by = AMX;
-        return;
-    }
+    if (!multiply_by && edkm_may_use_tiles()) multiply_by = AMX;
 #endif
+    if (multiply_by) return;
     Decoded w __attribute__((aligned(64)));
     char x[PANEL_DEPTH * LANES * 2] __attribute__((aligned(64)));
     vf sums[1][UNIT] = {};
@@ -720,24 +707,24 @@ static void choose_multiply(void) {
 }
 
 /* x as `few` reads it: block by block that of each token, and zeros for those missing to a power of two. */
-void edkm_pairs_lay_out(const Call *call, const void *of, int64_t x_row, const int *exponents, void *room) {
-    const uint16_t *x = of;
+static void lay_out_few(const Call *call, void *room) {
     uint16_t *to = room, *halves = to + LANES * call->x_stride;
     int64_t size = 1 << size_of(call->tokens);
     for (int64_t n = 0; n < call->tokens; n++) {
-        if (call->half) to_halves(x + n * x_row, call->columns, exponents[n], halves);
-        lay_out_apart(call, call->half ? halves : x + n * x_row, size * RUN, to + n * RUN);
+        const uint16_t *x = (const uint16_t *)call->given + n * call->given_row;
+        if (call->half) to_halves(x, call->columns, call->exponents[n], halves);
+        lay_out_apart(call, call->half ? halves : x, size * RUN, to + n * RUN);
     }
     for (int64_t k = 0; call->tokens < size && k < call->x_stride; k += RUN)
         memset(to + k * size + call->tokens * RUN, 0, (size_t)((size - call->tokens) * RUN) * sizeof *to);
 }
 
-int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PARTS], int exponents[16]) {
+int edkm_pairs_take(Call *call, Part parts[MOST_PARTS]) {
     if (!takes_pairs(call)) return 0;
     if (call->tokens > FEW_TOKENS) choose_multiply();
-    call->half = takes_halves(call, x, x_row, exponents);
+    call->half = takes_halves(call);
     call->few = call->tokens <= (call->half ? 2 * FEW_TOKENS : FEW_TOKENS) ? few_pairs : NULL;
-    call->lay_out = lay_out_words, call->decode = decode_pairs;
+    call->lay_out_few = lay_out_few, call->lay_out = lay_out_words, call->decode = decode_pairs;
     call->add = multiply_by == ONES ? add_by_ones : add_by_pairs;
 #if HAS_TILES
     if (multiply_by == AMX) call->tiled = edkm_tiles_multiply;
@@ -747,7 +734,7 @@ int edkm_pairs_take(Call *call, const void *x, int64_t x_row, Part parts[MOST_PA
         parts[p] = call->parts[p];
         parts[p].lut_dtype = BFLOAT16; /* words are taken as they are */
     }
-    for (int64_t n = 0; n < call->tokens; n++) call->unscale[n] = ldexpf(1, -exponents[n]);
+    for (int64_t n = 0; n < call->tokens; n++) call->unscale[n] = ldexpf(1, -call->exponents[n]);
     call->parts = parts;
     return 1;
 }

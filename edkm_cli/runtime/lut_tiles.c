@@ -44,8 +44,7 @@ static void finish_sums(const Call *call, const Part *part, int64_t row, int cou
         for (int r = 0; r < count; r++) sums[r] *= factor[r];
     }
     if (part->bias) {
-        Matrix matrix = {part->bias, part->bias_dtype};
-        load_run(&matrix, row, count, bias);
+        load_run(part->bias, part->bias_dtype, row, count, bias);
         for (int r = 0; r < count; r++) sums[r] += bias[r];
     }
     for (int i = 0; i < 8; i++) words[i] = (__m512i)_mm512_cvtne2ps_pbh(sums[i + 8], sums[i]);
@@ -178,10 +177,8 @@ int edkm_tiles_multiply(Strip *s) {
     if (panels > SUM_TILES) multiply_squares(s, w, (Sums *)(w + 2));
     for (int64_t row = s->row; panels <= SUM_TILES && row < end; row += UNIT) {
         s->row = row, s->count = (int)smaller(UNIT, end - row);
-        if (panels == 1) multiply_strip(1, s, w);
-        else if (panels == 2) multiply_strip(2, s, w);
-        else if (panels == 3) multiply_strip(3, s, w);
-        else multiply_strip(4, s, w);
+#define STRIP(t) if (panels == t + 1) multiply_strip(t + 1, s, w);
+        FOR_TILES(STRIP)
     }
     _tile_release();
     return 1;

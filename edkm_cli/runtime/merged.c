@@ -13,10 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST_PARTS 8
-#define MOST_DIMENSIONS 8
 #define BUCKETS 1024
-enum { DTYPES = 3 }; /* float32, bfloat16, float16, as the kernels number them */
 
 typedef struct {
     int64_t columns, bits, levels, count;
@@ -62,10 +59,8 @@ static const char *plain; /* the operator that is called otherwise */
 static Node *buckets[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* operators run without Python's lock */
 
-static Node **bucket_of(uint64_t indices) { return buckets + (indices >> 6) % BUCKETS; }
-
 static Node **find(uint64_t indices) {
-    Node **at = bucket_of(indices);
+    Node **at = buckets + (indices >> 6) % BUCKETS;
     while (*at && (*at)->merged.indices != indices) at = &(*at)->next;
     return at;
 }

@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 
+/* Matrices in one product; dimensions of x; dtypes of x: float32, bfloat16, float16, by these numbers. */
+enum { MOST_PARTS = 8, MOST_DIMENSIONS = 8, DTYPES = 3 };
+
 /* One packed matrix and what is computed with it. `lut`: (groups, 2^bits) entries, or one float32 scale a row. */
 typedef struct {
     const uint8_t *indices;

@@ -31,7 +31,11 @@ extern int omp_get_max_threads(void) __attribute__((weak));
 
 static int forked; /* a child has none of its parent's threads, and libgomp waits for them forever */
 static void in_child(void) { forked = 1; }
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
+static pthread_key_t scratch_key;
+__attribute__((constructor)) static void prepare_threads(void) {
+    pthread_atfork(NULL, NULL, in_child);
+    pthread_key_create(&scratch_key, free);
+}
 
 /* A job cut into units; the cut, and so the result, does not depend on who does them. */
 typedef struct {
@@ -77,13 +81,8 @@ static inline void share(void (*work)(const void *, int64_t, int64_t), const voi
 
 /* A thread's scratch memory, kept from call to call: fresh pages would cost more than small products. Its size is before it.
  * Each file that includes this has its own. */
-static pthread_key_t scratch_key;
-static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
-static void make_key(void) { pthread_key_create(&scratch_key, free); }
-
 static inline float *scratch(size_t floats) {
     size_t bytes = floats * sizeof(float);
-    pthread_once(&scratch_once, make_key);
     size_t *kept = pthread_getspecific(scratch_key);
     if (!kept || *kept < bytes) {
         free(kept);

@@ -12,11 +12,10 @@ INLINE void put(float *to, vf x) { *(vfu *)to = (vfu)x; }
 
 /* LANES numbers of a dtype. */
 INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
-    Matrix matrix = {data, dtype};
     vf x;
     if (dtype == FLOAT32) return (vf)*(const vfu *)((const float *)data + at);
     if (dtype == FLOAT16) {
-        load_run(&matrix, at, LANES, (float *)&x);
+        load_run(data, dtype, at, LANES, (float *)&x);
         return x;
     }
     const uint16_t *from = (const uint16_t *)data + at;
