@@ -228,7 +228,9 @@ INLINE void add_sixteen(
     for (int r = 0; r < ROWS; r++) {
         vn w[VECTORS];
         sixteen(kind, c, entries + r, p[r] + at, w);
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 4
             for (int n = 0; n < tokens; n++)
                 acc[r][n][v % (tokens == 1 ? VECTORS : VECTORS / 2)] += w[v] * *(const vn *)(x + n * stride + NARROW * v);
     }
@@ -237,8 +239,11 @@ INLINE void add_sixteen(
 /* Every 512 columns, or tile, sums of several tokens start anew, which keeps rounding errors small; one token's are in twice as
  * many. */
 INLINE void add_up(int tokens, vn acc[ROWS][4][VECTORS], vn sums[ROWS][4]) {
+#pragma GCC unroll 2
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int n = 0; n < tokens; n++)
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) sums[r][n] += acc[r][n][v], acc[r][n][v] = (vn){};
 }
 
@@ -317,13 +322,18 @@ INLINE void add_rows(int rows, const float *w, const float *x, int64_t vectors, 
         vn acc[SUMS][VECTORS] = {};
         for (int64_t k = from; k < smaller(from + 64, vectors); k++) {
             vn part[VECTORS];
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) part[v] = *(const vn *)(x + LANES * k + NARROW * v);
+#pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 vn one = w[r * PANEL_ROW + k] - (vn){};
+#pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) acc[r][v] += one * part[v];
             }
         }
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) *(vn *)(sums + LANES * r + NARROW * v) += acc[r][v];
     }
 }
