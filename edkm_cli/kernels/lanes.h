@@ -97,13 +97,16 @@ INLINE float half_to_float(uint16_t half) {
     return bits.f;
 }
 
+/* Floats as their bits: what is written as one may be read as the other. */
+typedef uint32_t __attribute__((may_alias)) Bits;
+
 INLINE void load_run(const void *data, int64_t dtype, int64_t offset, int64_t count, float *to) {
     if (dtype == FLOAT32) {
         memcpy(to, (const float *)data + offset, count * sizeof(float));
     } else if (dtype == BFLOAT16) {
         const uint16_t *from = (const uint16_t *)data + offset;
-        uint32_t *bits = (uint32_t *)to;
-        for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)from[i] << 16;
+        Bits *bits = (Bits *)to;
+        for (int64_t i = 0; i < count; i++) bits[i] = (Bits)from[i] << 16;
     } else {
         const uint16_t *from = (const uint16_t *)data + offset;
         int64_t i = 0;
@@ -137,7 +140,7 @@ INLINE void store(void *data, int64_t dtype, const Layout *layout, Rect rect, co
             memcpy((float *)data + offset, from, rect.columns * sizeof(float));
         } else { /* bfloat16, round to nearest even; NaN never gets here */
             uint16_t *to = (uint16_t *)data + offset;
-            const uint32_t *bits = (const uint32_t *)from;
+            const Bits *bits = (const Bits *)from;
             for (int64_t i = 0; i < rect.columns; i++)
                 to[i] = (uint16_t)((bits[i] + 0x7fff + ((bits[i] >> 16) & 1)) >> 16);
         }
