@@ -54,8 +54,7 @@ fuzz: venv  ## 20,000 mutated checkpoints (make test draws 700), and as many tim
 
 faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 6), with a table in out/faults.json
 	@mkdir -p out
-	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py \
-		tests/test_distributed.py -k 'faults or killed'
+	EDKM_FAULTS=100 EDKM_FAULTS_JSON=out/faults.json $(BIN)/python -m pytest -q -s tests/faults tests/test_compress_killed.py
 
 families: venv  ## all families of models, in both number formats (make test: a part of them)
 	EDKM_FAMILIES=all $(BIN)/python -m pytest -q tests/test_families.py

@@ -104,7 +104,7 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("sharding", ["full", "none"] if "EDKM_FAULTS" in os.environ else ["full"])
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     start, model_directory, text_file, tmp_path, sharding
 ):
