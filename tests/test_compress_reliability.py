@@ -146,11 +146,11 @@ def test_fifty_save_and_load_cycles_need_no_more_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_need_no_more_memory_than_twenty(model_directory, text_file, tmp_path):
+def test_three_hundred_steps_need_no_more_memory_than_thirty(model_directory, text_file, tmp_path):
     import resource
 
     peaks = []
-    for steps in (20, 200):
+    for steps in (30, 300):
         compress(config_of(model_directory, text_file, tmp_path / str(steps), steps=steps, save_every=0))
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert peaks[1] - peaks[0] < 16 * 1024

@@ -182,11 +182,27 @@ def test_the_start_of_a_layer_is_timed_by_part(monkeypatch, tmp_path):
     assert all(row["seconds"] >= 0 for row in parts.values())
 
 
+def assert_training_was_measured(result, *, assignments):
+    plain, clustered = result["rows"]
+    assert (plain["variant"], clustered["variant"]) == ("plain", "clustered")
+    for row in result["rows"]:
+        assert len(row["all_step_seconds"]) == 2
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+        assert row["peak_memory_bytes"] > 100e6
+        assert 0 <= row["kernel_share"] <= 1
+        assert row["step_cpu_seconds"] > 0
+    assert result["tokens_per_second_ratio"] == clustered["tokens_per_second"] / plain["tokens_per_second"]
+    assert result["step_seconds_ratio"] == clustered["step_seconds"] / plain["step_seconds"]
+    assert result["peak_memory_bytes_ratio"] == clustered["peak_memory_bytes"] / plain["peak_memory_bytes"]
+    assert result["planned_over_measured"] == pytest.approx(1, abs=0.5)
+    assert result["config"]["assignments"] == assignments
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
-    """Without its parts `kernels`, which is tests/test_gpu.py, and `full`, which is `held` with another mode."""
-    parts = "held compress processes clustering ablation offload"
+    """Without its part `kernels`, which is tests/test_gpu.py."""
+    parts = "held full compress processes clustering ablation offload"
     run("gpu_check.sh", tmp_path, PARTS=parts)
     (summary,) = tmp_path.glob("gpu_check_cpu_*.json")
     result = json.loads(summary.read_text())
@@ -194,24 +210,12 @@ def test_the_gpu_check_runs_from_top_to_bottom(run, tmp_path):
     assert {part["status"] for part in result["parts"]} == {0}
     assert result["runs"].keys() == {"compress-full", "compress-held", "compress-sharded"}
     assert result["runs"]["compress-sharded"]["processes"] == 2
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6
     for file in tmp_path.iterdir():
         assert {"command", "versions", "hardware"} <= json.loads(file.read_text()).keys(), file.name
-    (file,) = tmp_path.glob("training_tiny-held_cpu_*.json")
-    measured = json.loads(file.read_text())
-    plain, clustered = measured["rows"]
-    assert (plain["variant"], clustered["variant"]) == ("plain", "clustered")
-    for row in measured["rows"]:
-        assert len(row["all_step_seconds"]) == 2
-        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
-        assert row["peak_memory_bytes"] > 100e6
-        assert 0 <= row["kernel_share"] <= 1
-        assert row["step_cpu_seconds"] > 0
-    assert measured["tokens_per_second_ratio"] == clustered["tokens_per_second"] / plain["tokens_per_second"]
-    assert measured["step_seconds_ratio"] == clustered["step_seconds"] / plain["step_seconds"]
-    assert measured["peak_memory_bytes_ratio"] == clustered["peak_memory_bytes"] / plain["peak_memory_bytes"]
-    assert measured["planned_over_measured"] == pytest.approx(1, abs=0.5)
-    assert measured["config"]["assignments"] == "held"
+    for name, assignments in (("full", "free"), ("held", "held")):
+        (file,) = tmp_path.glob(f"training_tiny-{name}_cpu_*.json")
+        assert_training_was_measured(json.loads(file.read_text()), assignments=assignments)
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
-import importlib
+import functools
+import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton_package
 
 from edkm_cli.kernels import layout_c, passes_c, passes_torch, shapes_meta, table_torch
 from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, centroid_dtype, relative_temperature
@@ -21,10 +21,16 @@ from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; it is optional."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
     """A module of Triton's kernels, which is optional, if they `supports` these arguments of a GPU: imported late, since
     that takes longer than most commands."""
-    if not tensor.is_cuda or not has_triton_package():
+    if not tensor.is_cuda or not has_triton():
         return None
     module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None
