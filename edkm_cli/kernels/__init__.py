@@ -4,9 +4,9 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
-import functools
-import importlib.util
+import importlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -20,17 +20,13 @@ from edkm_cli.kernels.passes_torch import TorchPasses
 from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
 
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton can be imported; it is optional."""
-    return importlib.util.find_spec("triton") is not None
+_HAS_TRITON = find_spec("triton") is not None  # optional
 
 
 def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
     """A module of Triton's kernels, which is optional, if they `supports` these arguments of a GPU: imported late, since
     that takes longer than most commands."""
-    if not tensor.is_cuda or not has_triton():
+    if not tensor.is_cuda or not _HAS_TRITON:
         return None
     module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None
