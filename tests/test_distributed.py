@@ -23,7 +23,7 @@ CASES = {
     "sharded-trained-luts": {"sharding": "full", "mode": "soft", "iterations": 0},
     "sharded-dkm": {"sharding": "full", "method": "dkm", "mode": "soft", "importance": "activation"},
     "data-parallel-dkm": {"method": "dkm", "mode": "soft", "granularity": "block:4x8"},
-    "data-parallel-held": {"assignments": "held"},
+    "data-parallel-held": {"assignments": "held", "lut_dtype": "float16"},  # whose rows are shared out
     "data-parallel-without-teacher": {"distill": False},
 }
 
