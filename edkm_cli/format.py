@@ -37,8 +37,9 @@ EXPERTS_VERSION = 5  # where each expert's matrices are linears of their own, or
 FACTORS_VERSION = 6  # where columns of an embedding have factors
 ROWS_VERSION = 7  # where rows of embeddings differ in bits
 E3M4_VERSION = 8  # where tables are of E3M4
-MOST_FACTORED_BITS = 6  # of such an embedding: with more, levels times factors would not fit a byte, and gain little
-FACTORS = (1, 2, 4)  # products with them are exact in any number format
+COLUMNS_VERSION = 9  # where those factors are any positive numbers, and scales of embeddings have signs
+MOST_FACTORED_BITS = 6  # of such an embedding: with more they gain little
+FACTORS = (1, 2, 4)  # before version 9
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
 
@@ -69,13 +70,14 @@ class QuantizationSpec:
     embedding_rows: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        versions = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype in LARGEST else (FORMAT_VERSION,)
+        versions: tuple[int, ...] = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype in LARGEST else (FORMAT_VERSION,)
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
         versions = (FACTORS_VERSION,) if self.embedding_factors else versions
         versions = (ROWS_VERSION,) if self.embedding_rows else versions
         versions = (E3M4_VERSION,) if self.lut_dtype == E3M4 else versions
+        versions += (COLUMNS_VERSION,) if self.embedding_factors else ()
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -87,7 +89,7 @@ class QuantizationSpec:
             faults.append(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {self.lut_dtype!r}")
         if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
             faults.append("skipped must be a list of module names")
-        if not _is_within(self.format_version, versions[0], versions[-1]):
+        if not _is_within(self.format_version, 1) or self.format_version not in versions:
             faults.append(
                 f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: update edkm-cli"
             )
@@ -201,6 +203,11 @@ class QuantizationSpec:
             tensors["lut_scale"] = (torch.float16, (out_features, in_features // SUPER_BLOCK, len(names)))
         return tensors
 
+    @property
+    def signs_scales(self) -> bool:
+        """Whether embeddings use index 0, the level without an opposite, and scales have the sign that it is needed with."""
+        return self.embedding_factors and self.format_version >= COLUMNS_VERSION
+
     def embedding_parts(self, rows: int) -> list[Part]:
         """The parts of an embedding's rows. Raises UserError where one begins behind the last row."""
         if self.embedding_rows and self.embedding_rows[-1][0] >= rows:
@@ -223,7 +230,8 @@ class QuantizationSpec:
             for part in self.embedding_parts(rows)
         }
         stored["scale"] = (torch.float32, (rows, columns // group))
-        return stored | ({"factors": (torch.uint8, (columns,))} if self.embedding_factors else {})
+        of_factors = torch.bfloat16 if self.signs_scales else torch.uint8
+        return stored | ({"factors": (of_factors, (columns,))} if self.embedding_factors else {})
 
 
 _SINCE = {"embedding_group": MIXED_VERSION, "module_bits": MIXED_VERSION, "palette": PALETTE_VERSION}

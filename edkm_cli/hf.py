@@ -72,17 +72,19 @@ class EdkmQuantizer(HfQuantizer):
                     raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
                 if not all_finite(leaf, buffer):
                     raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
-                if leaf == "factors" and not set(buffer.tolist()) <= set(FACTORS):
+                if leaf == "factors" and not (buffer.is_floating_point() or set(buffer.tolist()) <= set(FACTORS)):
                     raise UserError(f"{name}.{leaf} must be 1, 2 or 4 for each column; {AGAIN}")
+                if leaf == "factors" and not (buffer > 0).all():
+                    raise UserError(f"{name}.{leaf} must be positive; {AGAIN}")
         shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """LUTs and scales keep the dtype they are stored in, whatever `dtype` the model is loaded with."""
+        """LUTs, scales and factors keep the dtype they are stored in, whatever `dtype` the model is loaded with."""
         targets = getattr(converter, "target_patterns", None) or []
-        if any(str(target).endswith((".lut", ".scale", ".lut_scale")) for target in targets):
+        if any(str(target).endswith((".lut", ".scale", ".lut_scale", ".factors")) for target in targets):
             return None
         return super().get_new_dtype(converter, param, dtype)
 

@@ -85,6 +85,21 @@ def test_the_program_predicts_what_the_source_predicts(source, ids, tmp_path):
 
 
 @here
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_an_embedding_gives_and_takes_is_multiplied_with_its_columns_factors(tied, ids, tmp_path):
+    made, spec = cluster(tiny_llama(tied=tied), embedding_bits=5, mixed={"embedding_factors": True})
+    for module in (made.model.embed_tokens, made.lm_head)[: 2 - tied]:
+        module.factors.copy_(torch.linspace(0.5, 3, 24))
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    source = export(made, spec, tmp_path / "source")
+    export_model(source, "coreml", tmp_path / "out", options=Options(sequence_length="1-32"))
+    program = coreml.load(tmp_path / "out", Options())
+    with torch.no_grad():
+        wanted, found = made(ids[:1]).logits, program(ids[:1]).logits
+    assert (found - wanted).norm() <= 5e-3 * wanted.norm()
+
+
+@here
 @pytest.mark.parametrize("length", ["32", "1-32"])
 def test_the_programs_perplexity_is_the_sources(rows, length, tmp_path):
     options = Options(sequence_length=length, verify="perplexity", context=32, max_windows=2)

@@ -149,7 +149,7 @@ def test_rows_of_an_embedding_have_bits_of_their_own(tied, dtype):
             module.fill(dense)
         for rows, bits in zip(parts, (6, 3, 5, 4), strict=True):
             alone = PalettizedEmbedding(
-                torch.nn.Embedding(len(rows), 24), QuantizationSpec(3, "row:1", "float16", bits)
+                torch.nn.Embedding(len(rows), 24), QuantizationSpec(3, "row:1", "float16", bits, embedding_factors=True)
             )
             alone.fill(dense[rows.start : rows.stop])
             assert torch.equal(module.dequantize()[rows.start : rows.stop], alone.dequantize())

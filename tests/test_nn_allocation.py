@@ -86,7 +86,7 @@ def test_what_embeddings_save_counts_stored_ones_only():
 
 
 @pytest.mark.parametrize(
-    ("bits", "share", "few"), [(2, 0.27, 4), (3, 0.27, 5), (4, 0.27, 6), (3, 0.04, 6), (3, 0.15, 5)]
+    ("bits", "share", "few"), [(2, 0.27, 4), (3, 0.27, 5), (4, 0.27, 6), (3, 0.01, 6), (3, 0.15, 5)]
 )
 def test_embeddings_get_fewer_bits_the_more_of_them_there_are(bits, share, few):
     swaps = [Swap("e", "embedding", (round(share * 10_000), 100)), Swap("l", "linear", (1000, 1000))]

@@ -140,7 +140,7 @@ def test_products_are_rounded_where_that_is_faster(faster, monkeypatch):
         ({"embedding_bits": 4}, "sensitivity", 4),
         ({"bits": 5}, "uniform", 8),
         ({"start": "kmeans"}, "uniform", 8),
-        ({"start": "kmeans", "bits": 3.5}, "sensitivity", 6),
+        ({"start": "kmeans", "bits": 3.5}, "sensitivity", 5),
         ({"allocation": "uniform", "embedding_bits": 16}, "uniform", 16),
     ],
     ids=str,

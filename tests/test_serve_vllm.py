@@ -193,7 +193,7 @@ def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
     packed = row_parts([*stored.values()], scale := torch.rand(150, groups), parts)
     dense, stored["scale"] = torch.cat([lut_linear_torch.dense(p, 36, torch.float32) for p in packed]), scale
     if "embedding_factors" in more:
-        stored["factors"] = torch.tensor([1, 2, 4] * 12, dtype=torch.uint8)
+        stored["factors"] = torch.tensor([0.75, 1, 2.5] * 12, dtype=torch.bfloat16)
         dense = dense * stored["factors"]
     x = torch.randn(4, 36)
     for rank in range(2):

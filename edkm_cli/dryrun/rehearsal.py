@@ -205,9 +205,9 @@ class Rehearsal:
         """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
         held in another order, and the result twice."""
 
-        def rounded(held: Tensor, weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        def rounded(held: Tensor, weight: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
             with self._ledger.more(3 * size_bytes([weight]), CLUSTERING):
-                return to_nearest(weight, scale, top)
+                return to_nearest(weight, *about)
 
         found: dict[str, Rounding] = {}
         for name, (moment, _) in cost_of_errors(swaps, moments).items():

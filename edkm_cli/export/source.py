@@ -103,7 +103,13 @@ class Compressed:
         columns, parts = self._modules[path].columns, self._modules[path].row_parts
         indices = (unpack(self.stored(f"{path}.{part.leaf}"), part.bits, columns).to(torch.int16) for part in parts)
         levels = torch.cat([index - 2 ** (part.bits - 1) for index, part in zip(indices, parts, strict=True)])
-        return levels * self.stored(f"{path}.factors") if self.spec.embedding_factors else levels
+        whole = self.spec.embedding_factors and not self.spec.signs_scales
+        return levels * self.stored(f"{path}.factors") if whole else levels
+
+    def factors(self, path: str) -> Tensor | None:
+        """The factors of an embedding's columns that are not in its levels, (columns,) float32; None: all are 1."""
+        signed = self.spec.signs_scales and f"{path}.factors" in self.files
+        return self.stored(f"{path}.factors").float() if signed else None
 
     def scale(self, path: str) -> float:
         """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
@@ -133,4 +139,5 @@ class Compressed:
             granularity = self.spec.granularity_of(tensor.module)
             return lookup(self.indices(tensor.module), self.table(tensor.module), granularity=granularity)
         levels, scale = self.levels(tensor.module), self.stored(f"{tensor.module}.scale")  # scale (rows, groups)
-        return (scale[:, :, None] * levels.float().view(*scale.shape, -1)).view(levels.shape)
+        values = (scale[:, :, None] * levels.float().view(*scale.shape, -1)).view(levels.shape)
+        return values if (factors := self.factors(tensor.module)) is None else values * factors

@@ -8,20 +8,17 @@ SmolLM2's embedding to 4 bits costs as an input, and half at 6 bits as an output
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from edkm_cli.format import FACTORS
 from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.runtime.embeddings import Rounding
 
 _LAZY_COLUMNS = 64
-_ROWS = 4096  # that factors of columns are chosen on
-_SHARE_TRIED = 8  # one of so many columns may have a factor
 _TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
+_POWERS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7)  # the fewer bits, the larger the best
 _DAMPING = 0.01
 _DAMPING_TIED = 0.1  # without gradients: the use as an input is served by small errors, whatever their direction
 _ENTERING = 2.0  # tied rows' errors count so often on their way in: more than second order says (docs/log.md)
@@ -60,53 +57,21 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
     effect = torch.empty_like(by_size, dtype=torch.float32)
     effect[by_size] = factor.diagonal().pow(-2).float()
 
-    def rounded(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """Levels -top..top of a weight, whose numbers each have a scale, all (rows, columns) float32; what they cost."""
+    def rounded(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Levels low..high of a weight, whose numbers each have a scale, all (rows, columns) float32; what they cost."""
         passing, order = passed_on.to(weight.device), by_size.to(weight.device)
         scales = scale.t()[order].contiguous()
 
         def round_block(block: Tensor, at: slice) -> Tensor:
             errors, passed = torch.empty_like(block), passing[at, at]
             for j, steps in enumerate(scales[at]):
-                torch.sub(block[j], (block[j] / steps).round_().clamp_(-top, top).mul_(steps), out=errors[j])
+                torch.sub(block[j], (block[j] / steps).round_().clamp_(low, high).mul_(steps), out=errors[j])
                 block[j + 1 :].addr_(passed[j, j + 1 :], errors[j], alpha=-1)
             return errors
 
         before = rounded_in_order(weight, passing, order, round_block, lazy_columns=_LAZY_COLUMNS)
-        levels = (before / scale).round_().clamp_(-top, top)
+        levels = (before / scale).round_().clamp_(low, high)
         errors = before.sub_(levels * scale).square_() @ effect.to(before.device)[:, None]
         return levels, errors
 
-    return Rounding(rounded, partial(column_factors, effect=effect), _TOPS)
-
-
-def column_factors(weight: Tensor, effect: Tensor) -> Tensor:
-    """Columns whose steps are worth being longer, (columns,) uint8: 1, 2 or 4.
-
-    The step of a row follows from its largest number, and a few columns of a language model's embedding are several times
-    as large as the others. With half the size those are rounded twice as coarsely, and all others more finely. What the
-    steps of all rows do to the logits is `sum_r max_j(|w_rj| / f_j)^2 * sum_j f_j^2 effect_j`, of some rows: factors are
-    doubled as long as that falls, one by one, those of the largest columns first.
-
-    Args:
-        weight: (rows, columns).
-        effect: (columns,), what rounding a column costs beside the rounding of those that make up for it.
-    """
-    sizes = weight[:: max(1, len(weight) // _ROWS)].detach().float().abs()
-    factors, effect = torch.ones_like(sizes[0]), effect.to(sizes.device)
-
-    def error(tops: Tensor, factors: Tensor) -> float:
-        return float(tops.square().mean() * (factors.square() * effect).sum())
-
-    largest = sizes.square().mean(0).argsort(descending=True, stable=True)[: max(1, len(factors) // _SHARE_TRIED)]
-    tops, where = sizes.topk(2, 1)  # of each row: what is left where one column changes is the first or the second
-    least = error(tops[:, 0], factors)
-    for _ in FACTORS[1:]:
-        for column in largest.tolist():
-            longer = factors.clone()
-            longer[column] *= 2
-            others = torch.where(where[:, 0] == column, tops[:, 1], tops[:, 0])
-            if (changed := error(others.maximum(sizes[:, column] / longer[column]), longer)) < least:
-                factors, least = longer, changed
-                tops, where = (sizes / factors).topk(2, 1)
-    return factors.to(torch.uint8)
+    return Rounding(rounded, _POWERS, _TOPS)

@@ -40,7 +40,7 @@ _MOST_BITS = 4  # above, errors are small everywhere
 _EMBEDDING_BITS, _FEWEST_EMBEDDING_BITS = 8, 4
 # KL from the uncompressed model at 0 bits, if it fell by four with each: of compensated linears, of embeddings with factors,
 # and of those whose first rows have more.
-_LINEARS_KL, _EMBEDDINGS_KL, _ROWS_KL = 18.6, 20.0, 3.1
+_LINEARS_KL, _EMBEDDINGS_KL, _ROWS_KL = 18.6, 15.0, 2.6
 _MORE_BITS = ((24, 3), (6, 2), (2, 1))  # of the first of so many equal parts of the rows: frequent tokens come first
 _LAST_ROWS, _MORE_OF_LAST, _ROWS_STEP = 512, 2, 64  # where tokens stand that were added later, such as those of a chat
 _MOST_ALIKE = 4096  # rows of a vocabulary too small for such parts

@@ -86,7 +86,7 @@ def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> No
         used = module.columns * bits % 8
         if used and bool((tensor[:, -1] >> used).any()):
             raise UserError(f"{directory}: the last bits of the rows of {name} must be zero, but are not; {AGAIN}")
-        if not linear and not bool(unpack(tensor, bits, module.columns).all()):
+        if not linear and not module.signs_scales and not bool(unpack(tensor, bits, module.columns).all()):
             raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {AGAIN}")
 
 

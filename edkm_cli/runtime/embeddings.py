@@ -21,11 +21,14 @@ from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.runtime.palettized import PackedModule, room_of
 
 _FILL_ROWS = 2048
+_SAMPLE_ROWS = 256  # of each part, on which factors of columns are chosen
+_MOST_APART = 64.0  # times the median that a column's size is taken for, or its inverse
+_LEAST = 1e-30  # beside a mean error
 
 
-def to_nearest(weight: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def to_nearest(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Each number rounded by itself; the error is that of the weight."""
-    levels = (weight / scale).round_().clamp_(-top, top)
+    levels = (weight / scale).round_().clamp_(low, high)
     return levels, (levels * scale).sub_(weight).square_().sum(1, keepdim=True)
 
 
@@ -33,14 +36,14 @@ class Rounding(NamedTuple):
     """How an embedding's weight (rows, columns) is rounded.
 
     Attributes:
-        levels: (some rows in float32, the scale of each of their numbers, the last level) -> (levels -last..last, float32;
+        levels: (some rows in float32, the scale of each of their numbers, the first level, the last) -> (levels, float32;
             the error of each row, (rows, 1)).
-        factors: the weight -> the factor of each column's scales, (columns,) uint8; None: 1 for all.
-        tops: shares of the largest magnitude that the last level is tried at; each row takes that of the least error.
+        powers: of the size of a column's numbers, one of which is the factor of its scales: that of the least error.
+        tops: shares of the largest number that the first level is tried at; each row takes that of the least error.
     """
 
-    levels: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = to_nearest
-    factors: Callable[[Tensor], Tensor] | None = None
+    levels: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = to_nearest
+    powers: tuple[float, ...] = (0.0,)
     tops: tuple[float, ...] = (1.0,)
 
 
@@ -48,11 +51,10 @@ NEAREST = Rounding()
 
 
 class _RowScaled(PackedModule):
-    """value = scale[row, group of the column] * factor[column] * (index - 2**(bits - 1)): the palette of embeddings,
-    symmetric about zero.
+    """value = scale[row, group of the column] * factor[column] * (index - 2**(bits - 1)): the palette of embeddings.
 
-    Factors are powers of two, so the product is the same to the bit whether weights are multiplied with them or what
-    enters. Without `factors` all are 1.
+    Without `factors` all are 1, index 0 is not used, and levels are symmetric about zero. With them a scale has the sign
+    that puts the largest number at index 0.
     """
 
     scale: Tensor
@@ -62,6 +64,7 @@ class _RowScaled(PackedModule):
         weight: Any = dense.weight
         (self.rows, self.columns), self.bits, self.dtype = weight.shape, spec.embedding_bits, weight.dtype
         self.row_parts, self.scale_dtype = spec.embedding_parts(self.rows), spec.embedding_scale_dtype
+        self.signs_scales = spec.signs_scales
         self._tied_to = (tied_to,)  # in a tuple, so that it is not registered as a submodule
         if tied_to is None:
             self._register(spec.embedding_tensors(self.rows, self.columns))
@@ -89,34 +92,64 @@ class _RowScaled(PackedModule):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """As of all packed modules."""
-        decoded = [dispatch.dense(part, self.columns, dtype) for part in self.parts()]
-        return self._times_factors(decoded[0] if len(decoded) == 1 else torch.cat(decoded))
+        factors = self._factors()
+        kept = dtype if factors is None else torch.float32  # so that it is rounded once
+        decoded = [dispatch.dense(part, self.columns, kept) for part in self.parts()]
+        joint = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+        return joint if factors is None else (joint * factors).to(dtype)
 
-    def _times_factors(self, values: Tensor) -> Tensor:
-        factors = self._source._buffers.get("factors")
-        return values if factors is None else values * factors.to(values)
+    def _factors(self) -> Tensor | None:
+        return self._source._buffers.get("factors")
 
     def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
-        """Round a dense weight (rows, columns) to the palette: the largest magnitude of a row, or of each of its groups,
-        or a share of it, gets the last level. Some rows at a time: a vocabulary's weight may be larger than a decoder layer.
+        """Round a dense weight (rows, columns) to the palette: the largest number of a row, or of each of its groups, or a
+        share of it, gets the first level, or its opposite. Some rows at a time: a vocabulary's weight may be larger than a
+        decoder layer.
         """
         factors = torch.ones(self.columns, device=weight.device)
         if (stored := self._buffers.get("factors")) is not None:
-            factors = factors if rounding.factors is None else rounding.factors(weight).float()
-            stored.copy_(factors)
+            stored.copy_(self._best_factors(weight.detach(), rounding))
+            factors = stored.float()
         for where, first in ((p, at) for p in self.row_parts for at in range(p.first, p.end, _FILL_ROWS)):
-            rows, middle = slice(first, min(first + _FILL_ROWS, where.end)), 2 ** (where.bits - 1)
-            part, top = weight[rows].detach().float(), middle - 1
-            largest = (part / factors).unflatten(1, (self.scale.shape[1], -1)).abs().amax(2) / top
-            best = [torch.zeros_like(largest), torch.zeros_like(part), torch.full_like(largest[:, :1], math.inf)]
-            for share in rounding.tops:
-                scale = (largest * share).clamp_min_(torch.finfo(self.scale_dtype).tiny).to(self.scale_dtype).float()
-                steps = scale.repeat_interleave(self.columns // scale.shape[1], 1) * factors
-                found = (scale, *rounding.levels(part, steps, top))
-                best = [torch.where(found[2] > best[2], *two) for two in zip(best, found, strict=True)]
-            self.scale[rows], levels, _ = best
+            rows = slice(first, min(first + _FILL_ROWS, where.end))
+            self.scale[rows], levels, _ = self._rounded(weight[rows].detach().float(), factors, where.bits, rounding)
             indices: Any = self._buffers[where.leaf]
-            indices[first - where.first :][: len(part)] = pack(levels.add_(middle).to(torch.uint8), where.bits)
+            packed = pack(levels.add_(2 ** (where.bits - 1)).to(torch.uint8), where.bits)
+            indices[first - where.first :][: len(packed)] = packed
+
+    def _rounded(self, part: Tensor, factors: Tensor, bits: int, rounding: Rounding) -> list[Tensor]:
+        """(scales, levels, errors (rows, 1)) of some rows in float32, each with the best of its steps."""
+        groups, top, tiny = self.scale.shape[1], 2 ** (bits - 1) - 1, torch.finfo(self.scale_dtype).tiny
+        bottom = -top - self.signs_scales
+        low, high = (part / factors).unflatten(1, (groups, -1)).aminmax(dim=2)
+        largest = torch.where(high > -low, high, low) if self.signs_scales else torch.minimum(low, -high)
+        best = [torch.zeros_like(largest), torch.zeros_like(part), torch.full_like(largest[:, :1], math.inf)]
+        for share in dict.fromkeys((*rounding.tops, -bottom / top)):  # the last one gives the largest an opposite
+            scale = (largest / bottom * share).to(self.scale_dtype).float()
+            scale = torch.where(scale.abs() < tiny, tiny, scale)
+            steps = scale.repeat_interleave(self.columns // groups, 1) * factors
+            found = (scale, *rounding.levels(part, steps, bottom, top))
+            best = [torch.where(found[2] > best[2], *two) for two in zip(best, found, strict=True)]
+        return best
+
+    def _best_factors(self, weight: Tensor, rounding: Rounding) -> Tensor:
+        """The factor of each column, (columns,) bfloat16, by what rounding some rows of each part would cost.
+
+        A few columns of a language model's embedding are several times as large as the others. With steps as long as
+        those of all, large columns decide on every row's step; in proportion to their size, they are rounded too coarsely.
+        """
+        samples = [weight[p.first : p.end : -(-(p.end - p.first) // _SAMPLE_ROWS)].float() for p in self.row_parts]
+        sizes = torch.cat(samples).square().mean(0).sqrt()
+        sizes = (sizes / sizes.median().clamp_min(torch.finfo(torch.float32).tiny)).clamp_(1 / _MOST_APART, _MOST_APART)
+
+        def cost(factors: Tensor) -> float:
+            """What matters of a part is by how much its errors shrink: its bits are chosen by what they cost."""
+            parts = zip(self.row_parts, samples, strict=True)
+            errors = ((p, self._rounded(rows, factors.float(), p.bits, rounding)[2]) for p, rows in parts)
+            return sum((p.end - p.first) * math.log(float(found.mean()) + _LEAST) for p, found in errors)
+
+        tried = [sizes.pow(power).bfloat16() for power in rounding.powers]
+        return tried[0] if len(tried) == 1 else min(tried, key=cost)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.columns}, bits={self.bits}"
@@ -171,7 +204,7 @@ class PalettizedEmbedding(_RowScaled):
         self._like = (like,)  # without its weight; in a tuple, so that it is not registered as a submodule
 
     def forward(self, ids: Tensor) -> Tensor:
-        values = self._times_factors(decoded_rows(ids, self.parts(), columns=self.columns, dtype=self.dtype))
+        values = decoded_rows(ids, self.parts(), self._factors(), columns=self.columns, dtype=self.dtype)
         if isinstance(self.embed_scale, Tensor):
             return values * self.embed_scale.to(values.device, self.dtype)
         return values if self.embed_scale in (1.0, None) else values * self.embed_scale
@@ -196,7 +229,8 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
         return super().weight_like() if self.tied_to is None else self.tied_to.weight_like()
 
     def forward(self, x: Tensor) -> Tensor:
-        parts, x = self.parts(), self._times_factors(as_autocast(x))
+        parts, factors, x = self.parts(), self._factors(), as_autocast(x)
+        x = x if factors is None else x * factors.to(x)
         if parts[0].indices.device != x.device:  # a device map may part it from the embedding
             parts = [part._replace(indices=part.indices.to(x.device), table=part.table.to(x.device)) for part in parts]
         if not torch.compiler.is_compiling():

@@ -191,9 +191,12 @@ def row_scaled_embedding(
     return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
 
 
-def decoded_rows(ids: Tensor, parts: Sequence[Packed], *, columns: int, dtype: torch.dtype) -> Tensor:
-    """`row_scaled_embedding` of a matrix whose rows are those of `parts`, one after the other. Each part decodes a row for
-    each id, of which those of its own are taken; on a CPU parts that no id is of are left out."""
+def decoded_rows(
+    ids: Tensor, parts: Sequence[Packed], factors: Tensor | None, *, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """`row_scaled_embedding` of a matrix whose rows are those of `parts`, one after the other, its columns times factors
+    (columns,). Each part decodes a row for each id, of which those of its own are taken; on a CPU parts that no id is of
+    are left out."""
     parts = [part for part in parts if part.indices.shape[0]]
     low, high, first, values = -math.inf, math.inf, 0, None
     if len(parts) > 1 and ids.numel() and ids.is_cpu and type(ids) is Tensor and not torch.compiler.is_compiling():
@@ -202,8 +205,9 @@ def decoded_rows(ids: Tensor, parts: Sequence[Packed], *, columns: int, dtype: t
         rows, last = part.indices.shape[0], number == len(parts) - 1
         if (last or low < first + rows) and (not number or high >= first):  # the outer ones refuse ids that are none
             at = ids if len(parts) == 1 else (ids - first).clamp(0 if number else None, None if last else rows - 1)
-            found = row_scaled_embedding(at, part.indices, part.table, columns=columns, bits=part.bits, dtype=dtype)
+            kept = dtype if factors is None else torch.float32  # so that it is rounded once
+            found = row_scaled_embedding(at, part.indices, part.table, columns=columns, bits=part.bits, dtype=kept)
             values = found if values is None else torch.where((ids >= first)[..., None], found, values)
         first += rows
     assert values is not None
-    return values
+    return values if factors is None else (values * factors).to(dtype)

@@ -266,20 +266,19 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that everything was loaded and is finite."""
         _require_loaded(layer.edkm_missing)
-        _require_finite(f"{self.name}.scale", layer.scale)
+        for leaf in ("scale", "factors") if self.spec.embedding_factors else ("scale",):
+            _require_finite(f"{self.name}.{leaf}", getattr(layer, leaf))
         _stand_in(layer)
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """Rows `ids` (...), decoded."""
-        found = decoded_rows(ids, self._packed(layer), columns=layer.embedding_dim, dtype=layer.params_dtype)
-        return self._times_factors(layer, found)
-
-    def _times_factors(self, layer: Any, values: Tensor) -> Tensor:
-        return values * layer.factors.to(values.dtype) if self.spec.embedding_factors else values
+        factors = layer.factors if self.spec.embedding_factors else None
+        return decoded_rows(ids, self._packed(layer), factors, columns=layer.embedding_dim, dtype=layer.params_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits x @ W.T + bias for x (..., in)."""
-        return logits(self._times_factors(layer, x), self._packed(layer), bias)
+        x = x * layer.factors.to(x.dtype) if self.spec.embedding_factors else x
+        return logits(x, self._packed(layer), bias)
 
     def _packed(self, layer: Any) -> list[Packed]:
         return row_parts([getattr(layer, part.leaf) for part in self._parts], layer.scale, self._parts)

@@ -3,7 +3,7 @@
 Each compressed weight is one `constexpr_lut_to_dense` with our indices and float16 tables, of the whole tensor or of groups
 of rows; scales of float8 tables are multiplied into the entries (`enable_per_channel_scale` of coremltools crashes on
 macOS 26, apple/coremltools issue 2688). Embeddings are `constexpr_blockwise_shift_scale`: int8 with a float16 scale for each
-row. Norms and biases are float16.
+row; what they give or take is multiplied with the factors of their columns. Norms and biases are float16.
 
 coremltools runs on Linux, Core ML does not: what was written is read back, weight by weight, and computed again in float32
 (`coreml_run`). It has not been run on Apple hardware. The program is built in memory, about one byte for each weight.
@@ -109,7 +109,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
 
 
 def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
-    """Makes the variable of a tensor, and records under which name; None for a bias that there is not."""
+    """Makes the variable of a tensor, and records under which name; None for what there is not."""
     from coremltools.converters.mil.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
@@ -117,11 +117,15 @@ def _weights(source: Compressed, names: dict[str, str], track: Track) -> Any:
     progress = iter(track(list(source.tensors), "building the program", len(source.tensors)))
 
     def make(name: str) -> Any:
-        if name not in source.tensors:
+        label, (path, _, leaf) = name.replace(".", "_"), name.rpartition(".")
+        factors = source.factors(path) if leaf == "factors" else None
+        if factors is None and name not in source.tensors:
             return None
-        next(progress, None)
-        tensor, label = source.tensors[name], name.replace(".", "_")
         names[label] = name
+        if factors is not None:
+            return mb.const(val=rounded(factors, torch.float16, name).numpy(), name=label)
+        next(progress, None)
+        tensor = source.tensors[name]
         if tensor.linear:
             table = rounded(source.table(tensor.module), torch.float16, name)
             groups = table.shape[0]  # of rows: `check` has seen to that
@@ -158,22 +162,27 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
 
     function, metadata = _function(folder)
     names = json.loads(metadata[_MAP])
-    for operation in function.operations:
-        name = names.get(operation.outputs[0].name)
+    held = [(names.get(operation.outputs[0].name), operation) for operation in function.operations]
+    constants = {name: operation for name, operation in held if name and not operation.op_type.startswith("constexpr_")}
+    plain = {name: torch.from_numpy(np.array(op.val.val, dtype=np.float32)) for name, op in constants.items()}
+    factors = {name.removesuffix("factors"): plain.pop(name) for name in constants if name.endswith(".factors")}
+    yield from plain.items()
+    for name, operation in held:
         if operation.op_type.startswith("constexpr_"):
-            yield name or operation.name, dense_of(operation)
-        elif name is not None:
-            yield name, torch.from_numpy(np.array(operation.val.val, dtype=np.float32))
+            weight = dense_of(operation)
+            by = factors.get((name or "").removesuffix("weight"))
+            yield name or operation.name, weight if by is None else weight * by
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
-    """Tables, norms and biases are float16; of an embedding the scale is, and its product with a level."""
+    """Tables, norms and biases are float16; of an embedding the scale is, its product with a level, and factors."""
     exact = source.dense(name)
     tensor = source.tensors[name]
     if tensor.module and not tensor.linear:
         data, scale = _embedding(source, tensor.module)
         scale = scale.float().repeat_interleave(data.shape[1] // scale.shape[1], 1)  # of each column
-        return (data.float() * scale).half().float(), exact
+        product, factors = (data.float() * scale).half().float(), source.factors(tensor.module)
+        return product if factors is None else product * factors.half().float(), exact
     return exact.half().float(), exact
 
 

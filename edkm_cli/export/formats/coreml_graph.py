@@ -24,8 +24,8 @@ def program(
     Args:
         config: of the model.
         lengths: the fewest and most tokens of a call; a cache has room for the most.
-        weight: tensor name -> the variable that holds it, None for a bias that a linear does not have; called inside the
-            program, once for each name.
+        weight: tensor name -> the variable that holds it, None for a bias that a linear does not have, or factors that an
+            embedding does not; called inside the program, once for each name, but twice for factors of a tied embedding.
         rotary: cosines and sines, (length, head size) float16.
     """
     import coremltools as ct
@@ -68,7 +68,7 @@ class _Decoder:
         self.start = position if self.cache else mb.sub(x=self.n, y=self.n)
         self.end = mb.add(x=self.start, y=self.n)
         self.states = states
-        x = mb.gather(x=embedding, indices=input_ids, axis=0)
+        x = self._factored(mb.gather(x=embedding, indices=input_ids, axis=0), "model.embed_tokens")
         size = mb.concat(values=[self.n, [self.head_size]], axis=0)
         begin = mb.concat(values=[self.start, [0]], axis=0)
         self.cosines, self.sines = (mb.slice_by_size(x=table, begin=begin, size=size) for table in self.rotary)
@@ -77,9 +77,14 @@ class _Decoder:
             path = f"model.layers.{layer}"
             x = mb.add(x=x, y=self._attention(layer, self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn"))
             x = mb.add(x=x, y=self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp"))
-        x = self._norm(x, "model.norm")
-        head = embedding if config.tie_word_embeddings else self.weight("lm_head.weight")
-        return mb.linear(x=x, weight=head, name="logits")
+        tied = config.tie_word_embeddings
+        x = self._factored(self._norm(x, "model.norm"), "model.embed_tokens" if tied else "lm_head")
+        return mb.linear(x=x, weight=embedding if tied else self.weight("lm_head.weight"), name="logits")
+
+    def _factored(self, x: Any, path: str) -> Any:
+        """What an embedding gives, or takes, times the factors of its columns, if it has any."""
+        factors = self.weight(f"{path}.factors")
+        return x if factors is None else self.mb.mul(x=x, y=factors)
 
     def _mask(self) -> Any:
         """(tokens, end) float16: 0 where a token sees another, else far below all scores."""
