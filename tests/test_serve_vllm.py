@@ -208,7 +208,7 @@ def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
         ids = torch.tensor([0, 5, len(own) - 1])
         assert torch.equal(finished(embedding).quant_method.embedding(embedding, ids), own[ids])
         logits = finished(head).quant_method.apply(head, x)
-        torch.testing.assert_close(logits[:, : len(own)], x @ own.T, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(logits[:, : len(own)], x @ own.T, rtol=1e-5, atol=1e-3)  # of numbers up to 128
         assert not bool(logits[:, len(own) :].any())
 
 
