@@ -93,10 +93,12 @@ class _RowScaled(PackedModule):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """As of all packed modules."""
         factors = self._factors()
-        kept = dtype if factors is None else torch.float32  # so that it is rounded once
-        decoded = [dispatch.dense(part, self.columns, kept) for part in self.parts()]
-        joint = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-        return joint if factors is None else (joint * factors).to(dtype)
+        if factors is None:
+            decoded = [dispatch.dense(part, self.columns, dtype) for part in self.parts()]
+        else:  # rounded once
+            parts = (dispatch.dense(part, self.columns, torch.float32) for part in self.parts())
+            decoded = [part.mul_(factors).to(dtype) for part in parts]
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
 
     def _factors(self) -> Tensor | None:
         return self._source._buffers.get("factors")
