@@ -231,7 +231,7 @@ def test_factors_are_stored_and_checked(model_directory, text_file, ids, tmp_pat
         load(stored(-whole, 9))
     with pytest.raises(UserError, match="factors must be finite"):
         load(stored(whole * torch.nan, 9))
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"factors must be uint8 \(24,\), got bfloat16"):
         load(stored(whole, 6))
 
 

@@ -187,6 +187,7 @@ def test_a_matrix_that_is_stored_as_one_is_cut_into_its_parts(process):
 def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+    torch.manual_seed(0)
     groups = 36 // more.get("embedding_group", 36)
     parts = parts_of(150, more.get("embedding_rows", []), more.get("embedding_bits", 8))
     stored = {p.leaf: torch.randint(256, (p.end - p.first, 36 * p.bits // 8), dtype=torch.uint8) for p in parts}
@@ -208,7 +209,7 @@ def test_embeddings_are_cut_by_words_and_padded_with_zeros(process, more):
         ids = torch.tensor([0, 5, len(own) - 1])
         assert torch.equal(finished(embedding).quant_method.embedding(embedding, ids), own[ids])
         logits = finished(head).quant_method.apply(head, x)
-        torch.testing.assert_close(logits[:, : len(own)], x @ own.T, rtol=1e-5, atol=1e-3)  # of numbers up to 128
+        torch.testing.assert_close(logits[:, : len(own)], x @ own.T, rtol=1e-5, atol=1e-4)
         assert not bool(logits[:, len(own) :].any())
 
 

@@ -198,6 +198,7 @@ def decoded_rows(
     (columns,). Each part decodes a row for each id, of which those of its own are taken; on a CPU parts that no id is of
     are left out."""
     parts = [part for part in parts if part.indices.shape[0]]
+    kept = dtype if factors is None else torch.float32  # so that it is rounded once
     low, high, first, values = -math.inf, math.inf, 0, None
     if len(parts) > 1 and ids.numel() and ids.is_cpu and type(ids) is Tensor and not torch.compiler.is_compiling():
         low, high = (int(id) for id in ids.aminmax())
@@ -205,7 +206,6 @@ def decoded_rows(
         rows, last = part.indices.shape[0], number == len(parts) - 1
         if (last or low < first + rows) and (not number or high >= first):  # the outer ones refuse ids that are none
             at = ids if len(parts) == 1 else (ids - first).clamp(0 if number else None, None if last else rows - 1)
-            kept = dtype if factors is None else torch.float32  # so that it is rounded once
             found = row_scaled_embedding(at, part.indices, part.table, columns=columns, bits=part.bits, dtype=kept)
             values = found if values is None else torch.where((ids >= first)[..., None], found, values)
         first += rows

@@ -24,8 +24,8 @@ def program(
     Args:
         config: of the model.
         lengths: the fewest and most tokens of a call; a cache has room for the most.
-        weight: tensor name -> the variable that holds it, None for a bias that a linear does not have, or factors that an
-            embedding does not; called inside the program, once for each name, but twice for factors of a tied embedding.
+        weight: tensor name -> the variable that holds it, None for a bias or factors of columns that there are not; called
+            inside the program, once for each name.
         rotary: cosines and sines, (length, head size) float16.
     """
     import coremltools as ct
@@ -63,12 +63,12 @@ class _Decoder:
 
     def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
         mb, config = self.mb, self.config
-        embedding = self.weight("model.embed_tokens.weight")
+        embedding, factors = (self.weight(f"model.embed_tokens.{leaf}") for leaf in ("weight", "factors"))
         self.n = mb.expand_dims(x=mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0), axes=[0])
         self.start = position if self.cache else mb.sub(x=self.n, y=self.n)
         self.end = mb.add(x=self.start, y=self.n)
         self.states = states
-        x = self._factored(mb.gather(x=embedding, indices=input_ids, axis=0), "model.embed_tokens")
+        x = self._times(mb.gather(x=embedding, indices=input_ids, axis=0), factors)
         size = mb.concat(values=[self.n, [self.head_size]], axis=0)
         begin = mb.concat(values=[self.start, [0]], axis=0)
         self.cosines, self.sines = (mb.slice_by_size(x=table, begin=begin, size=size) for table in self.rotary)
@@ -77,13 +77,12 @@ class _Decoder:
             path = f"model.layers.{layer}"
             x = mb.add(x=x, y=self._attention(layer, self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn"))
             x = mb.add(x=x, y=self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp"))
-        tied = config.tie_word_embeddings
-        x = self._factored(self._norm(x, "model.norm"), "model.embed_tokens" if tied else "lm_head")
-        return mb.linear(x=x, weight=embedding if tied else self.weight("lm_head.weight"), name="logits")
+        if not config.tie_word_embeddings:
+            embedding, factors = (self.weight(f"lm_head.{leaf}") for leaf in ("weight", "factors"))
+        return mb.linear(x=self._times(self._norm(x, "model.norm"), factors), weight=embedding, name="logits")
 
-    def _factored(self, x: Any, path: str) -> Any:
+    def _times(self, x: Any, factors: Any) -> Any:
         """What an embedding gives, or takes, times the factors of its columns, if it has any."""
-        factors = self.weight(f"{path}.factors")
         return x if factors is None else self.mb.mul(x=x, y=factors)
 
     def _mask(self) -> Any:
