@@ -141,7 +141,8 @@ class Run(Session):
             stored |= stored_dtypes(plan.source.path)
             self.dense_format = DenseFormat.of(dense.model, dtype, stored, world=self.world)
             if config.packing and config.steps:
-                require_attention_within_documents(dense.model)
+                with dense.at_hand() as model:
+                    require_attention_within_documents(model)
         return dense
 
     def _load_dense(self) -> Any:

@@ -130,9 +130,9 @@ class RunPlan:
         config, trained = self.config, self.parameters
         kept = config.most_checkpoints * (2 if config.compare_dense else 1)
         if config.assignments == "held" and not config.compare_dense:
-            geometry, bits_of = self.spec.granularity, self.spec.bits_of
-            sizes = ((geometry.groups(*swap.shape), bits_of(swap.name)) for swap in self.clustered)
-            trained = sum(groups * table_numbers(self.spec.palette, bits) for groups, bits in sizes)
+            spec, sizes = self.spec, ((swap.name, swap.shape) for swap in self.clustered)
+            tables = ((spec.granularity_of(name).groups(*shape), spec.bits_of(name)) for name, shape in sizes)
+            trained = sum(groups * table_numbers(spec.palette, bits) for groups, bits in tables)
         start = getattr(torch, config.dtype).itemsize * self.parameters
         return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
 
@@ -235,7 +235,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
-        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0)
+        experts = any(map(is_expert, shapes))
+        check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0, experts=experts)
     dense_dtype = choose_dtype(asked.dtype, world.device)
     few = allocation.choose_embedding_bits(config, swaps)
     config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))

@@ -14,9 +14,13 @@ from edkm_cli.granularity import AFFINE, FREE, LARGEST, LUT_DTYPES, MULTIPLES, S
 ALL_BITS = tuple(range(1, 9))
 # Families in which a scale of all decoder linears moves exactly into norms, embeddings and `rms_norm_eps`.
 SCALED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2")
-# What the Core ML program can be: families, and kinds of rotary angles that do not depend on the sequence.
-DECODERS = ("llama", "mistral", "qwen2")
-ROTARY = ("default", "linear", "llama3", "yarn")
+# transformers' model type -> llama.cpp's architecture
+GGUF_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+# Form -> families that it is known for, and kinds of rotary angles, which do not depend on the sequence.
+KNOWN = {
+    "coreml": (("llama", "mistral", "qwen2"), ("default", "linear", "llama3", "yarn")),
+    "gguf": (tuple(GGUF_FAMILIES), ("default", "linear", "llama3")),
+}
 _IN_LAYER = re.compile(r"^(\w+)\.(\w+)\.(\d+)\.(.+)$")
 
 
@@ -135,14 +139,21 @@ def misfits(
     return found
 
 
-def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ...]], *, lut_scale: float) -> None:
+def check_model(
+    name: str, architecture: Any, layers: Mapping[str, tuple[int, ...]], *, lut_scale: float, experts: bool = False
+) -> None:
     """Raises UserError for a model that the target cannot hold.
 
     Args:
         architecture: its Hugging Face configuration.
         layers: module path -> (rows, columns) of each compressed linear.
         lut_scale: the one scale of its float8 tables; 1 without.
+        experts: whether some of these linears are experts.
     """
+    if experts and name != "lut-b":
+        raise UserError(
+            f"{name} holds no packed experts, but the model has some; compress with --experts dense, or --to dense"
+        )
     if architecture.get_text_config(decoder=True) is not architecture and TARGETS[name].form != "compressed-tensors":
         rule = f"{name} holds language models alone, but {architecture.model_type} reads images, too"
         raise UserError(f"{rule}; choose compressed-tensors, or --to dense")
@@ -154,17 +165,15 @@ def check_model(name: str, architecture: Any, layers: Mapping[str, tuple[int, ..
                 raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
     if name == "any-precision":
         repeated_layers(list(layers))
-    if name == "coreml":
-        rope = (getattr(architecture, "rope_parameters", None) or {}).get("rope_type", "default")
-        activation, kind = getattr(architecture, "hidden_act", "silu"), architecture.model_type
-        facts = (
-            ("decoders of", DECODERS, kind),
-            ("activation", ("silu",), activation),
-            ("rotary angles", ROTARY, rope),
-        )
+    if (form := TARGETS[name].form or name) in KNOWN:
+        rope = getattr(architecture, "rope_parameters", None) or {}
+        (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")
+        facts = [("decoders of", families, architecture.model_type), ("rotary angles", rotary, kind)]
+        if form == "coreml":
+            facts.append(("activation", ("silu",), getattr(architecture, "hidden_act", "silu")))
         for what, known, found in facts:
             if found not in known:
-                raise UserError(f"coreml knows {what} {_listed(known)}, got {found}; choose another format")
+                raise UserError(f"{form} knows {what} {_listed(known)}, got {found}; choose another format")
     if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
         rule = f"lut-b has no scale, which moves into other weights of {_listed(SCALED_FAMILIES)}, not"
         raise UserError(f"{rule} of {architecture.model_type}; compress with --lut-scale 1")

@@ -41,9 +41,11 @@ def chat(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("distill", [True, False])
-def test_conversations_are_packed_and_their_answers_learnt(chat_model, chat, tmp_path, distill):
-    config = settings(chat_model, chat, tmp_path / "out", packing=True, distill=distill, gradient_accumulation=2)
+@pytest.mark.parametrize(
+    "learnt", [{}, {"distill": False}, {"label_weight": 0.0}]
+)  # layers stay in the files with the last
+def test_conversations_are_packed_and_their_answers_learnt(chat_model, chat, tmp_path, learnt):
+    config = settings(chat_model, chat, tmp_path / "out", packing=True, gradient_accumulation=2, **learnt)
     report = compress(config)
     (source,) = report["data"]["sources"]
     assert source["documents"] == 53  # a tenth of the characters is held out

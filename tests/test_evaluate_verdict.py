@@ -12,7 +12,8 @@ from edkm_cli.evaluate.layers import compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import by_position, distribution, perplexity
 from edkm_cli.evaluate.writing import MOST, compare_writing, prompts, write
 from edkm_cli.report.verdict import verdict_page
-from helpers import byte_tokenizer, logits_of, refused, run, tiny_llama
+from families import family
+from helpers import byte_tokenizer, cluster, export, logits_of, refused, run, tiny_llama
 
 NOISY = "model.layers.1.mlp.up_proj"
 MEASURE = ("--context", 32, "--max-windows", 3, "--positions", 64, "--device", "cpu")
@@ -154,3 +155,18 @@ def test_a_context_beyond_the_model_s_positions_is_warned_of(model_directory, te
 
 def test_a_page_needs_a_reference(model_directory, tmp_path):
     assert "--reference" in refused("eval", model_directory, "--data", "builtin", "--page", tmp_path / "x.html")
+
+
+def test_experts_that_stayed_dense_are_no_matrices_of_their_own(text_file, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "dense")
+    family("qwen3_moe").save_pretrained(tmp_path / "dense")
+    packed = export(*cluster(family("qwen3_moe"), experts=False), tmp_path / "packed")
+    byte_tokenizer().save_pretrained(packed)
+    result = tmp_path / "r.json"
+    limits = ("--max-matrix-error", 10, "--max-kl", 10, "--min-agreement", 0, "--json", result)
+    common = ("--reference", tmp_path / "dense", "--data", text_file, *MEASURE, "--prompts", 0)
+    status, _, err = run("eval", packed, *common, *limits)
+    assert status == 0, err
+    named = [matrix["name"] for matrix in json.loads(result.read_text())["matrices"]]
+    assert "model.layers.0.self_attn.q_proj" in named
+    assert not any("experts" in name for name in named)

@@ -329,6 +329,8 @@ def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp
     assert "rows of 72 are no multiple of 32: gguf:q4_0 stores it as F16" in out
     status, _, err = run(*arguments, "--target", "gguf:q4_0", "-o", tmp_path / "c")
     assert status == 0, err
+    status, _, err = run("report", tmp_path / "c")
+    assert status == 0, err
     status, _, err = run("export", tmp_path / "c", "--to", "gguf:q4_0", "-o", tmp_path / "g")
     assert status == 0, err
     kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "g" / "model.gguf").tensors}

@@ -244,13 +244,16 @@ def test_hidden_states_come_back_from_memory_and_disk(monkeypatch):
         assert torch.equal(states.pop(), hidden)
 
 
+@pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_each_family_is_read_layer_by_layer_or_not_at_all(kind, tmp_path):
+def test_each_family_is_read_layer_by_layer_or_not_at_all(kind, splits, tmp_path):
     model = family(kind)
-    layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu")
+    source = replace(saved(model, tmp_path / "model"), splits=splits)
+    layers = open_layers(source, dtype=torch.float32, device="cpu")
     if layers is None:
         return
-    split_experts(model)
+    if splits:
+        split_experts(model)
     ids = texts(1, 16)[0]
     with layers.at_hand() as lent, torch.no_grad():
         assert torch.equal(lent(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)

@@ -57,6 +57,12 @@ def test_a_pattern_that_matches_nothing_is_refused_before_any_work(moe):
         plan_run(CompressConfig(model=str(moe), overrides=("*.q_proj: granularity=row:7",)), World())
 
 
+def test_tiles_of_all_need_not_fit_where_an_override_replaces_them(moe):
+    own = ("*.down_proj.*: granularity=row:1",)  # rows of 16, all others are of 32
+    plan = plan_run(CompressConfig(model=str(moe), granularity="block:1x32", overrides=own), World())
+    assert plan.needed_bytes > plan.parameters
+
+
 @pytest.mark.parametrize("allocation", ["uniform", "sensitivity"])
 def test_a_run_with_overrides_reloads_as_it_was_asked_for(allocation, moe, text_file, tmp_path):
     (tmp_path / "run.yaml").write_text(

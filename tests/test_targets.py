@@ -28,11 +28,21 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("coreml", architecture(hidden_act="gelu"), LAYERS, "knows activation silu, got gelu"),
         ("coreml", architecture(rope_parameters=DYNAMIC), LAYERS, "got dynamic"),
         ("lut-b", architecture("qwen3"), LAYERS, "not of qwen3; compress with --lut-scale 1"),
+        ("gguf:q4_0", architecture("gemma2"), LAYERS, "gguf knows decoders of llama, mistral, .* got gemma2"),
+        ("gguf:q4_0", architecture(rope_parameters=DYNAMIC), LAYERS, "gguf knows rotary angles .* got dynamic"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
     with pytest.raises(UserError, match=message):
         check_model(name, model, layers, lut_scale=0.0625)
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "lut-b"])
+def test_packed_experts_are_refused_before_any_work(name):
+    with pytest.raises(
+        UserError, match="holds no packed experts, but the model has some; compress with --experts dense"
+    ):
+        check_model(name, architecture(), LAYERS, lut_scale=0.0625, experts=True)
 
 
 def test_a_scale_of_one_fits_every_family():

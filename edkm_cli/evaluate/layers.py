@@ -51,9 +51,9 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
 @torch.no_grad()
 def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """`layers` and `matrices` of a model: `name` and `error`, in order, of what was recorded; none of a model of another
-    shape than the reference's."""
-    named = decoder_layers(model)
+    """`layers` and `matrices` of a model: `name` and `error`, in order, of what was recorded and is a module here, which
+    experts that stayed dense are not; none of a model of another shape than the reference's."""
+    named, modules = decoder_layers(model), dict(model.named_modules())
     rows: dict[str, list[dict[str, Any]]] = {"layers": [], "matrices": []}
     outputs: list[Tensor] = []
     with hooked(named.values(), lambda layer, args, output: outputs.append(hidden_of(output)), after=True):
@@ -66,9 +66,9 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
         if wanted.shape != output.shape:
             return {"layers": [], "matrices": []}
         rows["layers"].append({"name": name, "error": _error(output, wanted)})
-        for path in sorted(key.removesuffix(".in") for key in kept if key.endswith(".in")):
+        for path in sorted(modules.keys() & {key.removesuffix(".in") for key in kept if key.endswith(".in")}):
             x = kept[f"{path}.in"].to(model.device, model.dtype)
-            rows["matrices"].append({"name": path, "error": _error(model.get_submodule(path)(x), kept[f"{path}.out"])})
+            rows["matrices"].append({"name": path, "error": _error(modules[path](x), kept[f"{path}.out"])})
     return rows
 
 

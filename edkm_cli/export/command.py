@@ -46,10 +46,6 @@ def export_model(
     form = find(to)
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
-    experts = source.spec.split_experts and to != "lut-b"
-    if to != "dense" and (experts or source.spec.module_granularity):
-        what = "packed experts" if experts else "matrices that differ in granularity"
-        raise UserError(f"--to {to} holds no {what}, but {directory} has some; use --to dense")
     if to != "dense":
         require_fit(to, source)
     form.check(source, options)

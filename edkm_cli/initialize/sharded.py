@@ -31,11 +31,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Place(NamedTuple):
-    """A parameter: the rows of some tensors one after another, or one expert of a tensor, perhaps transposed."""
+    """A parameter: the rows of some tensors one after another, or one expert of a tensor, perhaps transposed; or so many
+    `experts`, each in a tensor or two of its own."""
 
     names: tuple[str, ...]
     expert: int | None = None
     transposed: bool = False
+    experts: int = 0
 
 
 class StoredModel:
@@ -57,6 +59,9 @@ class StoredModel:
     def get(self, name: str) -> Tensor:
         """The tensor on the CPU as stored, or decoded to float32. Raises UserError where the files do not have it."""
         place = self._places.get(name, Place((name,)))
+        if place.experts:
+            of_each = [place.names[expert :: place.experts] for expert in range(place.experts)]
+            return torch.stack([torch.cat([self._matrix(part, None) for part in names]) for names in of_each])
         parts = [self._matrix(part, place.expert) for part in place.names]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.t().contiguous() if place.transposed else whole
@@ -105,7 +110,8 @@ def from_fp8(name: str, weight: Tensor, scale: Tensor, *, block: list[int] | Non
 def places(model: Any, *, split: bool = True) -> dict[str, Place]:
     """Where files hold the parameters and buffers of a dense `model`, as transformers would write them. With `split` the
     model's experts are split, in place. What is held in a way that is not known here is not in it."""
-    held = {name: Place(names) for name, names in _held(model).items()}
+    counts = {name: len(value) for name, value in model.named_parameters() if value.dim() == 3}
+    held = {name: Place(names, experts=counts.get(name, 0) * (len(names) > 1)) for name, names in _held(model).items()}
     if split:
         split_experts(model)
     blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
@@ -114,9 +120,8 @@ def places(model: Any, *, split: bool = True) -> dict[str, Place]:
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 place = held.pop(f"{path}.{leaf}{suffix}", Place(()))
                 for expert in range(len(linears)) if place.names else ():
-                    # Of several names: the gates of all experts, then what they gate.
                     one = Place(place.names, expert, block.transposed and not suffix)
-                    several = Place(place.names[expert :: len(linears)])
+                    several = Place(place.names[expert :: len(linears)])  # the gates of all come first
                     held[f"{path}.{leaf}.{expert}.{kind}"] = one if len(place.names) == 1 else several
     return held
 

@@ -133,7 +133,7 @@ def _parts(inspected: dict[str, Any], original_bytes: int) -> tuple[dict[str, in
         rows, columns = layer["shape"]
         if layer["kind"] == "PalettizedLinear":
             stored["indices"] += layer["bytes"]["indices"]
-            stored["LUTs"] += layer["bytes"]["lut"] + layer["bytes"].get("lut_scale", 0)
+            stored["LUTs"] += sum(layer["bytes"].values()) - layer["bytes"]["indices"]
             dense["decoder linears"] += 2 * rows * columns
         elif layer["bytes"]:  # a tied head stores nothing
             stored["embeddings"] += sum(layer["bytes"].values())

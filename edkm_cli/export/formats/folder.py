@@ -40,10 +40,12 @@ def require_fit(name: str, source: Compressed) -> None:
     faults = misfits(name, bits=spec.bits, lut_scale=scale, **tables)
     if spec.module_bits and not TARGETS[name].mixes:
         faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
+    if spec.module_granularity:
+        faults.append("the matrices differ in granularity, and the format has one for all; use --to dense")
     if faults:
         raise UserError(f"--to {name}: {'; '.join(faults)} (edkm compress --target {name} sets all of them)")
     shapes = {tensor.module: tensor.shape for tensor in source.linears}
-    check_model(name, source.config, shapes, lut_scale=scale or 1.0)
+    check_model(name, source.config, shapes, lut_scale=scale or 1.0, experts=source.spec.split_experts)
 
 
 def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:

@@ -43,8 +43,7 @@ class _Stored(NamedTuple):
 
 
 def check(source: Compressed, options: Options) -> None:
-    """Embeddings in blocks, and a family that llama.cpp's names are known for."""
-    naming_of(source.config)
+    """Embeddings in blocks."""
     for tensor in source.tensors.values():
         if tensor.module and not tensor.linear and tensor.shape[1] % _BLOCK:
             rule = f"gguf holds embeddings in blocks of {_BLOCK}, but {tensor.module} has rows of {tensor.shape[1]}"

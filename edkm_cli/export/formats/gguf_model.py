@@ -20,9 +20,8 @@ from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import read_json
+from edkm_cli.targets import GGUF_FAMILIES
 
-# transformers' model type -> llama.cpp's architecture
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INSIDE = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -86,16 +85,10 @@ class Naming:
 
 
 def naming_of(config: Any) -> Naming:
-    """Of a model by its configuration. Raises UserError for a family or rotary angles that are not known here."""
-    architecture = _ARCHITECTURES.get(config.model_type)
-    if architecture is None:
-        raise UserError(f"gguf is known for {', '.join(_ARCHITECTURES)}, not for {config.model_type}; choose another")
+    """Of a model by its configuration, of a family and with rotary angles that `check_model` of targets lets pass."""
     rope = _rope(config)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"gguf is known with rotary angles default, linear and llama3, not {kind}; choose another")
-    frequencies = _frequencies(rope, _head_size(config)) if kind == "llama3" else None
-    return Naming(architecture, config.num_attention_heads, config.num_key_value_heads, frequencies)
+    frequencies = _frequencies(rope, _head_size(config)) if rope.get("rope_type") == "llama3" else None
+    return Naming(GGUF_FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads, frequencies)
 
 
 def naming_of_file(fields: Any) -> Naming:

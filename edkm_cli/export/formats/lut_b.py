@@ -46,7 +46,7 @@ _INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layern
 def check(source: Compressed, options: Options) -> None:
     """Matrices that files hold apart, of whole tiles."""
     for tensor in source.tensors.values():
-        names, expert, _ = _place(source, tensor.name)
+        names, expert, *_ = _place(source, tensor.name)
         if not names or expert is not None or (tensor.linear and tensor.shape[0] % (_ROWS * len(names))):
             raise UserError(
                 f"--to lut-b holds experts whose matrices are apart in files of their family, and of whole tiles, but "
