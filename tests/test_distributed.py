@@ -55,7 +55,8 @@ def test_experts_of_two_processes_are_those_of_one(start, text_file, tmp_path):
     family("mixtral").save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     runs, references = [], {}
-    for name, changes in {"held": {"assignments": "held"}, "free": {}}.items():
+    dense = {"experts": "dense", "sharding": "full", "start": "compensated", "label_weight": 1.0}
+    for name, changes in {"held": {"assignments": "held"}, "free": {}, "dense": dense}.items():
         common = {"steps": 4, "calibration_tokens": 512, **changes}
         runs.append(settings(tmp_path / "model", text_file, tmp_path / name, **common))
         references[name] = settings(

@@ -271,6 +271,12 @@ def test_hostile_text_stays_text(copied):
 
 
 class TestErrors:
+    @pytest.mark.parametrize("command", ["finetune", "merge"])
+    def test_a_run_of_another_command(self, tmp_path, command):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (tmp_path / f"{command}.json").write_text("{}")
+        assert f"is what edkm {command} made; read its README.md" in refused("report", tmp_path)
+
     def test_no_run(self, tmp_path):
         assert "holds neither" in refused("report", tmp_path)
         assert "is not a directory" in refused("report", tmp_path / "nowhere")

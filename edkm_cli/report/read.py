@@ -16,6 +16,7 @@ from edkm_cli.settings import shown
 from edkm_cli.summaries import STAGES, texts_of
 
 _REMEDY = "run edkm compress again"
+_OTHERS = ("finetune.json", "merge.json")
 # What each of a report's keys must be.
 _NUMBERS = (
     "weights_bytes", "original_weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight", "steps",
@@ -64,6 +65,10 @@ class RunFiles:
 def read_run(directory: str | Path) -> RunFiles:
     """Read `DIR`, or `DIR.partial` while the run is going on. Raises UserError for anything else, or broken files."""
     wanted = Path(directory).expanduser().absolute()
+    other = next((name for name in _OTHERS if (wanted / name).is_file()), None)
+    if other is not None:
+        rule = f"edkm report is about what edkm compress made, but {wanted} is what edkm {other.removesuffix('.json')} made"
+        raise UserError(f"{rule}; read its README.md, or the figures in {other}")
     names = ("report.json", MARKER, "metrics.jsonl")
     places = (wanted, wanted.with_name(wanted.name + ".partial"))
     place = next((path for path in places if any((path / name).is_file() for name in names)), None)
