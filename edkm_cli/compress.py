@@ -27,7 +27,6 @@ from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.clustered import lut_layers
 from edkm_cli.nn.hooks import language_model
-from edkm_cli.nn.swap import decoder_bits_per_weight
 from edkm_cli.preflight import RunPlan, calibration_text, choose_device, needed_tokens, plan_run, start_batches
 from edkm_cli.progress import Observer
 from edkm_cli.summaries import card
@@ -243,7 +242,7 @@ class Run(Session):
             "weights_bytes": models.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,
-            "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec),
+            "decoder_bits_per_weight": size.decoder_bits_per_weight,
             "model_bits_per_weight": size.model_bits_per_weight,
             "steps": config.steps,
             "training_tokens": plan.training_tokens,

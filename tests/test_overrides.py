@@ -12,10 +12,10 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.preflight import plan_run
-from edkm_cli.report.inspection import describe
+from edkm_cli.report.inspection import describe, verify
 from edkm_cli.summaries import summary
 from families import family
-from helpers import byte_tokenizer
+from helpers import byte_tokenizer, tiny_llama
 
 SHORT = {
     "sequence_length": 32,
@@ -61,6 +61,16 @@ def test_tiles_of_all_need_not_fit_where_an_override_replaces_them(moe):
     own = ("*.down_proj.*: granularity=row:1",)  # rows of 16, all others are of 32
     plan = plan_run(CompressConfig(model=str(moe), granularity="block:1x32", overrides=own), World())
     assert plan.needed_bytes > plan.parameters
+
+
+@pytest.mark.parametrize("left", [{"skip": ("*.q_proj", "*.o_proj")}, {"target": "gguf:q3_k", "embedding_group": 32}])
+def test_bits_of_a_decoder_with_dense_matrices_are_those_of_the_plan_and_of_the_files(left, text_file, tmp_path):
+    tiny_llama(hidden=256, inner=256, layers=1).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model"), "data": (str(text_file),), "output": str(tmp_path / "out")}
+    config = build_config(None, {**SHORT, **given, "start": "kmeans", **left})
+    assert dry_run(config)["decoder_bits_per_weight"] == compress(config)["decoder_bits_per_weight"]
+    assert verify(Compressed(config.output))["report"]
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "sensitivity"])

@@ -254,18 +254,17 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """mixture(kind): a tiny compressed mixture of experts, of which one stayed dense and two differ from the others."""
+    """mixture(kind): a tiny compressed model; of experts one stayed dense and two differ from the others."""
     made = {}
 
     def write(kind):
         if kind not in made:
             model = family(kind, hidden_size=64, intermediate_size=44, moe_intermediate_size=44, head_dim=32)
             experts = "model.layers.1.mlp.experts"
-            mixed = {
-                "module_bits": {f"{experts}.down_proj.2": 4},
-                "module_granularity": {f"{experts}.gate_up_proj.1": "row:4"},
-            }
-            model, spec = cluster(model, mixed=mixed, skip=(f"{experts}.gate_up_proj.3",))
+            tiles = {f"{experts}.gate_up_proj.1": "row:4"}
+            mixed = {"module_bits": {f"{experts}.down_proj.2": 4}, "module_granularity": tiles}
+            options = {} if kind == "gemma2" else {"mixed": mixed, "skip": (f"{experts}.gate_up_proj.3",)}
+            model, spec = cluster(model, **options)
             made[kind] = export(model, spec, tmp_path_factory.mktemp("served") / kind)
             byte_tokenizer().save_pretrained(made[kind])
         return made[kind]
@@ -313,9 +312,10 @@ def test_two_processes_write_what_one_writes(whole, granularity, monkeypatch):
         ("mixtral", {"enforce_eager": True}),
         ("mixtral", {"enforce_eager": True, "tensor_parallel_size": 2}),
         ("qwen3_moe", {}),
+        ("gemma2", {"enforce_eager": True}),  # which gives its input embedding no configuration, as Mixtral
     ],
 )
-def test_packed_experts_write_what_transformers_writes(mixture, kind, options, monkeypatch):
+def test_packed_experts_and_embeddings_write_what_transformers_writes(mixture, kind, options, monkeypatch):
     if "tensor_parallel_size" in options:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each process wants a memory node of its own
     llm = start(mixture(kind), **options)

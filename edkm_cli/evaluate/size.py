@@ -37,8 +37,9 @@ def footprint(model: nn.Module) -> Footprint:
         total_bytes, total_weights = total_bytes + size, total_weights + weights
         if isinstance(module, (nn.Linear, PalettizedLinear)) and module is not head:
             bias = fresh.get("bias")
-            outside = (bias, fresh.get("lut_scale"))  # four bytes a matrix: no part of the design's bits per weight
-            decoder_bytes += size - sum(t.nbytes for t in outside if t is not None)
+            # Not the bias, nor the four bytes that scale a matrix's float8 tables: no part of the design's bits per weight.
+            outside = [t for t in (bias, fresh.get("lut_scale")) if t is not None and (t is bias or t.numel() == 1)]
+            decoder_bytes += size - sum(t.nbytes for t in outside)
             decoder_weights += weights - (0 if bias is None else bias.numel())
     return Footprint(
         total_bytes,

@@ -5,6 +5,7 @@ The decoder stack's linears become LUT layers; the input and output embeddings a
 into, and for a dry run on the meta device.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -153,15 +154,16 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: S
             own.tile(*swap.shape, layer=swap.name)
 
 
-def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec) -> float:
-    """Bits a weight over the compressed linears, LUTs included (but not the four bytes a matrix that scale float8 ones)."""
-    total = weights = 0.0
+def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec, itemsize: int) -> float:
+    """Bits a weight over the decoder's linears as `footprint` counts them, those that stay dense with `itemsize` bytes."""
+    total = weights = 0
     for swap in swaps:
-        if swap.clustered:
-            rows, columns = swap.shape
-            total += spec.linear_bits(rows, columns, spec.bits_of(swap.name), layer=swap.name)
-            weights += rows * columns
-    return total / weights
+        if swap.role == LINEAR:
+            size = math.prod(swap.shape)
+            stored = spec.linear_tensors(*swap.shape[:2], layer=swap.name).values() if swap.clustered else ()
+            packed = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored if shape != (1,))
+            total, weights = total + (packed if swap.clustered else itemsize * size), weights + size
+    return 8 * total / weights
 
 
 def palettize_embeddings(

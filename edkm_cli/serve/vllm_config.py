@@ -26,8 +26,8 @@ from edkm_cli.files import read_json, verify_checksums
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod, pack_embeddings
-from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod, refused
+from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod
+from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod, pack_embeddings, refused
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")  # vLLM gives most no name
 
@@ -80,7 +80,7 @@ class EdkmVllmConfig(QuantizationConfig):
             module_bits=mapper.apply_dict(self.spec.module_bits),
             module_granularity=mapper.apply_dict(self.spec.module_granularity),
         )
-        if self.spec.split_experts:
+        if self.spec.packs_embeddings:
             pack_embeddings()
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import maybe_get_oot_by_class
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoEQuantConfig, MoEActivation
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from edkm_cli.serve.vllm_layers import refused
 
@@ -124,16 +121,3 @@ def _load(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
             raise refused(f"{layer.layer_name}.{name} is not known")
         parameter.weight_loader(parameter, stored)
         yield name
-
-
-class _Embedding(VocabParallelEmbedding):
-    """An input embedding that its model gives no configuration, as vLLM's Mixtral does, has that of the model."""
-
-    def __init__(self, *args: Any, quant_config: QuantizationConfig | None = None, **more: Any):
-        super().__init__(*args, quant_config=quant_config or get_current_vllm_config().quant_config, **more)
-
-
-def pack_embeddings() -> None:
-    """From now on vLLM makes input embeddings as above."""
-    if maybe_get_oot_by_class(VocabParallelEmbedding) is VocabParallelEmbedding:
-        VocabParallelEmbedding.register_oot(_Embedding)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.custom_op import maybe_get_oot_by_class
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearMethodBase,
@@ -26,7 +28,8 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.utils import set_weight_attrs
 
 from edkm_cli.errors import UserError
@@ -282,6 +285,19 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
 
     def _packed(self, layer: Any) -> list[Packed]:
         return row_parts([getattr(layer, part.leaf) for part in self._parts], layer.scale, self._parts)
+
+
+class _Embedding(VocabParallelEmbedding):
+    """An input embedding that its model gives no configuration, as vLLM's Mixtral and Gemma 2 do, has that of the model."""
+
+    def __init__(self, *args: Any, quant_config: QuantizationConfig | None = None, **more: Any):
+        super().__init__(*args, quant_config=quant_config or get_current_vllm_config().quant_config, **more)
+
+
+def pack_embeddings() -> None:
+    """From now on vLLM makes input embeddings as above."""
+    if maybe_get_oot_by_class(VocabParallelEmbedding) is VocabParallelEmbedding:
+        VocabParallelEmbedding.register_oot(_Embedding)
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:
