@@ -79,6 +79,7 @@ def assert_product(layer, x, weight, bias=None):
     torch.testing.assert_close(layer.quant_method.apply(layer, x, bias).double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 GRANULARITIES = ["tensor", "row:1", "row:3", "block:4x6"]
 
 
@@ -240,8 +241,7 @@ def whole(tmp_path_factory):
 
     def write(granularity, **more):
         if granularity not in made:
-            # Halves of 42 columns end inside a byte at 3 and at 4 bits.
-            inner = 44 if granularity.startswith("block") else 42
+            inner = 44 if granularity.startswith("block") else 42  # halves of 42 end inside a byte at 3 and at 4 bits
             model = tiny_llama(hidden=64, inner=inner, bias=True, head_dim=32)
             mixed = {"module_bits": {f"model.layers.0.{name}": 4 for name in ("self_attn.o_proj", "mlp.down_proj")}}
             model, spec = cluster(model, granularity=granularity, mixed=mixed, **more)
@@ -259,12 +259,12 @@ def mixture(tmp_path_factory):
 
     def write(kind):
         if kind not in made:
-            model = family(kind, hidden_size=64, intermediate_size=44, moe_intermediate_size=44, head_dim=32)
-            experts = "model.layers.1.mlp.experts"
-            tiles = {f"{experts}.gate_up_proj.1": "row:4"}
-            mixed = {"module_bits": {f"{experts}.down_proj.2": 4}, "module_granularity": tiles}
-            options = {} if kind == "gemma2" else {"mixed": mixed, "skip": (f"{experts}.gate_up_proj.3",)}
-            model, spec = cluster(model, **options)
+            sizes = {"hidden_size": 64, "intermediate_size": 44, "moe_intermediate_size": 44, "num_attention_heads": 2}
+            model = family(kind, **sizes | ({} if kind == "gpt_neox" else {"head_dim": 32}))
+            up, down = (f"model.layers.1.mlp.experts.{leaf}_proj" for leaf in ("gate_up", "down"))
+            mixed = {"module_bits": {f"{down}.2": 4}, "module_granularity": {f"{up}.1": "row:4"}}
+            more = {"mixed": mixed, "skip": (f"{up}.3",)} if kind in MIXTURES else {}
+            model, spec = cluster(model, **more)
             made[kind] = export(model, spec, tmp_path_factory.mktemp("served") / kind)
             byte_tokenizer().save_pretrained(made[kind])
         return made[kind]
@@ -312,21 +312,22 @@ def test_two_processes_write_what_one_writes(whole, granularity, monkeypatch):
         ("mixtral", {"enforce_eager": True}),
         ("mixtral", {"enforce_eager": True, "tensor_parallel_size": 2}),
         ("qwen3_moe", {}),
-        ("gemma2", {"enforce_eager": True}),  # which gives its input embedding no configuration, as Mixtral
+        ("gemma2", {"enforce_eager": True}),  # whose input embedding gets no configuration, as Mixtral's
+        ("glm4", {"enforce_eager": True}),  # whose files hold joined what vLLM joins
+        ("stablelm", {"enforce_eager": True}),  # of which vLLM does not say what it joins
     ],
 )
-def test_packed_experts_and_embeddings_write_what_transformers_writes(mixture, kind, options, monkeypatch):
+def test_packed_families_write_what_transformers_writes(mixture, kind, options, monkeypatch):
     if "tensor_parallel_size" in options:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each process wants a memory node of its own
     llm = start(mixture(kind), **options)
     assert_writes_what_transformers_writes(llm, mixture(kind))
 
 
-def test_packed_experts_of_a_family_that_was_not_tried_are_refused_before_anything_is_loaded(mixture):
-    with pytest.raises(
-        UserError, match="vllm serves packed experts of MixtralForCausalLM and Qwen3MoeForCausalLM, got Ol"
-    ):
-        start(mixture("olmoe"))
+@pytest.mark.parametrize(("kind", "rule"), [("olmoe", "experts of .*, got Ol"), ("gpt_neox", "each head in turn")])
+def test_a_family_that_vllm_would_not_serve_right_is_refused_before_anything_is_loaded(mixture, kind, rule):
+    with pytest.raises(UserError, match=rule):
+        start(mixture(kind))
 
 
 def test_compiled_graphs_write_what_transformers_writes_and_chats_end_where_edkm_generate_ends(whole, tmp_path):

@@ -26,9 +26,14 @@ from edkm_cli.files import read_json, verify_checksums
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.integrity import AGAIN, check_checkpoint
+from edkm_cli.model_files import TensorFiles
 from edkm_cli.serve.vllm_experts import RENAMED, PackedExpertsMethod
 from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod, pack_embeddings, refused
 
+# What vLLM joins where a model does not say it otherwise, and what files may hold joined already.
+_JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+# Queries, keys and values of one head after another, which vLLM puts in another order as it reads: of dense weights alone.
+_IN_TURNS = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "RWForCausalLM")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")  # vLLM gives most no name
 
 
@@ -38,6 +43,7 @@ class EdkmVllmConfig(QuantizationConfig):
     def __init__(self, spec: QuantizationSpec):
         super().__init__()
         self.spec, self._architecture = spec, ""
+        self._packed = frozenset[str]()  # the packed modules of a local directory
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec})"
@@ -80,6 +86,7 @@ class EdkmVllmConfig(QuantizationConfig):
             module_bits=mapper.apply_dict(self.spec.module_bits),
             module_granularity=mapper.apply_dict(self.spec.module_granularity),
         )
+        self._packed = frozenset(mapper.apply_list(sorted(self._packed)))
         if self.spec.packs_embeddings:
             pack_embeddings()
 
@@ -96,8 +103,12 @@ class EdkmVllmConfig(QuantizationConfig):
             if self.spec.split_experts and self._architecture not in RENAMED:
                 rule = f"vllm serves packed experts of {' and '.join(RENAMED)}, got {self._architecture}"
                 raise UserError(f"{rule}; use transformers, edkm export --to dense, or compress with --experts dense")
-            if hasattr(hf_config, "vision_config"):
-                rule = f"vllm serves packed language models alone, but {self._architecture} reads images, too"
+            faults = {"reads images, too": hasattr(hf_config, "vision_config")}
+            faults |= {"stores queries, keys and values of each head in turn": self._architecture in _IN_TURNS}
+            for fault in (fault for fault, found in faults.items() if found):
+                rule = (
+                    f"vllm serves packed models of text alone, with rows in its order, but {self._architecture} {fault}"
+                )
                 raise UserError(f"{rule}; use transformers, or edkm export --to dense")
             if not directory.is_dir():
                 return
@@ -105,6 +116,8 @@ class EdkmVllmConfig(QuantizationConfig):
                 verify_checksums(directory)  # its tensors are known to Python files that would have to be run
             else:
                 check_checkpoint(directory)
+            names = TensorFiles(directory, remedy=AGAIN).tensors
+            self._packed = frozenset(name.removesuffix(".indices") for name in names if name.endswith(".indices"))
         except UserError as error:
             raise refused(str(error), remedy="") from None
 
@@ -120,7 +133,10 @@ class EdkmVllmConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         # The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly.
-        names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
+        leaves = self.packed_modules_mapping.get(leaf, [leaf])
+        if self._packed:  # the files say whether they hold it joined
+            leaves = [leaf] if prefix in self._packed else _JOINED.get(leaf, leaves) if leaves == [leaf] else leaves
+        names = [f"{parent}.{name}" if parent else name for name in leaves]
         if isinstance(layer, GateLinear) or all(name in self.spec.skipped for name in names):  # routers stay dense
             return UnquantizedLinearMethod()
         return PackedLinearMethod(self.spec, names)
