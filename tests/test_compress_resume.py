@@ -18,6 +18,7 @@ from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settin
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
 
+@pytest.mark.parametrize("after", [3, 6])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -30,12 +31,12 @@ from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, wa
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",
 )
-def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, changes):
+def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, changes, after):
     whole = settings(model_directory, text_file, tmp_path / "whole", steps=6, **changes)
     compress(whole)
     parts = settings(model_directory, text_file, tmp_path / "parts", steps=6, **changes)
-    with pytest.raises(Preempted, match="after step 3 of 6"):
-        compress(parts, resume=True, observer=stop_after(3))
+    with pytest.raises(Preempted, match=f"after step {after} of 6"):
+        compress(parts, resume=True, observer=stop_after(after))
     assert not (tmp_path / "parts").exists()
     compress(parts, resume=True)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")

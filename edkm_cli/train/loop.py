@@ -184,6 +184,7 @@ def train(
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
     if best is not None:
         best.restore(model, optimizer)
+    training.heat(config.steps - 1)  # a run that goes on behind its last step has not had it yet
     with torch.no_grad():  # the iterated centroids of the trained weights, where they are not trained; layer by layer
         for layer in clustered_layers(model).values():
             if not layer.clustering.trains_luts:
@@ -227,16 +228,21 @@ class _Training:
         offloads = self.config.offload == "cpu"
         self.marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
 
+    def heat(self, step: int) -> float | None:
+        """Give the layers the temperature of a step, in modes that have one."""
+        temperature = self.temperature(step) if self.temperature is not None else None
+        if temperature is not None:
+            for layer in self._layers.values():
+                layer.temperature = temperature
+        return temperature
+
     def step(self, step: int) -> dict[str, Any]:
         """Step number `step`, from 0; returns its line of metrics.jsonl. Raises UserError for NaN or Inf."""
         config, world, start = self.config, self.world, time.perf_counter()
         factor = learning_rate_factor(step, config.steps, config.warmup)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        temperature = self.temperature(step) if self.temperature is not None else None
-        if temperature is not None:
-            for layer in self._layers.values():
-                layer.temperature = temperature
+        temperature = self.heat(step)
         loss, last = self._accumulate(step)
         require_finite("training loss", loss, step)
         hard = None
