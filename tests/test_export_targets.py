@@ -13,7 +13,7 @@ from edkm_cli.clustering import Grid
 from edkm_cli.config import build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
-from edkm_cli.export.formats import gguf
+from edkm_cli.export.formats import gguf, gguf_model
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import PALETTES, Granularity
@@ -337,6 +337,11 @@ def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp
     assert kinds["blk.1.ffn_down.weight"] == "F16"
     assert kinds["blk.1.attn_q.weight"] == "Q4_0"
     assert kinds["token_embd.weight"] == "Q8_0"
+
+
+def test_an_added_token_behind_the_embedding_is_left_out():
+    added = [{"id": number, "content": f"<{number}>", "special": True} for number in (1, 2)]
+    assert gguf_model._tokens({"vocab": {"a": 0}}, added, 2) == (["a", "<1>"], [1, 3])
 
 
 def test_super_blocks_are_trained_where_rows_are_wide_enough(text_file, tmp_path):

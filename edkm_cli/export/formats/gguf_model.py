@@ -221,12 +221,12 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
 
 
 def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tuple[list[str], list[int]]:
-    """(each token's text, its kind), as many as the embedding has rows."""
+    """(each token's text, its kind), as many as the embedding has rows; an added token behind them has no embedding."""
     tokens, kinds = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
     for text, number in model["vocab"].items():
         is_byte = bool(model.get("byte_fallback")) and re.fullmatch(r"<0x[0-9A-F]{2}>", text)
         tokens[number], kinds[number] = text, _BYTE if is_byte else _NORMAL
-    for token in added:
+    for token in (token for token in added if token["id"] < size):
         unknown = token["content"] == model.get("unk_token")
         kind = _UNKNOWN if unknown else _CONTROL if token["special"] else _USER
         tokens[token["id"]], kinds[token["id"]] = token["content"], kind
