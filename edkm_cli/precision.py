@@ -83,7 +83,7 @@ def bfloat16_linears(model: nn.Module, *, alone: bool = False) -> Iterator[None]
     for module in linears:
         module.forward = _rounded(module)  # type: ignore[assignment,method-assign]
         if alone:
-            module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+            module.weight = nn.Parameter(module.weight.to("meta"), module.weight.requires_grad)
     try:
         yield
     finally:

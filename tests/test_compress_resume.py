@@ -181,10 +181,10 @@ def test_an_unfinished_run_is_not_resumed_with_another_configuration_of_the_mode
         compress(config, resume=True)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file, tmp_path, monkeypatch, stop):
+@pytest.mark.parametrize(("stop", "skip"), [(1, ()), (3, ()), (2, ("*.q_proj",))])  # what stays dense is held, too
+def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file, tmp_path, monkeypatch, stop, skip):
     """Another processor without the cache would write another text, and begin from other entries."""
-    values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 4}
+    values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 4, "skip": skip}
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
     compress(settings(model_directory, text_file, tmp_path / "whole", **values))
     config = settings(model_directory, text_file, tmp_path / "parts", **values)

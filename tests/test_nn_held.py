@@ -104,6 +104,13 @@ def test_weights_follow_their_entries_wherever_those_go(bits, granularity, lut_d
     assert torch.equal(lookup(indices, table, granularity=held.clustering.granularity), held.hard_weight())
 
 
+def test_what_stays_dense_does_not_train_in_a_held_model():
+    model, _ = cluster(tiny_llama(bias=True), skip=("*.q_proj",), embedding_bits=16)
+    hold(model)
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains == {name for name, p in model.named_parameters() if p.dim() == 1 or name.endswith(".centroids")}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_held_model_predicts_what_the_clustered_one_does_and_keeps_only_packed_weights(dtype):
     model, _ = cluster(tiny_llama().to(dtype), embedding_bits=16)

@@ -305,22 +305,27 @@ class HeldLinear(LutLayer):
 
 
 def hold(model: nn.Module) -> None:
-    """Put a `HeldLinear` in the place of each `ClusteredLinear`, one at a time, in place."""
+    """Put a `HeldLinear` in the place of each `ClusteredLinear`, one at a time, in place; what trains from then on are
+    tables, norms and biases, whatever stayed dense."""
     for name, layer in clustered_layers(model).items():
         model.set_submodule(name, HeldLinear.from_clustered(layer))
+    _train_tables(model)
+
+
+def _train_tables(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 1 or name.endswith("centroids"))
 
 
 def hold_packed(model: nn.Module, clustering: Clustering) -> None:
-    """Put a `HeldLinear` in the place of each packed linear, in place; what trains from then on are tables, norms and
-    biases. float8 tables keep their scale where all have one, as some runtimes need it."""
+    """`hold` for packed linears. float8 tables keep their scale where all have one, as some runtimes need it."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PalettizedLinear)}
     scales = {float(scale) for m in layers.values() if (scale := m._buffers.get("lut_scale")) is not None}
     clustering = replace(clustering, lut_scale=scales.pop() if len(scales) == 1 else None)
     for name, layer in layers.items():
         own = replace(clustering, bits=layer.bits, granularity=layer.granularity)
         model.set_submodule(name, HeldLinear(layer, layer.indices, parameters_of(layer), own, name=name))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.dim() == 1 or name.endswith(".centroids"))
+    _train_tables(model)
 
 
 def parameters_of(layer: PalettizedLinear) -> Tensor:
