@@ -113,8 +113,8 @@ def test_a_geometry_that_does_not_divide_names_the_layer_and_the_nearest():
 
 def test_decoder_bits_are_those_of_the_design():
     swaps = plan_swaps(tiny_llama(hidden=32, inner=64), embedding_bits=8)
-    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "block:8x32", "float8_e4m3fn", 8), 2) == 3.25
-    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "tensor", "float16", 8), 2) < 3.2
+    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "block:8x32", "float8_e4m3fn", 8)) == 3.25
+    assert decoder_bits_per_weight(swaps, QuantizationSpec(3, "tensor", "float16", 8)) < 3.2
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen])

@@ -154,7 +154,7 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: S
             own.tile(*swap.shape, layer=swap.name)
 
 
-def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec, itemsize: int) -> float:
+def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec, itemsize: int = 2) -> float:
     """Bits a weight over the decoder's linears as `footprint` counts them, those that stay dense with `itemsize` bytes."""
     total = weights = 0
     for swap in swaps:
