@@ -49,7 +49,7 @@ fix: venv  ## repair lint and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-fuzz: venv  ## 20,000 mutated checkpoints (make test draws 700), as many times more of all other files, 800 runs of drawn settings
+fuzz: venv  ## 20,000 mutated checkpoints (make test draws 700), as many times more of all other files, 400 runs of drawn settings
 	EDKM_FUZZ=20000 $(BIN)/python -m pytest -q -s tests/test_fuzzing.py tests/test_fuzzing_inputs.py tests/test_fuzzing_settings.py
 
 faults: venv  ## 100 faults in the middle of a run and 40 kills (make test: 10 and 6), with a table in out/faults.json
