@@ -1,4 +1,4 @@
-"""What is not finite is never saved."""
+"""What is not finite is never saved, and what does not train is not restored."""
 
 import pytest
 import torch
@@ -21,3 +21,14 @@ def test_a_broken_state_is_refused_and_the_last_good_one_stays(value, tmp_path):
     fresh = nn.Linear(3, 2)
     assert checkpoints.load_newest(fresh, torch.optim.AdamW(fresh.parameters())) == 1
     assert bool(fresh.weight.isfinite().all())
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_checkpoint_of_other_parameters_is_refused(saved, tmp_path):
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(saved)
+    optimizer = torch.optim.AdamW([model.bias, *([model.weight] if saved else [])])
+    Checkpoints(tmp_path, keep=1).save(1, model, optimizer)
+    model.weight.requires_grad_(not saved)
+    with pytest.raises(UserError, match="the parameters that train now, but in one of both is no weight; go on with"):
+        Checkpoints(tmp_path, keep=1).load_newest(model, optimizer)

@@ -156,22 +156,32 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 def _restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, numbers: dict[str, float], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes."""
+    """Fill parameters and optimizer state, tensor by tensor, in the same order on all processes. Raises UserError where
+    other parameters train than when the checkpoint was written."""
     trained = _trained(model)
     missing = set(trained)
     stored: Iterable[tuple[str, Any]] = chain(numbers.items(), tensors)
     for key, value in stored:
         if key == _RANDOM:
             torch.set_rng_state(value)
-        elif key.startswith("parameter."):
-            name = key.removeprefix("parameter.")
+            continue
+        name = key.removeprefix("parameter.") if key.startswith("parameter.") else key.split(".", 2)[2]
+        if name not in trained:
+            raise _other(name)
+        if key.startswith("parameter."):
             assign(trained[name], value.to(trained[name].device))
             missing.remove(name)
         else:
-            _, kind, name = key.split(".", 2)
+            kind = key.split(".", 2)[1]
             optimizer.state[trained[name]][kind] = _as_state(value, kind, trained[name], optimizer)
     if missing:
-        raise ValueError(f"the checkpoint has no {min(missing)}, which trains")
+        raise _other(min(missing))
+
+
+def _other(name: str) -> UserError:
+    rule = f"the checkpoint must be of the parameters that train now, but in one of both is no {name}"
+    remedy = "go on with the version of edkm that wrote it, or start again with --overwrite"
+    return UserError(f"{rule}; {remedy}", everywhere=True)
 
 
 def _as_state(value: Any, kind: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Any:
