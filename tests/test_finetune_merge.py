@@ -16,6 +16,11 @@ FORMATS = [
     {"granularity": "row:1"},
     {"granularity": "block:4x8", "lut_dtype": "float8_e4m3fn"},
     {"granularity": "tensor", "bits": 5},
+    {
+        "mixed": {
+            "module_granularity": {"model.layers.0.mlp.up_proj": "row:2", "model.layers.1.mlp.down_proj": "tensor"}
+        }
+    },
 ]
 
 

@@ -196,11 +196,11 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
     """
     base: Any = model.base_model.model
-    tables: dict[str, tuple[torch.Tensor, int]] = {}
+    tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
     for name, module in list(base.named_modules()):
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
-            tables[path] = parameters_of(module), module.bits
+            tables[path] = parameters_of(module), replace(clustering, bits=module.bits, granularity=module.granularity)
             base.set_submodule(name, module.to_dense(torch.float32))
         elif isinstance(module, PackedModule) and name.endswith(".base_layer"):
             raise UserError(
@@ -208,12 +208,11 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
                 "be merged into; train an adapter with --target-modules all-linear"
             )
     merged = model.merge_and_unload()
-    for path, (table, bits) in tables.items():
+    for path, (table, own) in tables.items():
         linear = merged.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         if not bool(linear.weight.isfinite().all()):
             raise UserError(f"the adapter must be finite, but its update of {path} is not")
-        own = replace(clustering, bits=bits)
         merged.set_submodule(path, ClusteredLinear(linear.weight, linear.bias, table, own, name=path))
     return merged.requires_grad_(False).eval()
 
