@@ -130,9 +130,10 @@ class RunPlan:
         config, trained = self.config, self.parameters
         kept = config.most_checkpoints * (2 if config.compare_dense else 1)
         if config.assignments == "held" and not config.compare_dense:
-            spec, sizes = self.spec, ((swap.name, swap.shape) for swap in self.clustered)
-            tables = ((spec.granularity_of(name).groups(*shape), spec.bits_of(name)) for name, shape in sizes)
-            trained = sum(groups * table_numbers(spec.palette, bits) for groups, bits in tables)
+            trained = 0
+            for linear in self.clustered:
+                groups = self.spec.granularity_of(linear.name).groups(*linear.shape)
+                trained += groups * table_numbers(self.spec.palette, self.spec.bits_of(linear.name))
         start = getattr(torch, config.dtype).itemsize * self.parameters
         return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
 

@@ -59,7 +59,7 @@ def models(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("seed", range(14, 14 + COUNT // 50))
+@pytest.mark.parametrize("seed", range(14, 14 + COUNT // 50))  # 24 and 27 have found something
 def test_what_a_dry_run_allows_is_made_and_can_be_used(seed, models, text_file, tmp_path):
     draw = random.Random(seed)
     model, out = models(draw.choice(KINDS)), tmp_path / "out"

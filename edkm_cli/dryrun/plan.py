@@ -60,7 +60,7 @@ def dry_run(
         "memory": memory,
         "weights_bytes": weights_bytes(plan),
         "original_weights_bytes": 2 * plan.parameters,
-        "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec, _stored(plan).itemsize),
+        "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec, _dense_itemsize(plan)),
         "steps": config.steps,
         "sequences_per_step": plan.config.step_sequences(plan.world.size),
         "training_tokens": plan.training_tokens,
@@ -80,12 +80,12 @@ def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
     tensors = [pair for s in plan.clustered for pair in plan.spec.linear_tensors(*s.shape[:2], layer=s.name).values()]
     linears = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors)
-    return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, _stored(plan).itemsize)
+    return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, _dense_itemsize(plan))
 
 
-def _stored(plan: RunPlan) -> torch.dtype:
-    """Of what stays dense in the exported files."""
-    return getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
+def _dense_itemsize(plan: RunPlan) -> int:
+    """Bytes of a number that stays dense in the exported files."""
+    return getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype)).itemsize
 
 
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:

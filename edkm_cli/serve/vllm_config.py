@@ -133,9 +133,9 @@ class EdkmVllmConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         # The modules of the checkpoint that a layer of vLLM stands for: three for `qkv_proj`, mostly.
-        leaves = self.packed_modules_mapping.get(leaf, [leaf])
-        if self._packed:  # the files say whether they hold it joined
-            leaves = [leaf] if prefix in self._packed else _JOINED.get(leaf, leaves) if leaves == [leaf] else leaves
+        leaves = self.packed_modules_mapping.get(leaf) or (_JOINED.get(leaf) if self._packed else None) or [leaf]
+        if prefix in self._packed or prefix in self.spec.skipped:  # the files hold it joined
+            leaves = [leaf]
         names = [f"{parent}.{name}" if parent else name for name in leaves]
         if isinstance(layer, GateLinear) or all(name in self.spec.skipped for name in names):  # routers stay dense
             return UnquantizedLinearMethod()

@@ -165,15 +165,15 @@ def _restore(
         if key == _RANDOM:
             torch.set_rng_state(value)
             continue
-        name = key.removeprefix("parameter.") if key.startswith("parameter.") else key.split(".", 2)[2]
+        of, _, name = key.partition(".")
+        kind, name = ("", name) if of == "parameter" else name.split(".", 1)
         if name not in trained:
             raise _other(name)
-        if key.startswith("parameter."):
+        if kind:
+            optimizer.state[trained[name]][kind] = _as_state(value, kind, trained[name], optimizer)
+        else:
             assign(trained[name], value.to(trained[name].device))
             missing.remove(name)
-        else:
-            kind = key.split(".", 2)[1]
-            optimizer.state[trained[name]][kind] = _as_state(value, kind, trained[name], optimizer)
     if missing:
         raise _other(min(missing))
 
