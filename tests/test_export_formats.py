@@ -15,6 +15,7 @@ from edkm_cli.export.command import export_model, require_parity, require_same_p
 from edkm_cli.export.formats import any_precision, dense, find, lut_b
 from edkm_cli.export.formats.folder import codes_in
 from edkm_cli.export.formats.options import Options
+from edkm_cli.export.ownership import foreign
 from edkm_cli.export.source import Compressed
 from edkm_cli.packing import pack
 from families import family
@@ -159,6 +160,7 @@ def test_rows_that_share_a_table_are_exact_at_other_bits(bits, names, tmp_path):
     source = checkpoint(tmp_path / "source", bits=bits, granularity="row:8")
     for name in names:
         assert export_model(source, name, tmp_path / name, options=Options())["rounded"] == 0
+        assert not foreign(tmp_path / name)
 
 
 def test_a_word_of_squeezellm_is_what_its_packing_loop_makes():

@@ -15,6 +15,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
 from edkm_cli.export.formats import gguf, gguf_model
 from edkm_cli.export.formats.options import Options
+from edkm_cli.export.ownership import foreign
 from edkm_cli.export.source import Compressed
 from edkm_cli.granularity import PALETTES, Granularity
 from edkm_cli.nn.clustered import hold
@@ -171,6 +172,7 @@ def fp4_export(name, folder):
     byte_tokenizer().save_pretrained(folder / "source")
     source = Compressed(export(model, spec, folder / "source"))
     assert export_model(source.directory, name, folder / "out", options=Options())["format"] == name
+    assert not foreign(folder / "out")
     config = json.loads((folder / "out" / "config.json").read_text())
     return source, load_file(folder / "out" / "model.safetensors"), config
 
@@ -305,6 +307,7 @@ def test_every_type_of_llama_cpp_is_what_trains(name, tmp_path):
     hold(model)
     result = export_model(directory, name, tmp_path / "out", options=Options())
     assert result["largest_difference"] == 0
+    assert not foreign(tmp_path / "out")
     kinds = {tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert name.removeprefix("gguf:").upper() in kinds
     read = dict(gguf.read(tmp_path / "out", Options()))  # by the gguf package

@@ -1,4 +1,4 @@
-/* What table.py does to every weight of a 16-bit matrix: a bit pattern indexes a table of 65,536 entries. */
+/* What table_torch.py does to every weight of a 16-bit matrix: a bit pattern indexes a table of 65,536 entries. */
 #include "lanes.h"
 
 #define PATTERNS 65536
