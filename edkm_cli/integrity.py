@@ -30,7 +30,8 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
     directory = Path(directory)
     spec = read_spec(directory)
     if spec is None:
-        raise UserError(f"{directory} must be a checkpoint written by edkm compress, its config.json says otherwise")
+        found = "its config.json says otherwise" if (directory / "config.json").is_file() else "no config.json is there"
+        raise UserError(f"{directory} must be a checkpoint written by edkm compress, but {found}")
     verify_checksums(directory)
     if (directory / "generation_config.json").is_file():  # transformers reads it together with the weights
         read_json(directory / "generation_config.json", remedy=AGAIN)
