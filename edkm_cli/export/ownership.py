@@ -30,7 +30,7 @@ _WRITTEN = re.compile(
     r"|added_tokens|vocab|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
     r"|model\.safetensors\.index)\.json(\.tmp)?"
     r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|(merges|vocab)\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/[^/]+|tekken\.json|[\w.-]+\.(model|spm|tiktoken|bpe)|\w+\.py|model\.gguf"
+    r"|chat_template\.jinja|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py|model\.gguf"
     r"|checkpoints/([\w.-]+/)*[\w.-]+\.(safetensors|json|jsonl)(\.tmp)?|(edkm|wandb|[\w-]+\.mlpackage)/.+"
 )
 

@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import sys
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from faulty import Fault, command
@@ -26,7 +28,8 @@ def contents(directory):
 
 @pytest.fixture(scope="module")
 def bench(fork_server, text_file, tmp_path_factory):
-    """Runs a command, by name, to an output: (exit status, what it said); `whole` and `names` of a run without a fault."""
+    """`run` of a command, by name, to an output gives (exit status, what it said); `whole`, by name, what one
+    without a fault writes and how many changes of files that takes."""
     folder = tmp_path_factory.mktemp("elsewhere")
     model, packed, grid, adapter = (folder / name for name in ("model", "packed", "grid", "adapter"))
     tiny_llama(hidden=64, inner=128).save_pretrained(model)  # whose rows llama.cpp's blocks divide
@@ -38,21 +41,10 @@ def bench(fork_server, text_file, tmp_path_factory):
     assert run("finetune", packed, *text, "-o", adapter, *SHORT)[0] == 0
     commands = {
         "finetune": ["finetune", packed, *text, *SHORT, "--save-every", 1, "--resume"],
-        "merge": [
-            "merge",
-            packed,
-            "--adapter",
-            adapter,
-            *text,
-            *SHORT,
-            "--start-tokens",
-            64,
-            "--max-perplexity-ratio",
-            10,
-        ],
+        "merge": ["merge", packed, "--adapter", adapter, *text, *SHORT, "--start-tokens", 64,
+                  "--max-perplexity-ratio", 10],
         "export": ["export", grid, "--to", "gguf:q4_0"],
-    }
-    whole = {}
+    }  # fmt: skip
     with children() as start:
 
         def go(name, output, fault=None, *, record=None, more=()):
@@ -62,35 +54,33 @@ def bench(fork_server, text_file, tmp_path_factory):
             child.join(PATIENCE_SECONDS)
             return child.exitcode, log.read_text(encoding="utf-8")
 
-        def without_fault(name):
-            if name not in whole:
-                output, record = folder / f"whole-{name}", folder / f"{name}.json"
-                status, said = go(name, output, record=record)
-                assert status == 0, said[-2000:]
-                names = json.loads(record.read_text())
-                first = next(place for place, changed in enumerate(names) if output.name in changed)
-                whole[name] = contents(output), len(names) - first
-            return whole[name]
+        @cache
+        def whole(name):
+            output, record = folder / f"whole-{name}", folder / f"{name}.json"
+            status, said = go(name, output, record=record)
+            assert status == 0, said[-2000:]
+            names = json.loads(record.read_text())
+            first = next(place for place, changed in enumerate(names) if output.name in changed)
+            return contents(output), len(names) - first
 
-        go.without_fault, go.folder = without_fault, folder
-        yield go
+        yield SimpleNamespace(run=go, whole=whole, folder=folder)
 
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_command_that_is_ended_leaves_nothing_half_done_and_runs_again(bench, number):
     draw, name = random.Random(number), ("export", "merge", "finetune")[number % 3]
-    whole, changes = bench.without_fault(name)
+    whole, changes = bench.whole(name)
     output = bench.folder / f"out-{number}"
     former = draw.random() < 0.5
     if former:
-        assert bench(name, output)[0] == 0
+        assert bench.run(name, output)[0] == 0
     fault = Fault(draw.choice(("kill", "terminate")), draw.randint(1, changes), output.name)
     more = ["--overwrite"] if former else []
-    status, said = bench(name, output, fault, more=more)
+    status, said = bench.run(name, output, fault, more=more)
     assert status in (0, 143, -signal.SIGKILL, -signal.SIGTERM), said[-2000:]
     assert output.exists() or not former
     assert not output.exists() or contents(output) == whole
-    status, said = bench(name, output, more=["--overwrite"] if output.exists() else [])
+    status, said = bench.run(name, output, more=["--overwrite"] if output.exists() else [])
     assert status == 0, said[-2000:]
     assert contents(output) == whole
     assert not foreign(output)
