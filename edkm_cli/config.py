@@ -267,7 +267,9 @@ class CompressConfig(TrainingSettings, TextSettings):
     centroid_weighting: str = setting("importance",
         "What weighs each weight in the clustering updates (--iterations) of modes hard and soft.", COMPRESSION,
         choices={"importance": "what --importance measures", "uniform": "nothing, as in the papers"})
-    calibration_tokens: int = setting(4096, "Training tokens used to measure the importance.", COMPRESSION, minimum=2)
+    calibration_tokens: int | None = setting(None,
+        "Training tokens used to measure the importance; default: two fifths of --start-tokens, 8192 to 32768.",
+        COMPRESSION, minimum=2)
     start: str = setting("auto", "How weights are set before training.", COMPRESSION,
         choices={
             "auto": "reconstructed in mode straight-through without sharding; compensated where lookup tables are "

@@ -37,6 +37,14 @@ def _products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def bfloat16_autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Linears on bfloat16 tensors in half the time of `bfloat16_products`, which convert both factors of each product; where
+    the device has no such instructions, or `dtype` is not float32, nothing changes."""
+    kind = device.partition(":")[0]
+    rounds = dtype == torch.float32 and multiplies_bfloat16(kind)
+    return torch.autocast(kind, torch.bfloat16) if rounds else nullcontext()
+
+
 def as_autocast(x: Tensor) -> Tensor:
     """`x` in the dtype that autocast, where it is on, has a linear multiply in: for operators that it does not know."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):

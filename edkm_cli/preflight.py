@@ -29,6 +29,7 @@ from edkm_cli.targets import check_model
 
 _CALIBRATION_LENGTH = 1024
 _RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
+_LEAST_CALIBRATION_TOKENS, _MOST_CALIBRATION_TOKENS = 8192, 32_768
 _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
 
 
@@ -157,7 +158,7 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
         raise UserError(str(error), everywhere=True) from error
     if config.text_tokens and not any(text.needs_model for text in texts):
         raise UserError("--text-tokens is how much --data self writes, but --data names no self; leave it out")
-    start = _start(config)
+    start, start_tokens = _start(config), config.start_tokens or choose_start_tokens(config.trained_tokens(world.size))
     labels = choose_label_weight(config, texts) if config.distill else 1.0
     dtype = choose_dtype(config.dtype, world.device, master=world.sharded)
     rounds = dtype == "float32" and multiplies_bfloat16("cuda" if world.gpu else "cpu")
@@ -169,7 +170,8 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     return replace(
         config,
         start=start,
-        start_tokens=config.start_tokens or choose_start_tokens(config.trained_tokens(world.size)),
+        start_tokens=start_tokens,
+        calibration_tokens=config.calibration_tokens or choose_calibration_tokens(start_tokens),
         allocation=allocation.choose_allocation(config, start),
         label_weight=labels,
         assignments="held" if held else "free",
@@ -189,6 +191,11 @@ def choose_label_weight(config: TrainingSettings, texts: Sequence[data.Source]) 
 def choose_start_tokens(trained: int) -> int:
     """What `--start-tokens` means where so many tokens are trained on."""
     return min(max(trained, _LEAST_START_TOKENS), _MOST_START_TOKENS)
+
+
+def choose_calibration_tokens(start: int) -> int:
+    """What `--calibration-tokens` means where a start has so many: each takes twice as long as one of the start."""
+    return min(max(2 * start // 5, _LEAST_CALIBRATION_TOKENS), _MOST_CALIBRATION_TOKENS)
 
 
 def _start(config: CompressConfig) -> str:
@@ -305,7 +312,7 @@ def needed_tokens(plan: RunPlan) -> int:
     trained, fitted = int(1.1 * plan.training_tokens), config.start_tokens or 0
     if plan.writes_text and config.text_tokens:
         trained = min(trained, config.text_tokens)
-    return max(trained, config.calibration_tokens, fitted) + config.sequence_length
+    return max(trained, config.calibration_tokens or 0, fitted) + config.sequence_length
 
 
 def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor]:
@@ -313,7 +320,7 @@ def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[
     config = plan.config
     if config.importance == "none":
         return []
-    return calibration_batches(tokens, config.calibration_tokens, seed=config.seed)
+    return calibration_batches(tokens, config.calibration_tokens or 0, seed=config.seed, length=_RECONSTRUCTION_LENGTH)
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:

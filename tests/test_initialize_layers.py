@@ -102,7 +102,7 @@ def test_importance_is_that_of_the_whole_model(make, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "bloom", "falcon_h1", "jamba"])
-def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, tmp_path):
+def test_layers_that_give_tuples_are_run_one_by_one_as_in_the_model(model_type, tmp_path, exact_products):
     """Those of all but Jamba do."""
     model = family(model_type)
     layers = open_layers(saved(model, tmp_path / "model"), dtype=torch.float32, device="cpu") or Layers(model)

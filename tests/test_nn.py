@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 
+from edkm_cli.distributed import ALONE
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.importance import _Collector
 from edkm_cli.nn.clustered import Clustering, clustered_layers
+from edkm_cli.nn.hooks import hooked
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
 from helpers import cluster, clustered_linear_of, importance_of, tiny_llama, tiny_qwen
@@ -191,6 +194,20 @@ def test_gradient_importance_is_the_mean_squared_gradient_of_each_token(ids, exa
     (g,) = torch.autograd.grad(loss, captured["y"])
     outer = g[0][:, :, None] * captured["x"][0].detach()[:, None, :]
     torch.testing.assert_close(importance, outer.square().mean(0), rtol=1e-4, atol=1e-9)
+
+
+def test_a_token_counts_for_twenty_times_the_mean_at_most_but_for_the_first_of_a_text(exact_products):
+    linear = torch.nn.Linear(8, 4, bias=False)
+    x, gradients = torch.randn(2, 64, 8), torch.randn(2, 64, 4)
+    gradients[0, 0] *= 1000
+    gradients[1, 30] *= 1000
+    collector = _Collector({"": linear}, "gradient", ALONE)
+    with hooked([linear], collector.see, after=True):
+        linear(x).backward(gradients)
+    outer = gradients.square()[..., None] * x.square()[:, :, None]
+    shares = outer.sum((2, 3))
+    outer[1, 30] *= 20 * shares[:, 1:].mean() / shares[1, 30]
+    torch.testing.assert_close(collector.sums[""], outer.sum((0, 1)))
 
 
 def test_products_of_gradients_in_the_rows_of_an_embedding(ids, exact_products):

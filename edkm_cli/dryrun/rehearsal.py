@@ -162,7 +162,7 @@ class Rehearsal:
     def _start(self, dense: Any) -> Any:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
         config, plan = self.config, self.plan
-        calibration = torch.empty(2 * max(config.calibration_tokens, 2), dtype=torch.int64, device="meta")
+        calibration = torch.empty(2 * max(config.calibration_tokens or 0, 2), dtype=torch.int64, device="meta")
         text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device="meta")
         # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
         batches = calibration_text(calibration, plan)[: 1 if self.world.gpu else 2]

@@ -18,12 +18,13 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.hooks import evaluating, frozen, hooked
-from edkm_cli.precision import bfloat16_products, sum_of_products
+from edkm_cli.precision import bfloat16_autocast, sum_of_products
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import is_expert
 
 # Tokens that an expert must get, or its squared gradients are those of single tokens: all its weights count alike then.
 _LEAST_TOKENS = 32
+_MOST = 20.0  # times the mean: what a token counts for at most
 IMPORTANCES = ("gradient", "activation", "none")
 _LOGITS = 2**25  # at a time: 130 MB, as much again for their gradient
 Take = Callable[[str, nn.Module, dict[str, Tensor]], None]
@@ -57,8 +58,9 @@ class _Collector:
         elif output.requires_grad:
 
             def arrived(grad: Tensor) -> None:  # squares are taken when they are needed
-                squares = grad.reshape(-1, module.out_features).float().square()
-                self._add(name, squares.t() @ x.float().square(), by_rows=True)
+                squares, columns = grad.float().square(), x.float().square()
+                _bound(squares, columns)
+                self._add(name, sum_of_products(squares.flatten(0, -2), columns), by_rows=True)
 
             output.register_hook(arrived)
 
@@ -110,6 +112,23 @@ class _Collector:
             if count < _LEAST_TOKENS:
                 found[name].fill_(means.get(name.rpartition(".")[0], 1.0))
         return found
+
+
+def _bound(squares: Tensor, columns: Tensor) -> None:
+    """Scale squared gradients (batch, tokens, out), or (tokens, out) of an expert, down in place where the sum of a token's
+    products with squared inputs (tokens, in) is more than `_MOST` times the mean one.
+
+    In the first layers one token in ten thousand has a tenth of all, so that other text gives other bits, and no loss rises
+    quadratically that far. First tokens of texts, where attention rests, all have hundreds of times the mean in the
+    values, and it is felt by all others: they keep it.
+    """
+    shares = squares.sum(-1) * columns.sum(-1).view(squares.shape[:-1])
+    rest = shares[:, 1:] if shares.ndim > 1 else shares
+    most = _MOST * rest.mean()
+    rest.copy_(torch.where(rest > most, most / rest, 1.0))
+    if shares.ndim > 1:
+        shares[:, 0] = 1.0
+    squares.mul_(shares[..., None])
 
 
 def collect(
@@ -165,7 +184,12 @@ def _collecting(model: Any, names: Sequence[str], how: How) -> Iterator[_Collect
 def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, track: Track) -> dict[str, Tensor]:
     kind, world, moments = how
     turns = world.turns(batches)
-    with _collecting(model, (*names, *moments), how) as sums, frozen(model), evaluating(model), bfloat16_products():
+    with (
+        _collecting(model, (*names, *moments), how) as sums,
+        frozen(model),
+        evaluating(model),
+        bfloat16_autocast(world.device, model.dtype),
+    ):
         for batch, sums.counts in track(turns, "calibration", len(turns)):
             _run(model, batch.to(world.device), kind, sums)
     return sums.means(sum(batch.numel() for batch in batches))
@@ -189,7 +213,7 @@ def _by_layer(
     def collector(path: str) -> AbstractContextManager[_Collector]:
         return _collecting(model, [name for name in names if name.startswith(f"{path}.")], how)
 
-    with frozen(model), evaluating(model), bfloat16_products():
+    with frozen(model), evaluating(model), bfloat16_autocast(world.device, model.dtype):
         with torch.no_grad():
             calls = list(zip(layers.paths, layers.calls(turns[0][0]), strict=True))
             hidden = [layers.calls(batch)[0].hidden for batch, _ in turns]

@@ -16,7 +16,6 @@ its matrices got. No second model is needed: until a layer is compensated, its w
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import LayerCall, changed, evaluating, hooked
-from edkm_cli.precision import bfloat16_products, multiplies_bfloat16
+from edkm_cli.precision import bfloat16_autocast, bfloat16_products
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import Experts
 
@@ -122,10 +121,7 @@ class _Block:
         self._chosen: dict[Any, list[Tensor]] = {m: [] for m in module.modules() if isinstance(m, Experts)}
 
     def _run(self, hidden: Tensor) -> Tensor:
-        kind = hidden.device.type
-        # Linears on bfloat16 tensors take half the time of `bfloat16_products`, which convert both factors of each product.
-        rounds = hidden.dtype == torch.float32 and multiplies_bfloat16(kind)
-        with torch.autocast(kind, torch.bfloat16) if rounds else nullcontext():
+        with bfloat16_autocast(hidden.device.type, hidden.dtype):
             return run(self.module, hidden, self._call)
 
     def exact_outputs(self, hidden: HiddenStates, corrections: Corrections) -> HiddenStates:

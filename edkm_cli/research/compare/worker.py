@@ -221,7 +221,7 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
     report = compress(config, **how)
     config = replace(config, **report["resolved"])
     limits = (
-        config.calibration_tokens if config.importance != "none" else 0,
+        (config.calibration_tokens or 0) if config.importance != "none" else 0,
         (config.start_tokens or 0) if config.start != "kmeans" else 0,
     )
     # Both begin with the same blocks.
