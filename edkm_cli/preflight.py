@@ -27,8 +27,8 @@ from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import parse_bytes, part_of
 from edkm_cli.targets import check_model
 
-_CALIBRATION_LENGTH = 1024
-_RECONSTRUCTION_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
+_LONG_TEXT = 1024  # of compensation alone and of the methods that are compared
+_TEXT_LENGTH = 512  # shorter ones leave long contexts to chance, longer ones cost attention
 _LEAST_CALIBRATION_TOKENS, _MOST_CALIBRATION_TOKENS = 8192, 32_768
 _LEAST_START_TOKENS, _MOST_START_TOKENS = 20_480, 61_440  # a start gets better with more, and slower
 
@@ -320,7 +320,7 @@ def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[
     config = plan.config
     if config.importance == "none":
         return []
-    return calibration_batches(tokens, config.calibration_tokens or 0, seed=config.seed, length=_RECONSTRUCTION_LENGTH)
+    return calibration_batches(tokens, config.calibration_tokens or 0, seed=config.seed, length=_TEXT_LENGTH)
 
 
 def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
@@ -328,12 +328,12 @@ def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Ten
     config = plan.config
     if config.start == "kmeans":
         return None
-    length = _RECONSTRUCTION_LENGTH if config.start == "reconstructed" else _CALIBRATION_LENGTH
+    length = _TEXT_LENGTH if config.start == "reconstructed" else _LONG_TEXT
     return calibration_batches(tokens, config.start_tokens or 0, seed=config.seed, length=length)
 
 
 def calibration_batches(
-    tokens: Tensor | data.TrainingData, limit: int, *, seed: int, length: int = _CALIBRATION_LENGTH
+    tokens: Tensor | data.TrainingData, limit: int, *, seed: int, length: int = _LONG_TEXT
 ) -> list[Tensor]:
     """The first blocks of a shuffle by `seed`, together at most `limit` tokens, at least one block; of `length` tokens each
     where there are so many."""

@@ -210,6 +210,12 @@ def test_a_token_counts_for_twenty_times_the_mean_at_most_but_for_the_first_of_a
     torch.testing.assert_close(collector.sums[""], outer.sum((0, 1)))
 
 
+def test_importance_of_a_model_in_16_bits_is_added_up_in_float32(ids):
+    names, ends = ["model.layers.0.mlp.up_proj"], ["lm_head", "model.embed_tokens"]
+    found = importance_of(tiny_llama().bfloat16(), names, [ids[:1], ids[1:]], kind="gradient", moments=ends)
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys([*names, *ends], torch.float32)
+
+
 def test_products_of_gradients_in_the_rows_of_an_embedding(ids, exact_products):
     model = tiny_llama(tied=False)
     name = "model.embed_tokens"

@@ -97,8 +97,8 @@ def _measured(plan: RunPlan, folder: Path, start_tokens: int) -> dict[str, float
         finally:  # also where a loop is left before its end
             seconds[description] += time.perf_counter() - begin
 
-    kept = "bits embedding_bits label_weight assignments calibration_tokens start allocation lut_dtype dtype"
-    values: dict[str, Any] = {name: getattr(plan.config, name) for name in kept.split()}
+    kept = ("bits", "embedding_bits", "label_weight", "assignments", "start", "allocation", "lut_dtype", "dtype")
+    values: dict[str, Any] = {name: getattr(plan.config, name) for name in (*kept, "calibration_tokens")}
     values |= {"model": str(folder / "model"), "revision": None, "output": str(folder / "out")}
     values |= {"data": (str(folder / "text.txt"),), "eval_data": (), "eval_windows": 1, "eval_every": 0, "log_with": ()}
     values |= {"steps": min(_STEPS, plan.config.steps), "start_tokens": max(2, start_tokens), "save_every": 0}

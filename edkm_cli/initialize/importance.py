@@ -83,7 +83,7 @@ class _Collector:
         self._waiting = None
 
     def _add(self, name: str, value: Tensor, *, by_rows: bool = False) -> None:
-        value = value if self.counts else torch.zeros_like(value)
+        value = value.float() if self.counts else torch.zeros_like(value, dtype=torch.float32)
         value = (self._world.scatter_rows(value) if by_rows and self._world.sharded else value).cpu()
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
