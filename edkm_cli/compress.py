@@ -133,7 +133,6 @@ class Run(Session):
                 options: dict[str, Any] = {"device": self.world.device, "dequantize": config.dequantize}
                 dense = open_layers(plan.source, dtype=getattr(torch, config.dtype), **options)
             dense = dense or Layers(self._load_dense())
-            self.write_text(dense)
             models.require_finite(plan.source, dense)
             dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
             stored = {f"{swap.name}.weight": dtype for swap in plan.swaps if not swap.reason}
@@ -142,6 +141,7 @@ class Run(Session):
             if config.packing and config.steps:
                 with dense.at_hand() as model:
                     require_attention_within_documents(model)
+            self.write_text(dense)
         return dense
 
     def _load_dense(self) -> Any:

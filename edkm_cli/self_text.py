@@ -12,7 +12,7 @@ is kept in the user's cache directory under a digest of weights, configuration, 
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from edkm_cli.settings import cache_directory
 # thousand times as large as all others, whatever it is, and the model must not be fitted to those of two tokens alone.
 SEQUENCE_TOKENS = 480
 _TOGETHER = 64  # sequences in a batch, at most
-_CACHE_BYTES = 900_000_000  # of keys and values, or half of what the weights take, if that is more
+_CACHE_BYTES = 1_000_000_000  # of keys and values, or half of what the weights take, if that is more
 
 
 def first_tokens(tokenizer: Any, rows: int) -> list[int]:
@@ -57,13 +57,13 @@ def first_tokens(tokenizer: Any, rows: int) -> list[int]:
 
 @torch.no_grad()
 def write_text(
-    model: Any, begins: list[int], *, sequences: int, length: int, seed: int, track: Track = no_progress
+    model: Any, begins: Sequence[int | list[int]], *, sequences: int, length: int, seed: int, track: Track = no_progress
 ) -> Tensor:
     """Token ids (sequences, length) int64, on the CPU, sampled from a causal LM at temperature 1.
 
     Args:
         model: a Hugging Face causal LM, on any device; it is put into evaluation mode for the call.
-        begins: first tokens, taken in turn.
+        begins: first tokens, or several equally many of them each, taken in turn.
         seed: of the sampling. The same model, seed and machine give the same text.
     """
     device = next(model.parameters()).device
@@ -74,7 +74,7 @@ def write_text(
     written = []
     with evaluating(model), bfloat16_products(), bfloat16_linears(model), float32_attention(model):
         for batch in batches:
-            ids = torch.tensor([[begins[row % len(begins)]] for row in batch], device=device)
+            ids = torch.tensor([begins[row % len(begins)] for row in batch], device=device).view(len(batch), -1)
             written.append(write(model, ids, length, draws[batch], steps).cpu())
     for _ in steps:
         pass
@@ -112,8 +112,8 @@ def at_once(model: Any, length: int) -> int:
 @torch.no_grad()
 def rehearse_text(model: Any, *, tokens: int) -> None:
     """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device."""
-    length = sequence_tokens(model.config)
-    rows = len(_evenly(-(-tokens // length), at_once(model, length))[0])
+    sequences, length = text_shape(model.config, tokens)
+    rows = len(_evenly(sequences, at_once(model, length))[0])
     ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
     _continue(model, ids, length, torch.zeros(rows, length, device=model.device), iter(()), new_tokens=2)
 
@@ -131,7 +131,7 @@ def _takes_our_cache(model: Any) -> bool:
 def _continue(
     model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any], new_tokens: int | None = None
 ) -> Tensor:
-    """`ids` (batch, 1) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
+    """`ids` (batch, tokens) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
     cache = _cache(length) if _takes_our_cache(model) else DynamicCache(config=model.config)
     current = ids
     while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
@@ -191,10 +191,12 @@ def _cache(length: int) -> Any:
     return cache
 
 
-def sequence_tokens(config: Any) -> int:
-    """Tokens of a sequence that a model writes: no more than it has positions for."""
+def text_shape(config: Any, tokens: int) -> tuple[int, int]:
+    """(sequences, tokens of each) of what a model writes where so many tokens are wanted: each is no longer than the model
+    has positions for."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(SEQUENCE_TOKENS, positions or SEQUENCE_TOKENS)
+    length = min(SEQUENCE_TOKENS, positions or SEQUENCE_TOKENS)
+    return -(-tokens // length), length
 
 
 def self_text(
@@ -207,11 +209,10 @@ def self_text(
     gathered: AbstractContextManager[Any] | None = None,
     track: Track = no_progress,
 ) -> Tensor:
-    """At least `tokens` token ids (sequences, `sequence_tokens`) that the model wrote, from the cache if it has written
+    """At least `tokens` token ids, of `text_shape`, that the model wrote, from the cache if it has written
     them before. `weights_sha256` and the model's configuration identify it; `gathered` has all weights of `model`, which
     may be in its files. A cache that cannot be written to is done without."""
-    length = sequence_tokens(model.config)
-    sequences = -(-tokens // length)
+    sequences, length = text_shape(model.config, tokens)
     begins = first_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     parts = (weights_sha256, config_digest(model.config), begins, sequences, length, seed)
     key = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]

@@ -193,6 +193,14 @@ def test_what_is_not_compressed_keeps_its_number_format_in_a_merge(text_file, tm
     assert edkm_cli.load(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_too_little_text_is_refused_before_anything_is_clustered(packed, tuned, text_file, tmp_path, monkeypatch):
+    (tmp_path / "short.txt").write_text("too\nshort\n")
+    texts = {"data": (str(tmp_path / "short.txt"),), "eval_data": (str(text_file),), "sequence_length": 64}
+    monkeypatch.setattr("edkm_cli.finetune.merge.cluster_again", None)
+    with pytest.raises(UserError, match="at least 64 tokens"):
+        merge(packed, MergeConfig(str(tuned[0]), str(tmp_path / "out"), context=64, device="cpu", **texts))
+
+
 def test_a_merged_model_that_is_worse_than_allowed_is_no_success(packed, tuned, tmp_path):
     small = [
         "--start-tokens",

@@ -51,15 +51,15 @@ def test_a_layer_gets_the_gradient_that_its_quantized_weight_would_get():
 
 def test_the_text_is_greedy_at_first_and_then_sampled_from_the_model():
     model = tiny_llama()
-    text = llm_qat.write_text(model, sequences=6, length=20, batch_size=4, seed=1)
+    text = llm_qat.training_text(model, sequences=6, length=20, seed=1)
     assert text.shape == (6, 20)
     likeliest = model(text).logits.argmax(-1)
     for row, until in zip(text, (3, 4, 5, 3, 4, 5), strict=True):
         index = int((text == row).all(1).nonzero()[0])
         assert torch.equal(row[1:until], likeliest[index, : until - 1])
     assert not torch.equal(text[:, 5:], likeliest[:, 4:-1])
-    assert torch.equal(text, llm_qat.write_text(model, sequences=6, length=20, batch_size=4, seed=1))
-    assert not torch.equal(text, llm_qat.write_text(model, sequences=6, length=20, batch_size=4, seed=2))
+    assert torch.equal(text, llm_qat.training_text(model, sequences=6, length=20, seed=1))
+    assert not torch.equal(text, llm_qat.training_text(model, sequences=6, length=20, seed=2))
 
 
 def test_sampling_follows_the_models_distribution():
@@ -68,7 +68,7 @@ def test_sampling_follows_the_models_distribution():
     with torch.no_grad():
         model.lm_head.weight[8:] = 0  # few tokens have most of the probability, which 4,000 samples measure well
         model.lm_head.weight[:8] *= 3
-    text = llm_qat.write_text(model, sequences=4000, length=6, batch_size=4000, seed=0)
+    text = llm_qat.training_text(model, sequences=4000, length=6, seed=0)
     with torch.no_grad():
         expected = model(text[:, :5]).logits[:, -1].softmax(-1).mean(0)
     found = torch.bincount(text[:, 5], minlength=257) / 4000
@@ -78,7 +78,7 @@ def test_sampling_follows_the_models_distribution():
 def test_training_lowers_the_distillation_loss_and_leaves_embeddings_alone():
     model = tiny_llama()
     teacher = copy.deepcopy(model)
-    text = llm_qat.write_text(teacher, sequences=8, length=48)
+    text = llm_qat.training_text(teacher, sequences=8, length=48)
     for layer in decoder_linears(model).values():
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", llm_qat._Quantized(TWO_BITS), unsafe=True)
     losses = llm_qat.distil(model, teacher, Blocks(text.flatten(), 48, seed=0), 2, steps=60, learning_rate=3e-3)

@@ -1,5 +1,7 @@
 """Text that a model writes: sampled from its own distribution, the same for a seed, written once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -138,6 +140,10 @@ def test_a_run_trains_on_what_the_model_wrote(model_directory, tmp_path, monkeyp
         start_tokens=256,
         save_every=0,
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(self_text_module, "write_text", None)  # refused before it is called
+        with pytest.raises(UserError, match="--long-records drop"):
+            compress(replace(config, long_records="drop"))
     result = compress(config)
     assert result["perplexity"]["exported"] > 0
     assert list((tmp_path / "cache" / "self-text").iterdir())

@@ -21,7 +21,7 @@ from edkm_cli.model_files import build
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.preflight import RunPlan, needed_tokens
 from edkm_cli.progress import Observer, quiet_bars
-from edkm_cli.self_text import at_once, sequence_tokens, write_text
+from edkm_cli.self_text import at_once, text_shape, write_text
 
 _FEW_TOKENS, _MORE_TOKENS, _STEPS, _WRITTEN = 1024, 8192, 2, 8
 _OF_LAYERS = ("reconstruction", "compensation", "k-means start")  # loops over decoder layers or their linears
@@ -77,8 +77,7 @@ def _write_one_layer(plan: RunPlan, folder: Path) -> Any:
 
 def _text_seconds(plan: RunPlan, model: Any) -> float:
     """Of the text that the model writes, from a few tokens of as many sequences as it writes together."""
-    length = sequence_tokens(plan.architecture)
-    sequences = -(-needed_tokens(plan) // length)
+    sequences, length = text_shape(plan.architecture, needed_tokens(plan))
     batches = -(-sequences // at_once(plan.skeleton, length))
     model = model.to(plan.world.device, getattr(torch, plan.dense_dtype))
     begin = time.perf_counter()

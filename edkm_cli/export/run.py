@@ -26,7 +26,7 @@ from edkm_cli.hf import load
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
-from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text
+from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text, text_shape
 from edkm_cli.settings import part_of
 from edkm_cli.train.teacher import RememberedTeacher, remember
 
@@ -137,8 +137,15 @@ class Session:
         """
         if self.writes_text:
             assert layers is not None
+            self.expect_text(layers.model.config)
             sha256 = (self.unfinished or {}).get("text_sha256")
             self.take_text(self._new_text(layers) if sha256 is None else self._kept_text(sha256))
+        self.lay_out()
+
+    def expect_text(self, architecture: Any) -> None:
+        """Lay out text as long as a model of this configuration is to write: what is too short is refused before that."""
+        as_long = torch.zeros(text_shape(architecture, self._token_limit), dtype=torch.int64)
+        self.data = self.data.with_written(data.store_of(as_long.numpy()))
         self.lay_out()
 
     def _new_text(self, layers: Layers) -> Tensor:

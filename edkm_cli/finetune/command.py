@@ -85,7 +85,6 @@ class _Run(PackedSession):
             return report
         with self.clock.phase("load"):
             dense = None if reference is None else reference.open()
-            self.write_text(dense)
             model = self.trained_model()
             plan = self.plan(model)
             trained = plan["trained_bytes"] if self.tables else plan["adapter_bytes"]
@@ -94,6 +93,7 @@ class _Run(PackedSession):
             self.output.rehearse(result + 3 * config.most_checkpoints * trained + _ROOM_BYTES)
             if config.packing:
                 require_attention_within_documents(model)
+            self.write_text(dense)
         if dense is not None:
             self.measure_original(dense)
         if self.unfinished is None:

@@ -123,13 +123,16 @@ class _Run(PackedSession):
             model = load_adapter(model, self.adapter)
             layers = len(adapted_layers(model))
             self.open_texts(token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
+            if self.config.packing and self.config.steps:
+                require_attention_within_documents(model)
             if self.writes_text:
+                self.expect_text(model.config)
                 self.watch.say("the adapted model writes its own text, once")
                 about: dict[str, Any] = {"tokens": self.needed_tokens, "seed": self.config.seed}
                 about |= {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
                 self.take_text(self_text(model, self.tokenizer, **about))
-            if self.config.packing and self.config.steps:
-                require_attention_within_documents(model)
+            if self.config.steps:
+                self.lay_out()
         with model.disable_adapter():
             self.measure("compressed", model)
         self.measure("adapted", model)
@@ -166,7 +169,6 @@ class _Run(PackedSession):
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
         merged.requires_grad_(True)
-        self.lay_out()
         with self.clock.phase("train"):
             objective = Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0)
             train(merged, objective, self.blocks, self.settings, **self.training(staging))

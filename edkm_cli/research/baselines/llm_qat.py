@@ -30,6 +30,7 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.research.baselines.grid import Uniform, quantize_inputs, quantize_outputs
 from edkm_cli.research.baselines.outcome import UNQUANTIZED, Outcome, Task, check_at_least, check_bits, check_positive
 from edkm_cli.research.baselines.train import train
+from edkm_cli.self_text import write_text
 from edkm_cli.train.losses import Beside, Objective
 
 _GREEDY_UP_TO = (3, 4, 5)
@@ -67,7 +68,7 @@ def quantize(
     form, model = Uniform(task.bits, task.group_size, "absmax"), task.model
     linears = form.linears(model)
     count = (sequences or steps * batch_size) if steps else 0
-    text = write_text(model, sequences=count, length=sequence_length, seed=task.seed, track=task.track)
+    text = training_text(model, sequences=count, length=sequence_length, seed=task.seed, track=task.track)
     teacher = copy.deepcopy(model).requires_grad_(False) if steps else None
     for layer in linears.values():
         parametrize.register_parametrization(layer, "weight", _Quantized(form), unsafe=True)
@@ -85,28 +86,21 @@ def quantize(
 
 
 @torch.no_grad()
-def write_text(
-    model: Any, *, sequences: int, length: int, batch_size: int = 16, seed: int = 0, track: Track = no_progress
-) -> Tensor:
-    """Text by the model itself, (sequences, length) int64 on its device (section 2.1).
+def training_text(model: Any, *, sequences: int, length: int, seed: int = 0, track: Track = no_progress) -> Tensor:
+    """Text by the model itself, (sequences, length) int64 on the CPU (section 2.1).
 
     Sequences do not end: what follows an end-of-sequence token is the next text, as where documents are joined.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    written = torch.randint(model.config.get_text_config().vocab_size, (sequences, 1), generator=generator)
-    parts = list(written.to(device).split(batch_size)) if sequences else []
-    greedy = torch.tensor(_GREEDY_UP_TO).repeat(-(-sequences // 3))[:sequences].to(device).split(batch_size)
-    for index in track(range(len(parts)), "writing training text", len(parts)):
-        cache = None
-        newest = parts[index]
-        for position in range(1, length):
-            output = model(input_ids=newest, past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits[:, -1].float()
-            newest = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(device)
-            newest = torch.where(position < greedy[index][:, None], logits.argmax(-1, keepdim=True), newest)
-            parts[index] = torch.cat([parts[index], newest], dim=1)
-    return torch.cat(parts) if parts else written.to(device)
+    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
+    text = torch.zeros(sequences, length, dtype=torch.int64)
+    text[:, :1] = torch.randint(vocabulary, (sequences, 1), generator=torch.Generator().manual_seed(seed))
+    about: dict[str, Any] = {"length": length, "track": track}
+    for index, until in enumerate(_GREEDY_UP_TO[:sequences]):
+        rows = text[index :: len(_GREEDY_UP_TO)]
+        for at in range(1, min(until, length)):
+            rows[:, at] = model(input_ids=rows[:, :at].to(device), use_cache=False).logits[:, -1].argmax(-1)
+        rows[:] = write_text(model, rows[:, :until].tolist(), sequences=len(rows), seed=seed + index, **about)
+    return text
 
 
 class _Quantized(nn.Module):
