@@ -133,27 +133,27 @@ class Session:
         """Take up the text that the model of `layers` writes itself, where the data ask for it, and lay out all of it.
 
         What an unfinished run kept is taken instead: on another machine, without the cache, the model would write another
-        one, and training could not go on. Raises UserError where that is damaged.
+        one, and training could not go on. Raises UserError where that is damaged, or, before anything is written, where it
+        will be too short.
         """
         if self.writes_text:
             assert layers is not None
-            self.expect_text(layers.model.config)
+            as_long = torch.zeros(text_shape(layers.model.config, self._token_limit), dtype=torch.int64)
+            self.data = self.data.with_written(data.store_of(as_long.numpy()))
+            self.lay_out()
             sha256 = (self.unfinished or {}).get("text_sha256")
             self.take_text(self._new_text(layers) if sha256 is None else self._kept_text(sha256))
-        self.lay_out()
-
-    def expect_text(self, architecture: Any) -> None:
-        """Lay out text as long as a model of this configuration is to write: what is too short is refused before that."""
-        as_long = torch.zeros(text_shape(architecture, self._token_limit), dtype=torch.int64)
-        self.data = self.data.with_written(data.store_of(as_long.numpy()))
-        self.lay_out()
+            self.lay_out()
 
     def _new_text(self, layers: Layers) -> Tensor:
         self.watch.say("the model writes its own text, once")
-        sha256 = digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
-        about: dict[str, Any] = {"tokens": self._token_limit, "seed": self.config.seed, "weights_sha256": sha256}
-        text = self_text(layers.model, self.tokenizer, gathered=layers.gathered(), track=self.watch.track, **about)
-        return self.world.broadcast(text)
+        about: dict[str, Any] = {"tokens": self._token_limit, "seed": self.config.seed}
+        about |= {"weights_sha256": self.weights_sha256(layers), "track": self.watch.track}
+        return self.world.broadcast(self_text(layers.model, self.tokenizer, gathered=layers.gathered(), **about))
+
+    def weights_sha256(self, layers: Layers) -> str:
+        """A digest that tells the model that writes the text from others."""
+        return digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
 
     def _kept_text(self, sha256: str) -> Tensor:
         path = self.output.partial / CHECKPOINTS / SELF_TEXT

@@ -84,6 +84,8 @@ class _Run(PackedSession):
         if (report := self.finished(REPORT, config, **resolved)) is not None:
             return report
         with self.clock.phase("load"):
+            if not self.writes_text:  # too few tokens are refused before a model is read
+                self.lay_out()
             dense = None if reference is None else reference.open()
             model = self.trained_model()
             plan = self.plan(model)

@@ -28,12 +28,12 @@ from edkm_cli.files import sha256_of, write_json
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.session import WEIGHTS, PackedSession, adapted_layers, check_adapter, load_adapter
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
-from edkm_cli.self_text import self_text
 from edkm_cli.settings import part_of
 from edkm_cli.summaries import card
 from edkm_cli.train.loop import train
@@ -126,12 +126,8 @@ class _Run(PackedSession):
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
             if self.writes_text:
-                self.expect_text(model.config)
-                self.watch.say("the adapted model writes its own text, once")
-                about: dict[str, Any] = {"tokens": self.needed_tokens, "seed": self.config.seed}
-                about |= {"weights_sha256": self.digest(self.adapter / WEIGHTS), "track": self.watch.track}
-                self.take_text(self_text(model, self.tokenizer, **about))
-            if self.config.steps:
+                self.write_text(Layers(model))
+            elif self.config.steps:
                 self.lay_out()
         with model.disable_adapter():
             self.measure("compressed", model)
@@ -165,6 +161,9 @@ class _Run(PackedSession):
         (staging / "README.md").write_text(page, encoding="utf-8")
         self.output.commit()
         return report
+
+    def weights_sha256(self, layers: Layers) -> str:
+        return self.digest(self.adapter / WEIGHTS)
 
     def _train(self, merged: Any, teacher: Any, staging: Path) -> None:
         """All decoder layers together, to predict what the adapted model predicts."""
