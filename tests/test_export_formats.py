@@ -100,12 +100,16 @@ def test_experts_are_tiles_of_lut_b_under_the_names_of_their_family(kind, scale,
     assert f"model.layers.1.{block}.experts.1.{down}" in ignored
 
 
-def test_experts_that_files_keep_in_one_tensor_are_refused_by_lut_b(tmp_path):
+def test_experts_that_files_keep_in_one_tensor_are_refused_by_lut_b_before_anything_is_trained(text_file, tmp_path):
     options = {"granularity": "block:8x64", "lut_dtype": "float8_e4m3fn", "lut_scale": 1.0}
-    model, spec = cluster(family("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16), **options)
-    source = export(model, spec, tmp_path / "source")
-    message = refused("export", source, "--to", "lut-b", "--output", tmp_path / "out")
-    assert re.search(r"experts\.\w+\.0\.\w+ of gpt_oss is not; use --to dense", message)
+    model = family("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16)
+    model.save_pretrained(tmp_path / "dense")
+    byte_tokenizer().save_pretrained(tmp_path / "dense")
+    run = ("--target", "lut-b", "--lut-scale", "1", "--data", text_file, "--output", tmp_path / "out")
+    trained = refused("compress", "--model", tmp_path / "dense", *run)
+    source = export(*cluster(model, **options), tmp_path / "source")
+    for message in (trained, refused("export", source, "--to", "lut-b", "--output", tmp_path / "out")):
+        assert re.search(r"experts\.\w+\.0\.\w+ of gpt_oss is not; compress with --experts dense, or", message)
 
 
 def test_a_file_that_changes_after_writing_leaves_nothing_behind(rows, tmp_path, monkeypatch):

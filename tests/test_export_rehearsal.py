@@ -20,7 +20,7 @@ def rehearse(model):
     skipped = [swap.name for swap in swaps if swap.reason and swap.role != OTHER]
     spec = QuantizationSpec(3, "row:1", "float16", 8, skipped)
     clustering = Clustering(3, Granularity.parse("row:1"), "float16")
-    config = SimpleNamespace(trust_remote_code=False)
+    config = SimpleNamespace(trust_remote_code=False, target=None)
     rehearse_export(SimpleNamespace(skeleton=model, swaps=swaps, spec=spec, clustering=clustering, config=config))
 
 

@@ -327,6 +327,13 @@ def test_a_whole_run_makes_what_its_target_holds(model_directory, text_file, tmp
     tiny_llama(hidden=64, inner=72).save_pretrained(wider)
     byte_tokenizer().save_pretrained(wider)
     arguments[2] = wider
+    for target, flag, number, why in (  # what an export would refuse is refused before training
+        ("mlx:4", "--embedding-bits", 7, "has 7 bits in groups of 64"),
+        ("mlx:4", "--embedding-group", 16, "has 8 bits in groups of 16"),
+        ("gguf:q4_0", "--embedding-group", 16, "but 16 columns of model.embed_tokens share a scale"),
+    ):
+        for dry in ((), ("--dry-run",)):
+            assert why in refused(*arguments, "--target", target, flag, number, "-o", tmp_path / "none", *dry)
     status, out, err = run(*arguments, "--target", "gguf:q4_0", "-o", tmp_path / "c", "--dry-run")
     assert status == 0, err
     assert "rows of 72 are no multiple of 32: gguf:q4_0 stores it as F16" in out

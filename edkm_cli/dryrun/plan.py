@@ -19,6 +19,7 @@ from edkm_cli.distributed import World
 from edkm_cli.dryrun.duration import seconds_by_phase
 from edkm_cli.dryrun.need import Machine, by_part, choose_machine, estimate, least, memory_of, process_bytes, with_heap
 from edkm_cli.errors import UserError
+from edkm_cli.export.checkpoint import rehearse_export
 from edkm_cli.granularity import FREE, Override
 from edkm_cli.nn.allocation import SENSITIVITY, other_bytes
 from edkm_cli.nn.swap import EMBEDDING, decoder_bits_per_weight
@@ -42,6 +43,7 @@ def dry_run(
     if timed and (gpu_memory is not None or machine.world.size > 1):
         raise UserError("--time measures one process on this machine, got another to plan for; leave it out")
     plan = plan_run(config, machine.world)
+    rehearse_export(plan)
     runtime_bytes = process_bytes(plan)
     need = estimate(plan, runtime_bytes)
     memory = memory_of(config, need, machine)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
 from edkm_cli.errors import UserError
+from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
+from edkm_cli.export.source import Described
 from edkm_cli.files import digest, write_checksums, write_json
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import EdkmConfig
@@ -253,6 +255,8 @@ def rehearse_export(plan: RunPlan) -> None:
         before, after = written.get(name, "not there"), expected.get(name, "not there")
         if before != after:
             raise _refused(model, f"{name} is {before}, and {after} when read again")
+    if plan.config.target is not None:
+        find(plan.config.target).check(Described(target, plan.architecture, spec, trust_remote_code=trust), None)
 
 
 def _refused(model: Any, why: str) -> UserError:

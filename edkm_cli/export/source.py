@@ -36,28 +36,16 @@ class DenseTensor:
     linear: bool = False
 
 
-class Compressed:
-    """The checkpoint in `directory`.
+class Described:
+    """What a checkpoint holds of a palettized `model`, which may be on the meta device; `tensors`: those of the dense model,
+    by name, in its order, a tied head not among them."""
 
-    Attributes:
-        spec, config: its quantization and its model's configuration.
-        tensors: the tensors of the dense model by name, in the order of the model; a tied head is not among them.
-        files: the tensors as they are stored.
-
-    Raises UserError on construction for a directory that is none, truncated or altered.
-    """
-
-    def __init__(self, directory: str | Path, *, trust_remote_code: bool = False):
-        self.directory = Path(directory)
-        self.trust_remote_code = trust_remote_code
-        self.spec: QuantizationSpec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
-        self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
-        self.model = skeleton(self.config, self.spec, trust_remote_code=trust_remote_code)
-        self._modules: dict[str, Any] = {
-            path: module for path, module in self.model.named_modules() if isinstance(module, PackedModule)
-        }
+    def __init__(self, model: Any, config: Any, spec: QuantizationSpec, *, trust_remote_code: bool = False):
+        self.model, self.config, self.spec, self.trust_remote_code = model, config, spec, trust_remote_code
+        modules = model.named_modules()
+        self._modules: dict[str, Any] = {path: module for path, module in modules if isinstance(module, PackedModule)}
         self.tensors: dict[str, DenseTensor] = {}
-        for name, like in skeleton_tensors(self.model).items():
+        for name, like in skeleton_tensors(model).items():
             path, _, leaf = name.rpartition(".")
             if path not in self._modules or leaf == "bias":
                 self.tensors[name] = DenseTensor(name, tuple(like.shape))
@@ -65,17 +53,37 @@ class Compressed:
                 module, weight = self._modules[path], f"{path}.weight"
                 shape, linear = (module.rows, module.columns), isinstance(module, PalettizedLinear)
                 self.tensors[weight] = DenseTensor(weight, shape, path, linear)
-        self.files = TensorFiles(self.directory, remedy=AGAIN)
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Where the files of the model's family hold the tensors of the dense model, where that is known."""
-        return places(self.dense_skeleton(), split=self.spec.split_experts)
+        """Where the files of the model's family hold the tensors of the dense model, where that is known; without packed
+        experts, under the names that these have in memory."""
+        as_here = {name: Place((name,)) for name in self.tensors}
+        return places(self.dense_skeleton()) if self.spec.split_experts else as_here
 
     def dense_skeleton(self) -> Any:
         """The dense model of transformers on the meta device."""
         with torch.device("meta"):
             return build(self.config, trust_remote_code=self.trust_remote_code)
+
+    def bits_of(self, path: str) -> int:
+        """Bits of an index of a packed module."""
+        return self._modules[path].bits
+
+
+class Compressed(Described):
+    """The checkpoint in `directory`; `files`: the tensors as they are stored.
+
+    Raises UserError on construction for a directory that is none, truncated or altered.
+    """
+
+    def __init__(self, directory: str | Path, *, trust_remote_code: bool = False):
+        self.directory = Path(directory)
+        spec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
+        config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        model = skeleton(config, spec, trust_remote_code=trust_remote_code)
+        super().__init__(model, config, spec, trust_remote_code=trust_remote_code)
+        self.files = TensorFiles(self.directory, remedy=AGAIN)
 
     @property
     def linears(self) -> list[DenseTensor]:
@@ -93,10 +101,6 @@ class Compressed:
     def words(self, path: str) -> Tensor:
         """The packed indices of a module as 32-bit words, (rows, columns * bits / 32) int32."""
         return self.stored(f"{path}.indices").view(torch.int32)
-
-    def bits_of(self, path: str) -> int:
-        """Bits of an index of a packed module."""
-        return self._modules[path].bits
 
     def levels(self, path: str) -> Tensor:
         """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""

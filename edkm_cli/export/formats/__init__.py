@@ -4,7 +4,8 @@ A format is a module with these functions; `source` is the compressed checkpoint
 `options` what the command was given (`edkm_cli.export.formats.options.Options`):
 
     check(source, options)            raises UserError, before any work, for what the format cannot hold, with the options
-                                      of `edkm compress` that would fit; limits of its target have been checked
+                                      of `edkm compress` that would fit; limits of its target have been checked. Called
+                                      before that compresses, too: with what will be there (`Described`), and no options
     needed_bytes(source, options)     disk that the export takes, about
     write(source, folder, options, track)
                                       write the export into an empty folder, one tensor after another

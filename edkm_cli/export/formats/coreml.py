@@ -25,7 +25,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats import coreml_graph
 from edkm_cli.export.formats.folder import copy_beside
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.source import Compressed
+from edkm_cli.export.source import Compressed, Described
 from edkm_cli.files import sync
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.progress import Track, no_progress
@@ -35,8 +35,10 @@ _MAP = "edkm.tensors"  # in the package's metadata: name of an operation -> name
 _LENGTH = "edkm.length"
 
 
-def check(source: Compressed, options: Options) -> None:
+def check(source: Described, options: Options | None) -> None:
     """Sequences that the model's attention spans; coremltools installed."""
+    if options is None:
+        return
     config = source.config
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")

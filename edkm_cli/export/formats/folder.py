@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.export.source import Compressed, DenseTensor, Described
 from edkm_cli.files import read_json, safetensors_writer
 from edkm_cli.integrity import read_config
 from edkm_cli.model_files import BESIDE_WEIGHTS, INDEX, TensorFiles, build
@@ -152,7 +152,7 @@ class FolderFormat:
     def entries(self, source: Compressed, tensor: DenseTensor, options: Options) -> Iterable[Entry]:
         return ()
 
-    def check(self, source: Compressed, options: Options) -> None:
+    def check(self, source: Described, options: Options | None) -> None:
         """Its target says all."""
 
     def facts(self, source: Compressed, options: Options) -> dict[str, Any]:

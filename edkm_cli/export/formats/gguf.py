@@ -25,7 +25,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import target_of
 from edkm_cli.export.formats.gguf_model import Naming, add_metadata, naming_of, naming_of_file
 from edkm_cli.export.formats.options import Options, rounded
-from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.export.source import Compressed, DenseTensor, Described
 from edkm_cli.granularity import AFFINE, MULTIPLES, SUPER_BLOCK
 from edkm_cli.progress import Track, no_progress
 
@@ -42,12 +42,13 @@ class _Stored(NamedTuple):
     make: Callable[[], Tensor]
 
 
-def check(source: Compressed, options: Options) -> None:
-    """Embeddings in blocks."""
+def check(source: Described, options: Options | None) -> None:
+    """Embeddings whose scales are those of whole blocks."""
     for tensor in source.tensors.values():
-        if tensor.module and not tensor.linear and tensor.shape[1] % _BLOCK:
-            rule = f"gguf holds embeddings in blocks of {_BLOCK}, but {tensor.module} has rows of {tensor.shape[1]}"
-            raise UserError(f"{rule}; use --embedding-bits 16")
+        group = source.spec.embedding_group or tensor.shape[-1]
+        if tensor.module and not tensor.linear and group % _BLOCK:
+            rule = f"gguf holds embeddings in blocks of {_BLOCK}, but {group} columns of {tensor.module} share a scale"
+            raise UserError(f"{rule}; use --embedding-group {_BLOCK}, or --embedding-bits 16 without it")
 
 
 def _type(source: Compressed) -> str:

@@ -32,7 +32,7 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import Entry, in_memory, read_packed
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.export.source import Compressed, DenseTensor, Described
 from edkm_cli.initialize.sharded import Place
 
 DRAFT = "compressed-tensors pull request 801 at 383dfe2, 2026-07-29"
@@ -43,14 +43,14 @@ _RESIDUAL_BIAS = re.compile(r"\.layers\.\d+\..*\.(o_proj|down_proj)\.bias$")
 _INNER_NORM = re.compile(r"\.layers\.\d+\.(input_layernorm|post_attention_layernorm)\.weight$")
 
 
-def check(source: Compressed, options: Options) -> None:
+def check(source: Described, options: Options | None) -> None:
     """Matrices that files hold apart, of whole tiles."""
     for tensor in source.tensors.values():
-        names, expert, *_ = _place(source, tensor.name)
+        names, expert, *_ = source.places.get(tensor.name, Place(()))
         if not names or expert is not None or (tensor.linear and tensor.shape[0] % (_ROWS * len(names))):
             raise UserError(
-                f"--to lut-b holds experts whose matrices are apart in files of their family, and of whole tiles, but "
-                f"{tensor.name} of {source.config.model_type} is not; use --to dense, or compress with --experts dense"
+                f"lut-b holds experts whose matrices are apart in files of their family, and of whole tiles, but "
+                f"{tensor.name} of {source.config.model_type} is not; compress with --experts dense, or export --to dense"
             )
 
 
@@ -65,7 +65,7 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
     """What is stored of a tensor of the dense model, in as many parts as the files of its family have of it."""
-    path, names = tensor.module, _place(source, tensor.name).names
+    path, names = tensor.module, source.places[tensor.name].names
     wholes = [Entry("", options.torch_dtype(), tensor.shape, lambda: _scaled(source, tensor.name))]
     if tensor.linear:
         tiles = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS)
@@ -84,15 +84,10 @@ def _rows(whole: Entry, part: int, parts: int) -> Tensor:
     return whole.make().chunk(parts)[part]
 
 
-def _place(source: Compressed, name: str) -> Place:
-    """Where the files of the model's family hold a tensor; without packed experts, under the name it has in memory."""
-    return source.places.get(name, Place(())) if source.spec.split_experts else Place((name,))
-
-
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
     scale = _scale(source)
-    parts = [part for name in source.spec.skipped for part in _place(source, f"{name}.weight").names]
-    dense = {part.removesuffix(".weight") for part in parts}
+    places = [source.places[f"{name}.weight"] for name in source.spec.skipped if f"{name}.weight" in source.places]
+    dense = {part.removesuffix(".weight") for place in places for part in place.names}
     block = {"strategy": "block", "block_structure": [_ROWS, _COLUMNS]}
     weights = {"type": "codebook", "num_bits": _BITS, **block, "symmetric": True, "dynamic": False}
     quantization = {

@@ -24,14 +24,14 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import Entry, codes_in, fp4_codes, fp4_scales, fp4_weight, opened, scaled
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.export.source import Compressed, DenseTensor, Described
 
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MODES = {"float8_e8m0fnu": "mxfp4", "float8_e4m3fn": "nvfp4"}  # by the number format of scales
 _SCALES = {mode: getattr(torch, name) for name, mode in _MODES.items()}
 
 
-def check(source: Compressed, options: Options) -> None:
+def check(source: Described, options: Options | None) -> None:
     """Affine groups of 32, 64 or 128 columns, of embeddings, too."""
     for tensor in source.tensors.values():
         layout = _layout(source, tensor) if tensor.module else {"mode": ""}
@@ -42,7 +42,7 @@ def check(source: Compressed, options: Options) -> None:
             )
 
 
-def _layout(source: Compressed, tensor: DenseTensor) -> dict[str, Any]:
+def _layout(source: Described, tensor: DenseTensor) -> dict[str, Any]:
     """What config.json says of a packed matrix."""
     group, mode = source.spec.embedding_group or tensor.shape[1], "affine"
     if tensor.linear:
