@@ -45,8 +45,7 @@ class _Stored(NamedTuple):
 def check(source: Described, options: Options | None) -> None:
     """Embeddings whose scales are those of whole blocks."""
     for tensor in source.tensors.values():
-        group = source.spec.embedding_group or tensor.shape[-1]
-        if tensor.module and not tensor.linear and group % _BLOCK:
+        if tensor.module and not tensor.linear and (group := source.spec.embedding_group or tensor.shape[1]) % _BLOCK:
             rule = f"gguf holds embeddings in blocks of {_BLOCK}, but {group} columns of {tensor.module} share a scale"
             raise UserError(f"{rule}; use --embedding-group {_BLOCK}, or --embedding-bits 16 without it")
 
