@@ -78,6 +78,7 @@ CASES = [
     {"distill": False, "batch_size": 3},
     {"granularity": "tensor", "mode": "soft"},
     {"mixed_precision": "bf16"},
+    {"mixed_precision": "bf16", "assignments": "held", "gradient_checkpointing": False, "batch_size": 4},
 ]
 MORE_CASES = [
     {"dtype": "bfloat16"},

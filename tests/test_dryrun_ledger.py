@@ -69,6 +69,18 @@ def test_small_freed_blocks_wait_for_the_next_ones_until_they_are_given_back():
     del again
 
 
+def test_free_blocks_are_at_least_some_of_what_small_ones_hold():
+    with Ledger() as ledger:
+        ledger.accounts[DEVICE].kept_below, ledger.accounts[DEVICE].holes = 3 * KB, 0.5
+        small, large = torch.empty(500), torch.empty(1000)
+        assert held(ledger) == {"other": 6 * KB, "heap": KB}
+        del large
+        again = torch.empty(250)
+        assert held(ledger) == {"other": 3 * KB, "heap": 3 * KB // 2}
+        del small, again
+        assert held(ledger) == {"heap": 9 * KB // 2}
+
+
 def test_what_backward_needs_is_alive_between_forward_and_backward_only():
     with Ledger() as ledger:
         weight = torch.empty(100, 100, requires_grad=True)

@@ -34,10 +34,13 @@ def stands_for(tensor: Tensor) -> int:
 class Account:
     """Bytes by part now, and at the moment of each phase when their total was highest.
 
-    Freed blocks of fewer bytes than `kept_below` wait, as `HEAP`, for those that come next or for `return_free`.
+    Freed blocks of fewer bytes than `kept_below` wait, as `HEAP`, for those that come next or for `return_free`; at least
+    `holes` times what such blocks hold, `small`, do.
     """
 
     kept_below: int = 0
+    holes: float = 0.0
+    small: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -48,8 +51,8 @@ class Account:
         self.bytes[part] = self.bytes.get(part, 0) + size
         self.total += size
         if abs(size) < self.kept_below:
-            waiting = self.bytes.get(HEAP, 0)
-            self.bytes[HEAP] = max(0, waiting - size)
+            waiting, self.small = self.bytes.get(HEAP, 0), self.small + size
+            self.bytes[HEAP] = max(0, waiting - size, int(self.holes * self.small))
             self.total += self.bytes[HEAP] - waiting
         if self.total > self.totals.get(phase, -1):
             self.totals[phase], self.peaks[phase] = self.total, dict(self.bytes)
@@ -101,8 +104,7 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.accounts = {DEVICE: Account(), HOST: Account()}
-        self.part, self.place, self.share = "other", DEVICE, 1.0
-        self.phase = "start"
+        self.part, self.place, self.share, self.phase = "other", DEVICE, 1.0, "start"
         self._call = call or (lambda func, args, kwargs: func(*args, **kwargs))
         self._granule = granule
         self._part_of = part_of or (lambda tensor: self.part)

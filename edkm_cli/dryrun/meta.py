@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, STANDS_FOR, Ledger
-from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers, lut_layers
 from edkm_cli.nn.hooks import changed, hooked
 from edkm_cli.runtime.experts import Experts
 
@@ -185,7 +185,7 @@ class Stage:
         def cast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].to(torch.bfloat16), *inputs[1:])
 
-        layers = clustered_layers(model).values() if enabled else ()
+        layers = lut_layers(model).values() if enabled else ()
         with hooked(layers, cast), changed(self, _autocast=torch.bfloat16 if enabled else None):
             yield
 

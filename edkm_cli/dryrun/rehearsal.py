@@ -48,7 +48,7 @@ from edkm_cli.train.optimizer import build_optimizer, state_bytes
 
 # FSDP2 holds of whole decoder layers: the one in use, the buffer it was gathered into, and the next one on its way.
 _GATHERED_LAYERS = 3
-_DISTINCT = 65536
+_HOLES = 0.5  # of what training has in the heap: what is kept for the gradients splits the free blocks
 
 
 class Rehearsal:
@@ -237,7 +237,7 @@ class Rehearsal:
             self._seen.add(shape)
             tile = granularity.tile(*shape)
             # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
-            size = min(tile[0] * tile[1], _DISTINCT)
+            size = min(tile[0] * tile[1], 2**16)
             a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**grid.bits) * (size + 1)
             scratch = a_thread * min(torch.get_num_threads(), weight.numel() // size)
             if grid.palette != FREE:
@@ -285,6 +285,7 @@ class Rehearsal:
 
     def _train(self, model: Any, objective: Objective) -> None:
         """The step that needs the most of a training: the second one, or the only one."""
+        self._ledger.accounts[DEVICE].holes = _HOLES
         self._ledger.begin("training")
         config = self.config
         prepare(model, config, World(device="meta"))
