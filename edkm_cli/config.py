@@ -137,8 +137,8 @@ class TextSettings:
     data_workers: int = setting(0, "Processes that tokenize large data; 0: one for each core.", DATA, minimum=0)
     rebuild_cache: bool = setting(False, "Tokenize large data again, even where their tokens are cached.", DATA)
     eval_data: tuple[str, ...] = setting((),
-        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a tenth held "
-        "out of the first --data.", DATA)
+        "Text on which perplexity, and the distance from the uncompressed model, are measured; default: a part held "
+        "out of the first --data; with self, builtin.", DATA)
     eval_windows: int = setting(4, "Number of windows on which perplexity is measured.", DATA, minimum=1)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     # fmt: on

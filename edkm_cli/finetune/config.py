@@ -13,7 +13,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, given_values, refuse, setting
 
 TABLES = "tables"
-_MEASURED = "Text on which perplexity is measured; default: a tenth held out of the first --data."
+_MEASURED = "Text on which perplexity is measured; default: a part held out of the first --data, or builtin."
 
 
 @dataclass(frozen=True)
