@@ -1,14 +1,11 @@
 """What the C library does with freed memory on a CPU: keep it for reuse (`--memory speed`), or give it back (`small`).
 
 A page that comes from the system is cleared first, at a page fault: on virtual machines that is dear, and a training step
-frees and takes all its tensors anew. glibc takes a block from the system and returns it when it is freed if it counts as
-large, and what counts as large grows to 32 MB with the blocks it sees; it also trims the end of its heap. The rest comes
-from one heap, which freed neighbours leave full of holes.
-
-`speed` takes everything from the heap and never trims it, or, where weights stay packed, everything but blocks from 16 MB
-on: without that freed pieces are half as much again as what is in use, and from 4 MB on a start is a twelfth slower. `small`
-takes all blocks from 256 KB on from the system: the peak is then what the tensors need. What each costs is in docs/log.md.
-Between phases, and between the layers of a start, free blocks go back wherever they are (`return_free_blocks`).
+frees and takes all its tensors anew. So `speed` takes everything from one heap and never trims it, or, where weights stay
+packed, everything but blocks from 16 MB on: without that freed pieces are half as much again as what is in use, and from
+4 MB on a start is a twelfth slower. `small` takes all blocks from 256 KB on from the system: the peak is then what the
+tensors need. What each costs is in docs/log.md. Between phases, and between the layers of a start, free blocks go back
+wherever they are (`return_free_blocks`).
 """
 
 import ctypes

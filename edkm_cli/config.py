@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, palette_faults
 from edkm_cli.settings import (
     COMPRESSION,
@@ -108,11 +109,16 @@ def _about_bits(config: Any) -> list[str]:
 
 
 def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
-    """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
-    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
+    """A warning for each option whose length in tokens is more than the positions that a model's configuration names; a
+    UserError where they are a table, which ends there."""
+    inner = architecture.get_text_config(decoder=True)
+    positions = getattr(inner, "max_position_embeddings", None)
     most = positions if isinstance(positions, int) else math.inf
     more = f"is more than the {most} positions that the model knows; give at most {most}"
-    return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
+    found = [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
+    if found and not hasattr(inner, "rope_parameters"):
+        raise UserError(found[0])
+    return found
 
 
 @dataclass(frozen=True)
@@ -152,8 +158,9 @@ class TrainingSettings:
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
     learning_rate: float = setting(2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr",
-        positive=True)
-    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True)
+        positive=True, maximum=1e3)
+    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True,
+        maximum=1e3)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
@@ -298,7 +305,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio "
         "of their perplexities. Takes as long again.", TRAINING)
     dense_learning_rate: float = setting(1e-4, "Highest learning rate of the uncompressed model under --compare-dense.",
-        TRAINING, positive=True)
+        TRAINING, positive=True, maximum=1e3)
     memory: str = setting("auto", "What a run on a CPU does with memory it has freed.", SCALE,
         choices={
             "auto": "speed, or small where only that fits this machine",
@@ -350,6 +357,6 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     values = given_values(file, flags)
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])
-    if values.get("target") in TARGETS:
+    if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too
         values = {**TARGETS[values["target"]].settings, **values}
     return from_mapping(CompressConfig, values)

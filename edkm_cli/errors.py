@@ -52,6 +52,8 @@ def shortage(error: BaseException) -> UserError | None:
     text = (str(error).splitlines() or [""])[0][:300]
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says:
         return UserError(f"not enough memory ({text or 'MemoryError'}); --dry-run says what needs less; {_RESUME}")
+    if isinstance(error, RuntimeError) and "home directory" in text:  # of pathlib
+        return UserError(f"a path begins with ~ and a user who is not known here ({text}); give it in full")
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # libraries in Rust give it as text only: `No space left on device (os error 28)`
         number = next((known for known in _DISK if f"(os error {known})" in str(error)), None)

@@ -223,7 +223,7 @@ class QuantizationSpec:
         """
         group = self.embedding_group or columns
         if columns % group:
-            fits = max(size for size in range(1, group) if columns % size == 0) if group > 1 else 1
+            fits = max(size for size in range(1, min(group, columns + 1)) if columns % size == 0) if group > 1 else 1
             raise UserError(f"--embedding-group must divide the embeddings' {columns} columns, got {group}; use {fits}")
         stored: Stored = {
             part.leaf: (torch.uint8, (part.end - part.first, packed_width(columns, part.bits)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import model_files, models
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.hf import load_any
 from edkm_cli.nn.swap import dequantize_model
 from edkm_cli.runtime import dispatch
@@ -100,7 +100,12 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
-    written = writer.model.generate(**inputs, streamer=_Stream(writer.tokenizer, manner.emit), **options)[0, length:]
+    streamer = _Stream(writer.tokenizer, manner.emit)
+    try:
+        written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
+    except (TypeError, ValueError) as error:
+        rule = f"generation_config.json of {writer.name} must be what transformers can write by"
+        raise UserError(f"{rule} ({brief(error)}); correct it") from error
     seconds = time.perf_counter() - start
     return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
 
@@ -108,9 +113,18 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
 def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tensor]:
     """The model's inputs for a text, or for the messages of a conversation."""
     plain = isinstance(given, str)
-    if not plain:
-        given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    try:
+        if not plain:
+            given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
+        rule = f"the chat template of {writer.name} must take the conversation, but does not ({brief(error)})"
+        raise UserError(f"{rule}; give a prompt without --chat and --system") from error
     inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
+    rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]
+    if not ids.numel() or int(ids.max()) >= rows:
+        raise UserError(
+            f"a prompt must be tokens below {rows} of {writer.name}, got {ids.flatten().tolist()[:9]}; give another"
+        )
     inputs.pop("token_type_ids", None)
     return dict(inputs)
 

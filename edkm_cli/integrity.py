@@ -106,10 +106,8 @@ def expected_tensors(
             model = skeleton(config, spec, trust_remote_code=trust_remote_code)
         hidden = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
         if hidden > _MAX_BUFFER_BYTES:
-            raise UserError(
-                f"{directory}/config.json describes a model that needs {hidden} bytes beside its weights, more than the "
-                f"{_MAX_BUFFER_BYTES} that are given; {AGAIN}"
-            )
+            rule = f"{directory}/config.json describes a model that needs {hidden} bytes beside its weights"
+            raise UserError(f"{rule}, more than the {_MAX_BUFFER_BYTES} that are given; {AGAIN}")
         return describe_tensors(model, skeleton_tensors(model))
     except UserError:
         raise

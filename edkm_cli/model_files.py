@@ -21,8 +21,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What belongs to a model beside its weights.
 BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-                  "vocab.*", "merges.txt", "*.model", "chat_template*", "*.py", "*.index.json",
-                  "*processor_config.json")  # fmt: skip
+                  "vocab.*", "merges.txt", "*.model", "chat_template*", "additional_chat_templates/*", "*.py",
+                  "*.index.json", "*processor_config.json")  # fmt: skip
 FETCH_AGAIN = "fetch the files again"
 # What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000
@@ -136,6 +136,13 @@ def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: st
 def has_safetensors(directory: Path) -> bool:
     """Whether a directory has weight files of the only kind that is read."""
     return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """A model's safetensors files; all that there are where none is named as those of a model."""
+    if not has_safetensors(directory):
+        return sorted(directory.glob("*.safetensors"))
+    return [directory / name for name in sorted({tensor.file for tensor in TensorFiles(directory).tensors.values()})]
 
 
 def check_model_files(directory: Path) -> TensorFiles | None:

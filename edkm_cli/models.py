@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -100,10 +101,8 @@ def _resolved(name: str) -> ModelSource:
         directory = str(cache_directory() / name)
         return ModelSource(name, directory, entry["gguf"], is_local=True, architecture=architecture)
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
-        raise UserError(
-            f"--model must be an alias ({', '.join(sorted(table))}), a hub id (owner/name), a directory or a .gguf "
-            f"file, got {name!r}, which is none of these"
-        )
+        rule = f"--model must be an alias ({', '.join(sorted(table))}), a hub id (owner/name)"
+        raise UserError(f"{rule}, a directory or a .gguf file, got {name!r}, which is none of these")
     return ModelSource(name, name)
 
 
@@ -125,7 +124,7 @@ def _loading(source: ModelSource) -> Iterator[None]:
         if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
             raise model_files.needs_safetensors(name) from error
         if source.is_local:
-            why = f"could not be read ({brief(error, 120)}); the files may be damaged: fetch them again"
+            why = f"could not be read ({brief(error, 120)}); files may be missing or damaged: fetch them again"
         else:
             why = (
                 f"could not be loaded from the Hugging Face hub as {source.location} ({brief(error)}); check the name, the "
@@ -151,6 +150,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
     with _loading(source):
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
+    if source.gguf_file and hasattr(config, "rope_parameters"):
+        config.rope_parameters = _rope_of_file(source, config.rope_parameters)
     if dequantize:
         model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
@@ -174,10 +175,8 @@ def require_finite(source: ModelSource, model: Any) -> None:
     for name, parameter in model.named_parameters():
         parts = local(parameter.detach()).flatten().split(2**22)  # the question makes copies
         if not all(bool(part.isfinite().all()) for part in parts):
-            raise UserError(
-                f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again, or "
-                "use --dtype float32 where another format is too narrow for them"
-            )
+            rule = f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again"
+            raise UserError(f"{rule}, or use --dtype float32 where another format is too narrow for them")
 
 
 def skeleton(source: ModelSource, config: Any) -> Any:
@@ -265,11 +264,46 @@ def _load_gguf(source: ModelSource) -> Any:
         options: dict[str, Any] = {"dtype": torch.bfloat16}
         if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        options |= {} if source.architecture else {"config": load_config(source)}
         model = _from_pretrained(source, **options)
         if not (source.architecture and _keep_copy(model, decoded)):
             return model
     # From the copy in the first run, too: its configuration is the same in all runs.
     return _from_pretrained(replace(source, location=str(decoded), gguf_file=None), dtype=torch.bfloat16)
+
+
+def llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
+    """What llama.cpp divides rotary frequencies by, (size / 2,) float32: as `rope_type` llama3 of transformers."""
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def _rope_of_file(source: ModelSource, rope: dict[str, Any]) -> dict[str, Any]:
+    """The rotary angles of a GGUF file: what transformers reads of them, and linear scaling or LLaMA 3's, which it does not.
+
+    Raises UserError for positions that are scaled in another way."""
+    from gguf import GGUFReader
+
+    with _loading(source):
+        reader = GGUFReader(str(source.path))
+        said = {
+            name.split(".")[-1]: field.contents() for name, field in reader.fields.items() if ".rope.scaling." in name
+        }
+        factors = [torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"]
+    right = said.get("type", "none") in ("none", "linear")
+    if right and factors:
+        of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        rope = {**rope, "rope_type": "llama3", "factor": float(factors[0].max()), **of_llama3}
+        right = torch.allclose(factors[0], llama3_factors(rope, 2 * len(factors[0])), rtol=1e-3)
+    elif right and said.get("type") == "linear":
+        rope = {**rope, "rope_type": "linear", "factor": said["factor"]}
+    if not right:
+        rule = f"--model {source.name} must have plain positions, or scaled as LLaMA 3's or linearly, but has others"
+        raise UserError(f"{rule}, which are not read from GGUF files; give the directory with its safetensors files")
+    return rope
 
 
 def _decoded_copy(source: ModelSource) -> Path:
@@ -357,5 +391,5 @@ def stored_bytes(source: ModelSource) -> int | None:
 
 
 def weight_files_bytes(directory: str | Path) -> int:
-    """Bytes of a directory's safetensors files."""
-    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    """Bytes of the safetensors files of a model or an adapter."""
+    return sum(file.stat().st_size for file in model_files.weight_files(Path(directory)))

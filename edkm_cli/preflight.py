@@ -233,10 +233,8 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         swaps = tuple(fall_back(planned, config.target, config.granularity, config.embedding_group))
     if config.start == "reconstructed" and not layers_form_a_chain(skeleton):
         if asked.start == "reconstructed":
-            raise UserError(
-                "--start reconstructed is for models whose decoder layers get hidden states of a text and nothing else, "
-                f"which {type(skeleton).__name__} is not known to be; use --start compensated"
-            )
+            rule = "--start reconstructed is for models whose decoder layers get hidden states of a text and nothing"
+            raise UserError(f"{rule} else, which {type(skeleton).__name__} is not known to be; use --start compensated")
         config = resolve(replace(asked, start="compensated"), world, texts)
     if world.sharded:
         _require_divisible(config, texts, swaps)
@@ -296,7 +294,7 @@ def choose_device(device: str) -> str:
         raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise UserError(f"--device must be one this machine has, but {device!r} is not available; use cpu or auto")
-    return device
+    return "cpu" if kind == "cpu" else device
 
 
 def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:

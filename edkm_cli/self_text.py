@@ -1,13 +1,11 @@
-"""Text that the uncompressed model writes itself: what calibrates and trains where nobody has given text.
+"""Text that the uncompressed model writes itself: what calibrates and trains where nobody has given text (docs/data.md).
 
-A compressed model shall stay as it was on whatever it will be asked, and the text nearest to that is what the model
-itself finds likely: sampled at temperature 1, from the token that begins its documents. Nothing has to be fetched, no
-domain is preferred, and each next token is a sample of the model's own distribution, so that squared gradients of the
-next-token loss average to the Fisher matrix itself (SqueezeLLM, arXiv 2306.07629, takes them on foreign text).
+It is sampled at temperature 1, from the token that begins the model's documents: each next token is a sample of its own
+distribution, so that squared gradients of the next-token loss average to the Fisher matrix itself.
 
 Sequences grow together, one token a step, with a cache of keys and values that is allocated once: as many as that has room
-for. What each draws does not depend on that number. What was written
-is kept in the user's cache directory under a digest of weights, configuration, seed and sizes: a second run reads it.
+for. What each draws does not depend on that number. What was written is kept in the user's cache directory under a digest
+of weights, configuration, seed and sizes: a second run reads it.
 """
 
 import hashlib

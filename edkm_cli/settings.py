@@ -1,16 +1,8 @@
 """How a configuration is declared, checked and read. Standard library and yaml only: nothing here imports torch.
 
-A configuration is a frozen dataclass. Each field states its default, help text, panel of `--help`, choices and range:
-
-    @dataclass(frozen=True)
-    class Config:
-        bits: int = setting(3, "Bits per weight.", COMPRESSION, choices=range(1, 9))
-
-        def __post_init__(self) -> None:
-            refuse(faults(self))
-
-Everything else follows from that one place: the checks (`faults`), reading YAML and flags (`from_mapping`), and the options
-of the command (`edkm_cli.cli.options`). To add an option, add a field.
+A configuration is a frozen dataclass. Each field states its default, help text, panel of `--help`, choices and range
+(`setting`). Everything else follows from that one place: the checks (`faults`), reading YAML and flags (`from_mapping`),
+and the options of the command (`edkm_cli.cli.options`). To add an option, add a field (CONTRIBUTING.md).
 """
 
 import math
@@ -18,6 +10,7 @@ import os
 import re
 import reprlib
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
@@ -277,7 +270,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only. Merged keys (`<<`) can double with each line, so they have a limit."""
+    """Plain data only, each key once. Merged keys (`<<`) can double with each line, so they have a limit."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+        if twice := [key for key, count in counts.items() if count > 1]:
+            raise yaml.YAMLError(f"{twice[0][:100]} is given twice")
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)

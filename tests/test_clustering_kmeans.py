@@ -164,3 +164,16 @@ def test_several_numbers_of_centroids_at_once_are_those_of_each_alone(plain):
         together = backend.kmeans(values, mass, [2, 8, 16])
         for k, centroids in zip((2, 8, 16), together, strict=True):
             assert torch.equal(centroids, backend.kmeans(values, mass, [k])[0])
+
+
+def test_weights_of_next_to_no_importance_do_not_take_entries_of_their_own():
+    values = torch.linspace(-1, 1, 200)[None]
+    mass = torch.ones_like(values)
+    mass[:, :3] = mass[:, -3:] = 1e-20
+    found = kmeans_start(torch.cat([values[:, :3] * 50, values[:, 3:-3], values[:, -3:] * 50], 1), 4,
+                         granularity="tensor", importance=mass)  # fmt: skip
+    assert float(found.abs().max()) < 1
+    inner = kmeans_start(values[:, 3:-3], 4, granularity="tensor")
+    assert error_of(values[0, 3:-3], mass[0, 3:-3], found[0]) <= 1.0001 * error_of(
+        values[0, 3:-3], mass[0, 3:-3], inner[0]
+    )

@@ -3,12 +3,14 @@
 from dataclasses import fields
 
 import pytest
+from transformers import LlamaConfig, OPTConfig
 
-from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.config import CompressConfig, build_config, too_long
 from edkm_cli.data import parse_source
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
+from edkm_cli.preflight import choose_device
 from edkm_cli.settings import configs_directory, read_yaml, setting_of
 
 
@@ -137,3 +139,26 @@ def test_what_contradicts_a_target_is_refused_with_what_would_fit(settings, mess
     with pytest.raises(UserError) as caught:
         build_config(None, settings)
     assert message in str(caught.value)
+
+
+def test_a_file_gives_each_key_once_and_no_list_for_a_name(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: a\nbits: 2\nbits: 4\n")
+    with pytest.raises(UserError, match="bits is given twice"):
+        build_config(file, {})
+    file.write_text("base: &base {bits: 2, steps: 3}\n")
+    with pytest.raises(UserError, match="base"):  # an unknown key
+        build_config(file, {})
+    file.write_text("model: a\ntarget: [coreml]\n")
+    with pytest.raises(UserError, match="target must be a text"):
+        build_config(file, {})
+    with pytest.raises(UserError, match="learning_rate must be at most 1000"):
+        build_config(None, {"learning_rate": 1e300})
+    assert choose_device("cpu:0") == "cpu"
+
+
+def test_positions_that_are_a_table_end_where_it_ends():
+    assert too_long(LlamaConfig(max_position_embeddings=8), {"--context": 9})
+    assert not too_long(OPTConfig(max_position_embeddings=8), {"--context": 8})
+    with pytest.raises(UserError, match="--context 9 is more than the 8 positions"):
+        too_long(OPTConfig(max_position_embeddings=8), {"--context": 9})

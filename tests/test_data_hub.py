@@ -1,11 +1,12 @@
 """Data sets of the hub, through `datasets` and a copy of a set in the hub's layout."""
 
 import json
+import shutil
 
 import pytest
 
 from edkm_cli.config import TextSettings
-from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources, splits
+from edkm_cli.data import load_documents, open_training_data, parse_source, parse_sources, splits, training
 from edkm_cli.data.splits import _answers
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
@@ -154,3 +155,26 @@ def test_a_part_of_a_split_is_not_streamed(hub):
         .counts.documents
         == 18
     )
+
+
+def test_a_folder_with_the_hubs_layout_is_known_by_its_place_and_its_files(hub, tmp_path, monkeypatch):
+    source, first = parse_source("owner/name:en"), training._identity(parse_source("owner/name:en"))
+    (hub / "data" / "train.jsonl").write_text('{"body": "another"}\n')
+    changed = training._identity(source)
+    (tmp_path / "other" / "owner").mkdir(parents=True)
+    shutil.copytree(hub, tmp_path / "other" / "owner" / "name")
+    monkeypatch.chdir(tmp_path / "other")
+    elsewhere = training._identity(parse_source("owner/name:en"))
+    assert first != changed != elsewhere != first
+
+
+def test_a_short_first_file_of_many_does_not_make_what_is_measured_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 500)
+    (tmp_path / "0.jsonl").touch()
+    for part, count in ((1, 2), (2, 200), (3, 200)):
+        lines = [json.dumps({"text": f"{part} says {index}"}) for index in range(count)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    train, test = (load_documents(parse_source(str(tmp_path)), split) for split in ("train", "test"))
+    assert 400 < sum(map(len, test)) < 600
+    assert test + train == [f"{part} says {index}" for part, n in ((1, 2), (2, 200), (3, 200)) for index in range(n)]

@@ -170,3 +170,36 @@ def test_experts_that_stayed_dense_are_no_matrices_of_their_own(text_file, tmp_p
     named = [matrix["name"] for matrix in json.loads(result.read_text())["matrices"]]
     assert "model.layers.0.self_attn.q_proj" in named
     assert not any("experts" in name for name in named)
+
+
+def test_a_limit_that_nothing_could_be_measured_for_is_not_kept(model_directory, text_file, tmp_path):
+    deeper = saved(model_directory, tmp_path / "deeper", lambda model: None)
+    tiny_llama(layers=3).save_pretrained(deeper)
+    common = ("eval", model_directory, "--reference", deeper, "--data", text_file, *MEASURE, "--prompts", 0)
+    limits = ("--max-kl", 0, "--min-agreement", 0)
+    shutil.copyfile(model_directory / "tokenizer.json", deeper / "tokenizer.json")
+    status, _, line = run(*common, *limits)
+    assert status == 2
+    assert "--max-matrix-error is 1, but no matrix that could be compared" in line
+    assert run(*common, *limits, "--max-matrix-error", 0)[0] == 0
+
+
+def test_another_length_in_the_configuration_and_many_windows_stop_no_comparison(model_directory, text_file, tmp_path):
+    import resource
+
+    shorter = tmp_path / "shorter"
+    shutil.copytree(model_directory, shorter)
+    config = json.loads((shorter / "config.json").read_text())
+    (shorter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    shutil.copyfile(shorter / "model.safetensors", shorter / "consolidated.safetensors")  # as some hub models have it
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        status, _, err = run("eval", shorter, "--reference", model_directory, "--data", text_file, "--context", 8,
+                             "--max-windows", 300, "--prompts", 0, "--json", tmp_path / "r.json")  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert status == 0, err
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["texts"][0]["kl_per_token"] == pytest.approx(0, abs=1e-6)
+    assert result["decoder_bits_per_weight"] == 32

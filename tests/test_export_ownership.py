@@ -266,5 +266,40 @@ def test_results_of_ours_and_empty_files_are_replaced(tmp_path, text):
     (tmp_path / "result.json").write_text(text)
     ownership.require_replaceable("--json", tmp_path / "result.json")
     (tmp_path / "result.json").write_text(f"[{text}]")
-    with pytest.raises(ownership.UserError, match="did not write it"):
+    with pytest.raises(ownership.UserError, match="is no page, figure or --json result"):
         ownership.require_replaceable("--json", tmp_path / "result.json")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "report.json", "README.md"])
+def test_a_result_takes_the_place_of_no_part_of_a_checkpoint(packed, model_directory, text_file, tmp_path, name):
+    out = tmp_path / "out"
+    assert run(*compress_arguments(model_directory, text_file, out), "--steps", 0)[0] == 0
+    before = contents(out)
+    assert "no page, figure" in refused("inspect", packed, "--json", out / name)
+    assert "no page, figure" in refused("report", out, "--no-weights", "-o", out / name)
+    assert contents(out) == before
+    for _ in range(2):  # and a page or a result of ours that is put there is written again
+        assert run("inspect", packed, "--json", out / "found.json")[0] == 0
+
+
+def test_pages_go_where_links_and_pipes_lead(model_directory, text_file, tmp_path):
+    run_of = ["report", tmp_path / "out", "--no-weights", "-o"]
+    assert run(*compress_arguments(model_directory, text_file, tmp_path / "out"), "--steps", 0)[0] == 0
+    (tmp_path / "page.html").touch()
+    (tmp_path / "link").symlink_to("page.html")
+    assert run(*run_of, tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    assert run(*run_of, os.devnull)[0] == 0
+    assert not os.path.isfile(os.devnull)
+
+
+def test_an_output_that_leads_nowhere_or_is_the_result_file_is_refused_before_the_work(
+    model_directory, text_file, tmp_path
+):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "must be a directory" in refused(*compress_arguments(model_directory, text_file, tmp_path / "loop"))
+    for name in ("out", "out.partial"):
+        arguments = compress_arguments(model_directory, text_file, tmp_path / "out")
+        assert "another file than --output" in refused(*arguments, "--json", tmp_path / name)
+    assert os.listdir(tmp_path) == ["loop"]

@@ -1,12 +1,15 @@
 """From a packed model with an adapter to a clustered one: the tables that were there, and the sum of weight and update."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import edkm_cli
 from edkm_cli.errors import UserError
 from edkm_cli.finetune.merge import cluster_again, decoded_copy
-from edkm_cli.finetune.session import add_adapter
+from edkm_cli.finetune.session import add_adapter, load_adapter, save_adapter
 from edkm_cli.format import read_spec
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from families import family
@@ -64,4 +67,30 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path):
     model, merge = again(tmp_path, updated=True)
     next(parameter for name, parameter in model.named_parameters() if "lora_B" in name).data[0, 0] = torch.nan
     with pytest.raises(UserError, match="must be finite"):
+        merge()
+
+
+@pytest.mark.parametrize("change", ["one lacks", "other names", "fewer modules"])
+def test_an_adapter_whose_tensors_are_not_those_of_its_configuration_is_refused(tmp_path, change):
+    export(*cluster(tiny_llama()), tmp_path / "model")
+    model, _ = again(tmp_path / "model", updated=True)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter", base="model")
+    weights, settings = tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "adapter" / "adapter_config.json"
+    tensors, config = load_file(weights), json.loads(settings.read_text())
+    if change == "one lacks":
+        tensors.pop(min(tensors))
+    elif change == "other names":
+        tensors = {f"x.{name}": tensor for name, tensor in tensors.items()}
+    else:
+        settings.write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="only one has"):
+        load_adapter(edkm_cli.load(tmp_path / "model", dtype=torch.float32), tmp_path / "adapter")
+
+
+def test_an_update_of_one_of_two_tied_embeddings_is_refused(tmp_path):
+    export(*cluster(tiny_llama(), embedding_bits=16), tmp_path)
+    _, merge = again(tmp_path, updated=True, targets=["lm_head", "q_proj"])
+    with pytest.raises(UserError, match=r"lm_head, .*the other embedding, too"):
         merge()

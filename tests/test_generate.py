@@ -77,3 +77,20 @@ def test_the_seed_decides_what_is_sampled(checkpoint):
 def test_a_conversation_without_a_template_is_refused(model_directory):
     with pytest.raises(UserError, match="needs a chat template"):
         writer_of(model_directory, chat=True)
+
+
+def test_what_a_models_own_files_ask_for_is_done_or_named_in_one_line(checkpoint):
+    writer = writer_of(checkpoint)
+    writer.model.generation_config.stop_strings = ["zzz"]
+    assert generate_text(writer, "Once", Manner(3), chat=False)["new_tokens"] > 0
+    writer.model.generation_config.repetition_penalty = 0.0
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        generate_text(writer, "Once", Manner(3), chat=False)
+    writer.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(UserError, match="System role not supported"):
+        generate_text(writer, "Once", Manner(3, system="Be brief."), chat=True)
+    writer.tokenizer.chat_template = " "
+    writer.tokenizer.add_tokens(["<far>"])
+    for prompt, chat in (("<far>", False), ("", False)):
+        with pytest.raises(UserError, match="must be tokens below 257"):
+            generate_text(writer, prompt, Manner(3), chat=chat)

@@ -11,6 +11,7 @@ from edkm_cli.compress import compress
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize.build import Recipe, initialize
 from edkm_cli.initialize.compensate import few_tokens
+from edkm_cli.initialize.sharded import StoredModel
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
@@ -113,3 +114,12 @@ def test_training_lowers_the_loss_of_a_mixture(assignments, text_file, tmp_path)
     if assignments == "held":  # the reconstructed start compares what routers choose
         assert set(report["rerouted"]) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
         assert all(0 < share < 1 for share in report["rerouted"].values())
+
+
+def test_experts_stored_in_float16_are_joined_under_autocast_too(tmp_path):
+    model = family("mixtral", torch.float16)
+    model.save_pretrained(tmp_path)
+    stored = StoredModel(model, tmp_path, split=False)
+    name = next(name for name, _ in model.named_parameters() if "experts" in name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(stored.get(name), model.get_parameter(name))

@@ -6,8 +6,9 @@ import torch
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels.tiles import from_groups
 from edkm_cli.packing import pack
-from edkm_cli.runtime import dispatch
+from edkm_cli.runtime import dispatch, lut_linear_c, lut_linear_torch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_linear
+from edkm_cli.runtime.packed import Packed
 
 SHAPES = [
     ("tensor", 33, 64), ("tensor", 300, 1000), ("row:1", 24, 200), ("row:1", 37, 97), ("row:1", 1, 1), ("row:2", 18, 129),
@@ -137,3 +138,12 @@ def test_scales_of_rows_that_should_train_are_refused():
     scale = torch.rand(6, 1, requires_grad=True)
     with pytest.raises(ValueError, match="do not train"):
         row_scaled_linear(torch.randn(1, 16), torch.zeros(6, 16, dtype=torch.uint8), scale, None, bits=8)
+
+
+def test_values_that_do_not_lie_one_after_the_other_are_summed():
+    codes, lut, tile = random_matrix("row:1", 512, 2048, 3)
+    packed, values = Packed(pack(codes, 3), lut, None, 3, tile), torch.randn(2048, 512).t()
+    if not lut_linear_c.supports(packed):
+        pytest.skip("needs a C compiler")
+    found, wanted = (one.sum_by_code(values, packed, 2048, 0) for one in (lut_linear_c, lut_linear_torch))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)

@@ -11,7 +11,14 @@ import typer
 
 from edkm_cli import __version__
 from edkm_cli.errors import UserError
-from edkm_cli.export.ownership import cache_paths, input_paths, replace_file, require_apart, require_replaceable
+from edkm_cli.export.ownership import (
+    cache_paths,
+    input_paths,
+    is_stream,
+    replace_file,
+    require_apart,
+    require_replaceable,
+)
 from edkm_cli.settings import MODEL, OUTPUT, PANELS, REMOTE_CODE, from_mapping, setting_of
 
 _Config = TypeVar("_Config")
@@ -124,11 +131,15 @@ def rank() -> str:
     return os.environ.get("RANK", "")
 
 
-def check_target(json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json") -> None:
-    """Fail before the work, not after it. `inputs` are (option, path) of what the command reads."""
-    if json_file is None or _is_stream(json_file):
+def check_target(
+    json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json", *, output: Any = None
+) -> None:
+    """Fail before the work, not after it. `inputs` are (option, path) of what the command reads, `output` its --output."""
+    if json_file is None or is_stream(json_file):
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
+    if output is not None and str(target).removesuffix(".partial") == os.path.realpath(Path(output).expanduser()):
+        raise UserError(f"{option} must name another file than --output {output}; choose another")
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
@@ -158,11 +169,6 @@ def progress() -> Any:
     return Progress()
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether a path leads to a device, a pipe or a terminal (/dev/stdout), which nothing may replace."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
 def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
     """Print the result, and write it as JSON where asked; of several processes the first does.
 
@@ -175,11 +181,7 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
     from edkm_cli.files import json_text
 
     try:
-        if _is_stream(json_file):
-            with open(json_file, "w", encoding="utf-8") as stream:
-                stream.write(json_text(result))
-        else:
-            replace_file(Path(os.path.realpath(json_file)), json_text(result))
+        replace_file(json_file, json_text(result))
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -15,7 +15,7 @@ from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats import FORMATS
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.ownership import require_replaceable, run_paths
+from edkm_cli.export.ownership import run_paths
 from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_distill_config
 from edkm_cli.research.bench.config import Ablation, ClusteringBench, RuntimeBench
 from edkm_cli.research.compare.config import CompareConfig, build_compare_config
@@ -50,7 +50,7 @@ def compress_command(
 ) -> None:
     """Compress a model while fine-tuning it, and write a checkpoint that transformers loads."""
     require_model(settings.model)
-    check_target(json_file, run_paths(settings, "--model", settings.model))
+    check_target(json_file, run_paths(settings, "--model", settings.model), output=settings.output)
     if dry_run:
         from edkm_cli.dryrun import plan
 
@@ -77,7 +77,7 @@ def _finetune(
     json_file: JsonFile = None,
 ) -> None:
     """Train on a compressed model, whose weights stay packed: an adapter (LoRA) beside it, or its tables."""
-    check_target(json_file, run_paths(settings, "DIR", directory))
+    check_target(json_file, run_paths(settings, "DIR", directory), output=settings.output)
     from edkm_cli.finetune.command import finetune, plan_finetune
 
     if dry_run:
@@ -95,7 +95,7 @@ def merge_command(
     settings: MergeConfig, directory: Directory, overwrite: Overwrite = False, json_file: JsonFile = None
 ) -> None:
     """Make an adapter part of the compressed model: as many bits as before, and no adapter to load."""
-    check_target(json_file, run_paths(settings, "DIR", directory))
+    check_target(json_file, run_paths(settings, "DIR", directory), output=settings.output)
     from edkm_cli.finetune.merge import merge
 
     tell("merge", merge(directory, settings, overwrite=overwrite, observer=progress()), json_file)
@@ -111,7 +111,7 @@ def export_command(
     json_file: JsonFile = None,
 ) -> None:
     """Write a compressed checkpoint in the format of another runtime, read it back and compare it."""
-    check_target(json_file, run_paths(options, "DIRECTORY", directory))
+    check_target(json_file, run_paths(options, "DIRECTORY", directory), output=output)
     from edkm_cli.export.command import export_model
 
     result = export_model(directory, to, output, options=options, overwrite=overwrite, track=progress().track)
@@ -126,7 +126,7 @@ def compare_command(
 ) -> None:
     """One model, many methods, one evaluator: a table, a JSON file and a figure. Exit status 1 if a method failed."""
     require_model(settings.model)
-    check_target(json_file, run_paths(settings, "--model", settings.model))
+    check_target(json_file, run_paths(settings, "--model", settings.model), output=settings.output)
     from edkm_cli.research.compare.command import compare
     from edkm_cli.research.compare.table import format_table
 
@@ -141,7 +141,7 @@ def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path
     """Run a module of `edkm_cli.research.bench`; print what it makes of the result, and draw it for `--plot`."""
     check_target(json_file)
     if plot_file is not None:
-        require_replaceable("--plot", plot_file)
+        check_target(plot_file, option="--plot")
         if plot_file.suffix != ".svg":
             raise UserError(f"--plot must name a .svg file, got {plot_file}")
     from edkm_cli.preflight import choose_device

@@ -28,10 +28,8 @@ def checked_tile(
     tile = Granularity.parse(granularity).tile(*shaped.shape, layer=layer)
     groups = (shaped.shape[0] // tile[0]) * (shaped.shape[1] // tile[1])
     if centroids.dim() != 2 or centroids.shape[0] != groups:
-        raise UserError(
-            f"centroids of {layer} must be (groups, k) = ({groups}, k) at granularity {granularity}, "
-            f"got {tuple(centroids.shape)}; make them with kmeans_start"
-        )
+        rule = f"centroids of {layer} must be (groups, k) = ({groups}, k) at granularity {granularity}"
+        raise UserError(f"{rule}, got {tuple(centroids.shape)}; make them with kmeans_start")
     check_k(centroids.shape[1], layer=layer)
     return tile
 

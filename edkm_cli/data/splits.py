@@ -151,7 +151,8 @@ def read_split(source: Source, split: str, options: TextSettings = TextSettings(
     parts = read_files(source, options.data_column)
     if not is_whole(source) and split == ALL:
         return parts
-    if not is_whole(source) and suffix_of(source.files[0]) == ".jsonl" and not is_compressed(source.files[0]):
+    first = source.files[0]
+    if not is_compressed(first) and suffix_of(first) == ".jsonl" and first.stat().st_size > WHOLE_BYTES:
         return _lines_split(source, split, options)
     return _divided(parts, split, source)
 
@@ -207,7 +208,9 @@ def _divided(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part
     sizes = [characters(unit) for unit in units]
     cut = len(units) if split == ALL else held_out_start(sizes)
     if split != ALL and not 0 < cut < len(units):
-        raise UserError(f"{source} must have at least two documents or lines, got {len(units)}")
+        raise UserError(
+            f"{source} must have at least two documents or lines with text, but {len(units)} in all were read"
+        )
     low, high = (cut, len(units)) if split == TEST else (0, cut)
     held_out = sum(sizes[cut:]) if split == TRAIN else 0
     for part in short:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,8 @@ def open_training_data(
             limit = math.ceil(limit * source.weight / total)
         store = _open(source, tokenizer, options, limit, say)
         if not len(store) or not store.counts.trained:
-            raise UserError(
-                f"{source} has nothing to learn: {store.counts.documents} documents with text, "
-                f"{store.counts.empty} records without text or answer; give another source, or --train-on all"
-            )
+            rule = f"{source} has nothing to learn: {store.counts.documents} documents with text, {store.counts.empty}"
+            raise UserError(f"{rule} records without text or answer; give another source, or --train-on all")
         stores.append(store)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return TrainingData(sources, stores, options, int(padding or 0))
@@ -223,7 +222,12 @@ def _identity(source: Source) -> dict[str, Any]:
                     samples.update(file.read(_SAMPLE_BYTES))
             files.append([str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()])
         return {"files": files}
-    return {"repository": source.repository, "config": source.config, "split": source.split}
+    folder = Path(source.repository or "")  # with the hub's layout, on this machine
+    paths = (
+        sorted(path for path in folder.rglob("*") if path.is_file()) if source.repository and folder.is_dir() else []
+    )
+    files = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    return {"repository": source.repository, "config": source.config, "split": source.split, "files": files}
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -305,10 +309,8 @@ def require_held_out(trained: Sequence[Source], measured: Source) -> None:
         same_prose = source.name == measured.name == PROSE
         if both or same_prose or (same_split and measured.split == (source.split or "train")):
             what = str(min(both)) if both else measured.name
-            raise UserError(
-                f"{measured.option} must not be trained on, but {what} is in {source}, too; leave it out "
-                "(a part of the first --data is held out for it), or name another text"
-            )
+            rule = f"{measured.option} must not be trained on, but {what} is in {source}, too; leave it out (a part of"
+            raise UserError(f"{rule} the first --data is held out for it), or name another text")
 
 
 def tokenize(documents: list[str], tokenizer: Any) -> Tensor:

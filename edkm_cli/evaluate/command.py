@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli import data as texts
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.config import too_long
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import UserError
@@ -65,6 +65,8 @@ def evaluate_model(
     documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
     loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
     model = load_any(first, dtype=dtype, device=device)
+    for warning in too_long(model.config, {"--context": settings.context, "--positions": settings.positions or 0}):
+        say(f"WARNING: {warning}")
     tokens = [texts.tokenize(document, late.tokenizer) for document in documents]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="edkm-reference-") as directory:
@@ -73,8 +75,6 @@ def evaluate_model(
             study.see_reference(model)
             del model  # one of the two at a time
             model = load_any(source, dtype=dtype, device=device)
-        for warning in too_long(model.config, {"--context": settings.context, "--positions": settings.positions or 0}):
-            say(f"WARNING: {warning}")
         measured, beside = study.see_model(model)
     compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
@@ -117,7 +117,7 @@ def _tensor_bytes(source: models.ModelSource) -> int | None:
     if stored is None or path is None or path.is_file():
         return stored
     # The first eight bytes of a file are the size of the header behind them.
-    return stored - sum(8 + int(np.fromfile(file, "<u8", count=1)[0]) for file in path.glob("*.safetensors"))
+    return stored - sum(8 + int(np.fromfile(file, "<u8", count=1)[0]) for file in model_files.weight_files(path))
 
 
 _PREFILL_TOKENS = 512

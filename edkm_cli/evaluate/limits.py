@@ -1,5 +1,6 @@
 """What a result must fulfil before it takes its place: to be the model that was trained, and as good as was asked for."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:
         limited = ("max_kl", "min_agreement", "max_perplexity_ratio")
         figures = (text["kl_per_token"], text["top1_agreement"], text["perplexity"] / text["reference_perplexity"])
         values += [(limit, text["data"], value) for limit, value in zip(limited, figures, strict=True)]
-    values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1]]
+    none = {"name": "no matrix that could be compared (0 leaves this limit out)", "error": math.nan}
+    values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1] or [none]]
     judged = []
     for limit, of, value in values:
         if bound := getattr(limits, limit):

@@ -1,14 +1,9 @@
 """Benchmarks (piqa, hellaswag, mmlu ...) through lm-evaluation-harness, the extra `eval`, for any loaded model.
 
-Prompts, answers and metrics are the harness's, so that figures compare with everybody else's. This file finds the tasks,
-passes the model and turns the result into a plain map. Data comes from the hub, or from files: a directory
-of task files (`--task-path`) is searched before the harness's own tasks, and with `dataset_path: json` and
-`dataset_kwargs: {data_files: {test: mine.jsonl}}` a task needs no hub at all. Relative paths in task files start at
-that directory.
-
-A task file is a program: its templates and its `!function` lines run on this machine, as a script would. Code from the
-hub is not run: the datasets library reads data only, and a metric that the harness would fetch as code is
-refused unless `trust_remote_code` allows it.
+Prompts, answers and metrics are the harness's, so that figures compare with everybody else's. This file finds the tasks
+(docs/evaluation.md, "Tasks"), passes the model and turns the result into a plain map. A task file is a program: its
+templates and its `!function` lines run on this machine. Code from the hub is not run: the datasets library reads data
+only, and a metric that the harness would fetch as code is refused unless `trust_remote_code` allows it.
 """
 
 import logging

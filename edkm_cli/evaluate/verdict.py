@@ -42,11 +42,12 @@ class Study:
     benchmarks: dict[str, Any]
     track: Track = no_progress
     _predictions: RememberedPredictions | None = field(default=None, init=False)
+    _longest: list[Pass] = field(default_factory=list, init=False)
 
     def see_reference(self, model: Any) -> None:
         """Measure the uncompressed model. Raises UserError where the disk has no room for what is kept of it."""
-        recorder = Recorder(model, self.directory)
-        self._measure(model, [*self._texts_passes, *self._longest_window(model)], "reference: ", seen=recorder.see)
+        recorder, self._longest = Recorder(model, self.directory), self._longest_window(model)
+        self._measure(model, [*self._texts_passes, *self._longest], "reference: ", seen=recorder.see)
         (self.directory / "layers").mkdir()
         self._knows_layers = True
         try:
@@ -68,7 +69,7 @@ class Study:
         measured = self._measure(model, self._texts_passes)
         if self._predictions is None:
             return measured, {}
-        longest = (self._measure(model, self._longest_window(model)) or measured)[0]
+        longest = (self._measure(model, self._longest) or measured)[0]
         assert longest.predictions is not None
         rows: dict[str, Any] = {"layers": [], "matrices": []}
         if self._knows_layers:

@@ -97,7 +97,8 @@ def _perplexities(
     if hasattr(form, "load"):
         exported = form.load(folder, options)
     else:
-        exported = read_model(folder, form.read(folder, options), trust_remote_code=trust)
+        described = folder if (folder / "config.json").is_file() else source.directory
+        exported = read_model(described, form.read(folder, options), trust_remote_code=trust)
     return {**figures, "export": measure("export", exported)}
 
 
@@ -146,7 +147,5 @@ def require_same_perplexity(source: float, export: float, *, exact: bool) -> Non
     """Raises UserError where an export's perplexity is not its source's, to four digits if nothing was rounded."""
     limit = _EXACT if exact else _ROUNDED
     if not abs(export - source) <= limit * source:
-        raise UserError(
-            f"the export must have its source's perplexity within {limit:.2%}, but has {export:.5f} and the source "
-            f"{source:.5f}; nothing was put in place, please report it"
-        )
+        rule = f"the export must have its source's perplexity within {limit:.2%}, but has {export:.5f} and the source"
+        raise UserError(f"{rule} {source:.5f}; nothing was put in place, please report it")

@@ -73,7 +73,7 @@ class OutputDirectory:
         ownership.require_apart("--output", self.partial, inputs)
         if not self.path.name:
             raise UserError(f"--output must be a directory of its own, got {self.path}; choose another")
-        if self.path.exists() and not self.path.is_dir():
+        if os.path.lexists(self.path) and not self.path.is_dir():
             raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):
             if not self._overwrite and not (self._resume and ownership.listing(self.path)):
@@ -93,10 +93,8 @@ class OutputDirectory:
     def _require_no_checkpoints(self) -> None:
         kept = sorted(path.name for path in (self.partial / CHECKPOINTS).glob("step-*") if path.suffix != ".tmp")
         if kept and not self._overwrite:
-            raise UserError(
-                f"{self.partial} holds the checkpoints of an unfinished run (the last one is {kept[-1]}); go on with "
-                "--resume, give --overwrite to throw it away, or choose another --output"
-            )
+            rule = f"{self.partial} holds the checkpoints of an unfinished run (the last one is {kept[-1]}); go on with"
+            raise UserError(f"{rule} --resume, give --overwrite to throw it away, or choose another --output")
 
     def __enter__(self) -> "OutputDirectory":
         """Raises UserError naming the run that holds the directory already."""

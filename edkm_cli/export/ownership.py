@@ -26,11 +26,11 @@ _MOST_BYTES = 2**28  # of a result that is read to see whose it is
 
 # Names of the files that a run writes into its unfinished result, as paths from there.
 _WRITTEN = re.compile(
-    r"(edkm-run|edkm-files|config|generation_config|((video_)?pre)?processor_config|tokenizer(_config)?|special_tokens_map"
-    r"|added_tokens|vocab|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
+    r"(edkm-run|edkm-files|config|generation_config|((video_)?pre)?processor_config|special_tokens_map"
+    r"|added_tokens|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
     r"|model\.safetensors\.index)\.json(\.tmp)?"
-    r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|(merges|vocab)\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py|model\.gguf"
+    r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|merges\.txt"
+    r"|tokenizer[\w.-]*|(vocab|chat_template)\.\w+|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py|model\.gguf"
     r"|checkpoints/([\w.-]+/)*[\w.-]+\.(safetensors|json|jsonl)(\.tmp)?|(edkm|wandb|[\w-]+\.mlpackage)/.+"
 )
 
@@ -124,7 +124,7 @@ def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]
 def run_paths(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
     """(option, path) of everything that a command reads: its model, and what its configuration names beside it."""
     paths = input_paths(option, model)
-    for name in ("adapter", "reference", "data", "eval_data", "task_path"):
+    for name in ("adapter", "reference", "data", "eval_data", "task_path", "base_gguf"):
         named = getattr(config, name, None)
         paths += input_paths(f"--{name.replace('_', '-')}", *(named if isinstance(named, tuple) else (named,)))
     return paths
@@ -152,26 +152,39 @@ def cache_paths() -> list[tuple[str, Path]]:
 
 
 def require_replaceable(option: str, path: Path) -> None:
-    """Raises UserError for a file that exists and does not say that edkm wrote it, unless it is empty."""
+    """Raises UserError for a file that exists, unless it is empty or says that it is a page, figure or result of ours."""
     if not path.is_file() or path.stat().st_size == 0:
         return
     with open(path, "rb") as file:
         head = file.read(4096)
-    if any(sign in head for sign in _GENERATORS) or path.name in listing(path.parent).get("files", {}):
+    part = path.name in listing(path.parent).get("files", {}) and _WRITTEN.fullmatch(path.name)  # of a finished result
+    if any(sign in head for sign in _GENERATORS) and not part:
         return
-    if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES:
+    if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES and not part:
         content = read_object(path)
         signs = {"versions": "edkm-cli", "settings": "edkm_version"}
         signed = (sign in part for key, sign in signs.items() if isinstance(part := content.get(key), dict))
         if head.strip() == b"{}" or any(signed):
             return
-    raise UserError(f"{option} {path} exists, and edkm did not write it; move it away, or choose another")
+    raise UserError(
+        f"{option} {path} exists and is no page, figure or --json result of edkm; move it away, or choose another"
+    )
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path leads to a device, a pipe or a terminal (/dev/stdout), which nothing may replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file of ours in one step; where its directory is a finished result, it then belongs to that."""
+    """Write a file of ours, or what a link leads to, in one step; where its directory is a finished result, it then belongs
+    to that. A stream is written to."""
     from edkm_cli.files import write_json, written_whole
 
+    if is_stream(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))
     with written_whole(path, f".{os.getpid()}") as partial:
         partial.write_text(text, encoding="utf-8")
     content = listing(path.parent)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from edkm_cli.clustering import lookup
 from edkm_cli.clustering.grids import Grid, stored_numbers
+from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles, build
-from edkm_cli.packing import as_numbers, unpack
+from edkm_cli.packing import all_finite, as_numbers, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
@@ -91,8 +92,11 @@ class Compressed(Described):
         return [tensor for tensor in self.tensors.values() if tensor.linear]
 
     def stored(self, name: str) -> Tensor:
-        """A tensor as the files hold it."""
-        return self.files.get(name)
+        """A tensor as the files hold it. Raises UserError where it is not finite."""
+        tensor = self.files.get(name)
+        if not all_finite(name.rpartition(".")[2], tensor):
+            raise UserError(f"{self.directory}: {name} must be finite, but holds NaN or Inf; {AGAIN}")
+        return tensor
 
     def indices(self, path: str) -> Tensor:
         """The indices of a linear, or of an embedding whose rows all have the same bits, (rows, columns) uint8."""

@@ -197,16 +197,20 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
     """
     base: Any = model.base_model.model
+    is_tied = base.config.get_text_config(decoder=True).tie_word_embeddings
+    tied = getattr(base.get_input_embeddings(), "weight", None) if is_tied else base
     tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
     for name, module in list(base.named_modules()):
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
             tables[path] = parameters_of(module), replace(clustering, bits=module.bits, granularity=module.granularity)
             base.set_submodule(name, module.to_dense(torch.float32))
-        elif isinstance(module, PackedModule) and name.endswith(".base_layer"):
+        elif name.endswith(".base_layer") and (
+            isinstance(module, PackedModule) or getattr(module, "weight", None) is tied
+        ):
             raise UserError(
-                f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own that cannot "
-                "be merged into; train an adapter with --target-modules all-linear"
+                f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own, or is the "
+                "other embedding, too, and cannot be merged into; train an adapter with --target-modules all-linear"
             )
     merged = model.merge_and_unload()
     for path, (table, own) in tables.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -22,7 +22,7 @@ from edkm_cli.hf import load_source
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import stored_skeleton
-from edkm_cli.model_files import files_digest, stored_dtypes
+from edkm_cli.model_files import files_digest, header, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.experts import is_expert
@@ -75,7 +75,8 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     if not (directory / _CONFIG).is_file() or not (directory / WEIGHTS).is_file():
         raise UserError(f"--adapter must be a directory with {_CONFIG} and {WEIGHTS} of edkm finetune, not {directory}")
     config = read_json(directory / _CONFIG, remedy="save the adapter again")
-    if (kind := str(config.get("peft_type"))[:40]) != "LORA":
+    kind = "aLoRA" if config.get("alora_invocation_tokens") else str(config.get("peft_type"))[:40]
+    if kind != "LORA":
         raise UserError(f"--adapter must hold a LoRA adapter, but {directory} holds {kind!r}")
     return config
 
@@ -87,7 +88,13 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     """
     check_adapter(directory)
     try:
-        return PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
+        adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
+        stored = {name for name, *_ in header(directory / WEIGHTS)}
+        if odd := stored ^ get_peft_model_state_dict(adapted).keys():  # peft would go on with random numbers
+            raise UserError(
+                f"--adapter {directory} must hold the tensors of {_CONFIG}, but only one has {min(odd)}; save it again"
+            )
+        return adapted
     except UserError:
         raise
     except Exception as error:  # peft, safetensors and json each have their own
@@ -100,10 +107,8 @@ def require_palettized(directory: Path) -> QuantizationSpec:
         raise UserError(f"DIR must be the directory of a compressed model, but there is no directory {directory}")
     spec = read_spec(directory)
     if spec is None:
-        raise UserError(
-            f"DIR must be what edkm compress wrote, but {directory} is not; to compress a model while it "
-            "learns a text use edkm compress, to train it as it is use peft"
-        )
+        rule = f"DIR must be what edkm compress wrote, but {directory} is not; to compress a model while it learns a"
+        raise UserError(f"{rule} text use edkm compress, to train it as it is use peft")
     return spec
 
 

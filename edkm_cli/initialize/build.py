@@ -318,10 +318,14 @@ def no_tables(weight: Tensor, grid: Grid, widths: Sequence[int], *, granularity:
 
 
 def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None:
-    """Raises UserError for tables that a fixed scale of float8 entries does not reach."""
-    if clustering.lut_scale is None or centroids.is_meta:
+    """Raises UserError for tables that their number format, or a fixed scale of float8 entries, does not reach."""
+    if centroids.is_meta:
         return
     centroids = clustering.grid.scaled_numbers(centroids)
+    if clustering.lut_scale is None:
+        if clustering.lut_dtype == "float16" and not (largest := float(centroids.abs().max())) <= 65504:
+            raise UserError(f"float16 tables reach 65504, but {name} needs {largest:.4g}; use --lut-dtype bfloat16")
+        return
     largest, scale = float(centroids.abs().max()), lut_scale(centroids, clustering.lut_dtype)
     reach = torch.finfo(getattr(torch, clustering.lut_dtype)).max * clustering.lut_scale
     if largest > reach:

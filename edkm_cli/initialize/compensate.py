@@ -1,19 +1,9 @@
 """The error-compensated start: weights are changed so that the rounding errors of a row compensate one another.
 
-K-means places the LUT entries, but the nearest entry is not always the best choice for a weight. For a layer with inputs
-X, the error of the snapped weight Q is tr((W - Q) H (W - Q)^T) with H = X X^T. As in GPTQ (arXiv 2210.17323), columns are
-rounded one after the other, those with the largest inputs first. The columns still to come are changed to make up for
-each error, through the Cholesky factor of the inverse of H. The value of a weight just before it was rounded becomes the
-weight to train. Its nearest entry is the chosen one, and training can move it to another.
-
-With the choice made, the entries are fitted to the layer's outputs by least squares: for a row w whose weights chose
-the entries S c (S of one-hot rows, (in, k)), the error tr((w - S c) H (w - S c)^T) is least at c = (S^T H S)^-1 S^T H
-w. The first product is a sum of H by codes, half of `in^2` additions a row. Then the choice is improved by coordinate
-descent on the same error, weight by weight (QuantEase, arXiv 2309.01885, section 3; LNQ, arXiv 2505.07004, section 4,
-alternates the two), a few times over. A weight whose choice was improved is trained from its entry. A LUT serves its
-rows in any order of the columns, so no order has to be stored, unlike for the groups of a uniform grid. One forward
-pass is enough: a hook before each layer sees inputs that come from compensated layers, and changes the layer before it
-is used.
+Columns are rounded one after the other, as in GPTQ (arXiv 2210.17323), those with the largest inputs first; entries are
+fitted to the layer's outputs by least squares, and the choice is improved by coordinate descent (QuantEase, arXiv
+2309.01885, section 3; LNQ, arXiv 2505.07004, section 4): docs/clustering.md, "The start". One forward pass is enough: a
+hook before each layer sees inputs that come from compensated layers, and changes the layer before it is used.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,10 +1,5 @@
-"""The closed-form correction: what a decoder layer's matrices can do about errors that were made before them.
-
-The inputs X of a matrix W in the compressed model differ from X', which it had in the uncompressed one, and its output is
-added to a residual stream that has an error R itself (uncompressed minus compressed). The matrix whose outputs on X come
-nearest to what is wanted, W X' + R, is W + (W (X' - X) + R) X^T (X X^T)^-1. Making up for X' - X is the asymmetric
-calibration of GPTAQ (arXiv 2504.02692); R carries errors across matrices and layers. Both are taken in part, since
-the text is short and a part of what it shows is its own noise.
+"""The closed-form correction: what a decoder layer's matrices can do about errors that were made before them, to inputs
+(GPTAQ, arXiv 2504.02692) and in the residual stream: docs/clustering.md, "The start".
 
 Each token counts by its own norm: the first token of a text has activations a hundred times as large as all others, and an
 unweighted regression would spend the matrices on the errors of that one. A token that gets such activations in the

@@ -250,7 +250,7 @@ def _from_the_end(layers: Layers, hidden: Tensor, batch: Tensor, *, gradient: bo
     some tokens at a time; `sums` sees the inputs of the head once, all together."""
     ends = hidden.detach()
     gradients = torch.empty_like(ends) if gradient else ends
-    some = max(1, _LOGITS // (len(batch) * layers.model.config.get_text_config(decoder=True).vocab_size))
+    some = max(1, _LOGITS // max(1, len(batch) * layers.model.config.get_text_config(decoder=True).vocab_size))
     with sums.together():
         for first in range(0, ends.shape[1], some):
             at = slice(first, first + some)

@@ -1,11 +1,5 @@
-"""The reconstructed start: decoder layer by decoder layer, what each gave before it was compressed is restored.
-
-Compensation (`edkm_cli.initialize.compensate`) makes up for errors inside one matrix. The matrices of a layer can also make
-up for one another's errors and for those of the layers before: in closed form first
-(`edkm_cli.initialize.corrections`), then by a few small steps in which weights, LUT entries and norms of one layer are
-trained to map the inputs that it now gets to the outputs that it had for the inputs it used to get (block-wise
-reconstruction: BRECQ, arXiv 2102.05426; EfficientQAT, arXiv 2407.11062). Then the next layer. Gradients pass the
-rounding straight through, as in training.
+"""The reconstructed start: decoder layer by decoder layer, what each gave before it was compressed is restored, in closed
+form first (`edkm_cli.initialize.corrections`), then by a few small steps of the layer (docs/clustering.md, "The start").
 
 The loss is the squared error relative to the squared norm, token by token: the first tokens of a text have activations a
 thousand times as large as all others and would be all that counts.

@@ -56,6 +56,7 @@ class StoredModel:
         ends = _PARTS.get(self._quantized.get("quant_method", ""), ("",))
         return [name + end for name in place.names for end in (ends if name + ends[-1] in self.files else ("",))]
 
+    @torch.autocast("cpu", enabled=False)  # which joins no float16
     def get(self, name: str) -> Tensor:
         """The tensor on the CPU as stored, or decoded to float32. Raises UserError where the files do not have it."""
         place = self._places.get(name, Place((name,)))

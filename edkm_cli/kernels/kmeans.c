@@ -66,7 +66,8 @@ static void sort_items(Work *work, int64_t n) {
 
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-INLINE double explained(double moment, double mass) { return moment * moment / (mass > 1e-300 ? mass : 1e-300); }
+/* Masses sum to one: what is below a rounding error of that is none. */
+INLINE double explained(double moment, double mass) { return moment * moment / (mass > 1e-16 ? mass : 1e-16); }
 
 INLINE vl numbers_from(int64_t first) {
     vl numbers;
@@ -80,7 +81,7 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
     double best = -1;
     int64_t at = low, m = low;
     if (high - low >= 15) {
-        const vd tiny = 1e-300 - (vd){};
+        const vd tiny = 1e-16 - (vd){};
         vd top = -1.0 - (vd){};
         vl where = {}, index = numbers_from(low);
         for (; m + DOUBLES <= high + 1; m += DOUBLES, index += DOUBLES) {
@@ -106,7 +107,7 @@ static int32_t best_begin(const Work *work, int64_t i, int64_t low, int64_t high
 /* Consecutive ends from `first` on, as far as `last`, a lane each: where ranges are short, this is what costs least. */
 static void fill_lanes(Work *work, int32_t *from, int64_t first, int64_t last, int64_t low, int64_t high) {
     const double *mass = work->cut_mass, *moment = work->cut_moment;
-    const vd tiny = 1e-300 - (vd){}, mass_to = *(const vdu *)(mass + first), moment_to = *(const vdu *)(moment + first);
+    const vd tiny = 1e-16 - (vd){}, mass_to = *(const vdu *)(mass + first), moment_to = *(const vdu *)(moment + first);
     vd top = -1.0 - (vd){};
     vl where = low - (vl){}, end = numbers_from(first);
     for (int64_t m = low; m <= smaller(high, last); m++) {

@@ -1,8 +1,6 @@
 /* What table_torch.py does to every weight of a 16-bit matrix: a bit pattern indexes a table of 65,536 entries. */
 #include "lanes.h"
 
-#define PATTERNS 65536
-
 void edkm_count_patterns(const uint16_t *bits, int64_t *counts, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) counts[bits[i]]++;
 }

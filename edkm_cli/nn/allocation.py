@@ -1,17 +1,10 @@
 """Allocation: which linears get how many bits, in the room of a model that has an average number of bits in each.
 
-Each linear is clustered at several numbers of bits. With the squared gradients F of the loss (the diagonal Fisher matrix of
-`initialize/importance.py`) the expected rise of the loss is `1/2 sum_i F_i (w_i - w~_i)^2`, the second-order term that a
-Hessian of that diagonal gives (SqueezeLLM, arXiv 2306.07629, section 4.1).
-
-The choice is greedy: all linears start at the fewest bits, and the next bit goes where it lowers the expected loss most for
-the room that it takes, tables counted. An error falls by about four with each bit, so that gains shrink, and for shrinking
-gains this is the best choice there is, up to the room that is left over at the end.
-
-By default two to four of the eight bits of an embedding's weight go to the linears: so many that the distance from the
-uncompressed model is expected to be the least at the same size. With each bit of the linears it falls by four, and with
-each bit of the embeddings; the two constants were measured on SmolLM2-135M (docs/log.md). There, where embeddings are a
-fifth of the weights, three bits go to the linears at `--bits 3`; in a 7B model, where they are a 25th, two.
+With the squared gradients F of the loss (`initialize/importance.py`) the expected rise of the loss at a number of bits is
+`1/2 sum_i F_i (w_i - w~_i)^2` (SqueezeLLM, arXiv 2306.07629, section 4.1). The choice is greedy: the next bit goes where
+it lowers that most for the room that it takes, tables counted; for gains that shrink this is the best choice there is, up
+to the room that is left at the end. Two to four of the eight bits of an embedding's weight go to the linears by default:
+docs/clustering.md, "Who gets how many bits".
 """
 
 import heapq
@@ -309,10 +302,8 @@ def rises_of(
     of four from one number of bits to the next. Raises UserError where the importance is missing or not that of weights.
     """
     if importance is None or importance.shape != weight.shape:
-        raise UserError(
-            f"bits by sensitivity need the squared gradients of {name}, but there are none: the model does not call it "
-            f"as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform"
-        )
+        rule = f"bits by sensitivity need the squared gradients of {name}, but there are none: the model does not call"
+        raise UserError(f"{rule} it as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform")
     granularity = spec.granularity_of(name)
     bands = weight.shape[0] // granularity.tile(*weight.shape)[0]
     chosen = slice(None, None, max(1, bands // _BANDS))

@@ -230,10 +230,8 @@ def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[s
         with torch.device(module.weight.device):
             model.set_submodule(name, _empty(model, module, name, role, spec, tied=tied))
     if unknown:
-        raise UserError(
-            "quantization_config: module_bits and module_granularity must name linears that are compressed, but "
-            f"{sorted(unknown)[0]!r:.100} is none; the file was altered"
-        )
+        rule = "quantization_config: module_bits and module_granularity must name linears that are compressed"
+        raise UserError(f"{rule}, but {sorted(unknown)[0]!r:.100} is none; the file was altered")
     _keep_dtype_and_device(model)
 
 

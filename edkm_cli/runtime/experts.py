@@ -1,11 +1,8 @@
 """Experts as ordinary linears: what a mixture-of-experts block computes with, one module for each matrix of each expert.
 
 transformers keeps the matrices of all experts of a block in one parameter of three dimensions, some families transposed
-(gpt-oss, Llama 4), and computes with all of them at once. Here each is an `nn.Linear` of its own, named
-`...experts.gate_up_proj.3` or `...experts.down_proj.3`. So all that is done to linears is done to experts: a lookup table
-never crosses from one to another, and hooks see the tokens that were routed there and no others. The forward pass calls
-the experts that are chosen, one after the other, and reads none besides.
-
+(gpt-oss, Llama 4). Here each is an `nn.Linear` named `...experts.gate_up_proj.3`: a lookup table never crosses from one to
+another, hooks see the tokens that were routed there, and the forward pass reads the experts that are chosen, no others.
 `split_experts` does this to a model, `fuse_experts` takes it back. Routers, shared experts and what a family does between
 the matrices (`_apply_gate`) stay as they are.
 """

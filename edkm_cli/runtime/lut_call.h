@@ -141,9 +141,9 @@ int edkm_tiles_multiply(Strip *s);
 #endif
 
 #if NARROW
-/* `decode_row`, `few_floats` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
+/* `decode_row`, `few` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
 void edkm_narrow_decode(const Strip *s, int64_t row, float *to);
-void edkm_narrow_few(Strip *s);
+void edkm_narrow_few(const Strip *s, int tokens, const float *x, vf y[4]);
 void edkm_narrow_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
 #endif
 

@@ -49,9 +49,8 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     }
 }
 
-/* sums[n][i]: lane-wise sums of row i of a strip times token n, for up to four tokens; x is padded with zeros to whole
- * vectors. */
-INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf sums[][UNIT]) {
+/* y[n]: all rows of a strip times token n, for up to four tokens; x is padded with zeros to whole vectors. */
+INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf y[]) {
     const Call *call = s->call;
     const Part *part = s->part;
     const Unpacker *u = s->u;
@@ -59,6 +58,7 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
     int64_t step = call->bits, stride = call->x_stride, tile = part->tile_columns;
     int even = even_tiles(call, part);
     float decoded[DEPTH + LANES] __attribute__((aligned(64)));
+    vf sums[4][UNIT] = {};
     for (int r = 0; r < s->count; r++) {
         const uint8_t *bytes = part->indices + (s->row + r) * row_bytes(call);
         vf acc[4][4] = {}, w[4];
@@ -88,13 +88,14 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
         }
         for (int n = 0; n < tokens; n++) sums[n][r] = (acc[n][0] + acc[n][1]) + (acc[n][2] + acc[n][3]);
     }
+    for (int n = 0; n < tokens; n++) y[n] = sum_lanes(sums[n]);
 }
 
 /* A function of its own for each meaning and number of tokens, so that accumulators get all registers. */
 typedef void Decode(const Strip *, int64_t row, float *to);
-typedef void Few(const Strip *, const float *x, vf sums[][UNIT]);
+typedef void Few(const Strip *, const float *x, vf y[]);
 #define FEW_OF(meaning, tokens) \
-    NOINLINE few_##meaning##_##tokens(const Strip *s, const float *x, vf sums[][UNIT]) { few(meaning, tokens, s, x, sums); }
+    NOINLINE few_##meaning##_##tokens(const Strip *s, const float *x, vf y[]) { few(meaning, tokens, s, x, y); }
 #define LOOPS_OF(meaning)                                                                                         \
     NOINLINE decode_##meaning(const Strip *s, int64_t row, float *to) { decode_row(meaning, s, row, to); }        \
     FEW_OF(meaning, 1) FEW_OF(meaning, 2) FEW_OF(meaning, 3) FEW_OF(meaning, 4)
@@ -113,17 +114,16 @@ static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL),
 /* A strip with all tokens, up to four at a time. */
 static void few_floats(Strip *s) {
     const Call *call = s->call;
-#if NARROW
-    if (even_tiles(call, s->part)) return edkm_narrow_few(s);
-#endif
     for (int64_t token = 0; token < call->tokens; token += 4) {
-        vf sums[4][UNIT];
+        vf y[4];
         int tokens = (int)smaller(4, call->tokens - token);
-        FEW[call->meaning][tokens - 1](s, (const float *)call->x + token * call->x_stride, sums);
-        for (int n = 0; n < tokens; n++) {
-            for (int i = s->count; i < UNIT; i++) sums[n][i] = splat(0);
-            finish(call, s->part, s->row, s->count, token + n, sum_lanes(sums[n]));
-        }
+        const float *x = (const float *)call->x + token * call->x_stride;
+#if NARROW
+        if (even_tiles(call, s->part)) edkm_narrow_few(s, tokens, x, y);
+        else
+#endif
+            FEW[call->meaning][tokens - 1](s, x, y);
+        for (int n = 0; n < tokens; n++) finish(call, s->part, s->row, s->count, token + n, y[n]);
     }
 }
 

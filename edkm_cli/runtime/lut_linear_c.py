@@ -184,9 +184,10 @@ def dense(packed: Packed, columns: int, dtype: torch.dtype, *, row_range: range,
 def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:
     """`lut_linear_torch.sum_by_code` for float32 values: (rows, tiles of a row, 2**bits) float32."""
     tile = packed.tile or (1, columns)
+    values = values.contiguous()
     sums = values.new_empty(values.shape[0], columns // tile[1], 2**packed.bits)
     block = prepare((packed,), columns).block
-    library().edkm_sum_by_code(block, values.contiguous().data_ptr(), first, values.shape[0], sums.data_ptr())
+    library().edkm_sum_by_code(block, values.data_ptr(), first, values.shape[0], sums.data_ptr())
     return sums
 
 

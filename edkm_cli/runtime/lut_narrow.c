@@ -304,16 +304,9 @@ void edkm_narrow_decode(const Strip *s, int64_t row, float *to) {
     DECODE[kind_of(s->call)](s, &c, row, to);
 }
 
-/* A strip with all tokens, up to four at a time. */
-void edkm_narrow_few(Strip *s) {
-    const Call *call = s->call;
-    Codes c = codes_of(call);
-    for (int64_t token = 0; token < call->tokens; token += 4) {
-        float y[4][UNIT] __attribute__((aligned(64))) = {};
-        int tokens = (int)smaller(4, call->tokens - token);
-        FEW[kind_of(call)][tokens - 1](s, &c, (const float *)call->x + token * call->x_stride, y);
-        for (int n = 0; n < tokens; n++) finish(call, s->part, s->row, s->count, token + n, *(const vf *)y[n]);
-    }
+void edkm_narrow_few(const Strip *s, int tokens, const float *x, vf y[4]) {
+    Codes c = codes_of(s->call);
+    FEW[kind_of(s->call)][tokens - 1](s, &c, x, (float(*)[UNIT])y);
 }
 
 /* sums[r] += `rows` rows of W times 16 tokens; every 64 columns a sum starts anew, as in add_floats. */

@@ -304,16 +304,15 @@ INLINE void begin_tables(int kind, Tables *t, const Strip *s) {
     t->tile_rows = tile_rows, t->used = s->row - first * tile_rows, t->at = t->words;
     t->apart = 1 << s->bits;
     if (kind == WHOLE) word_tables(s->part, first, last - first + 1, s->bits, t->words);
-    if (kind == HALVES && t->used) tables_of_row(s, s->row, t->of_row);
     if (kind > HALVES && s->call->meaning == LEVEL) memcpy(t->of_row, of_bits[s->bits].levels, sizeof of_bits->levels);
-    if (kind > HALVES && s->call->meaning == LARGE && t->used) wide_table(s->part, first, s->bits, t->of_row);
 }
 
 /* What blocks of the next rows need, asked for in their order: the table of one (WHOLE), or those in `of_row`. */
 INLINE __m512i next_table(int kind, Tables *t, const Strip *s, int64_t row, int rows) {
     __m512i table = kind == WHOLE ? repeated(t->at, t->apart) : _mm512_setzero_si512();
-    if (kind == HALVES && !t->used) tables_of_row(s, row, t->of_row);
-    if (kind > HALVES && s->call->meaning == LARGE && !t->used) wide_table(s->part, tile_of(s->part, row), s->bits, t->of_row);
+    const int fresh = !t->used || row == s->row;
+    if (kind == HALVES && fresh) tables_of_row(s, row, t->of_row);
+    if (kind > HALVES && s->call->meaning == LARGE && fresh) wide_table(s->part, tile_of(s->part, row), s->bits, t->of_row);
     if ((t->used += rows) == t->tile_rows) t->used = 0, t->at += kind == WHOLE ? t->apart : 0;
     return table;
 }
@@ -426,8 +425,6 @@ INLINE void few(int half, int kind, int rows, int tokens, const Strip *of, vf su
         }
         if (left > RUN / 2) {
             ADD_BLOCK(4, left)
-        } else if (left == RUN / 2) {
-            ADD_BLOCK(2, RUN / 2)
         } else if (left) {
             ADD_BLOCK(2, left)
         }
@@ -506,11 +503,8 @@ INLINE int greatest_word(const void *words, int64_t count) {
         __m512i part = _mm512_maskz_loadu_epi16(first_words(count - i), (const uint16_t *)words + i);
         most = _mm512_max_epu16(most, _mm512_and_si512(part, magnitude));
     }
-    uint16_t lanes[32];
-    _mm512_storeu_si512(lanes, most);
-    int found = 0;
-    for (int i = 0; i < 32; i++) found = lanes[i] > found ? lanes[i] : found;
-    return found;
+    __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
+    return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_srli_epi32(most, 16), even));
 }
 
 /* Where the processor multiplies in float16, up to twice FEW_TOKENS tokens with tables of float16 are: entries are not rounded,

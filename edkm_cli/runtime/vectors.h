@@ -13,8 +13,7 @@ INLINE void put(float *to, vf x) { *(vfu *)to = (vfu)x; }
 /* LANES numbers of a dtype. */
 INLINE vf read_lanes(const void *data, int64_t dtype, int64_t at) {
     vf x;
-    if (dtype == FLOAT32) return (vf)*(const vfu *)((const float *)data + at);
-    if (dtype == FLOAT16) {
+    if (dtype != BFLOAT16) {
         load_run(data, dtype, at, LANES, (float *)&x);
         return x;
     }

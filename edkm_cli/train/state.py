@@ -129,10 +129,8 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
         measured = (float(next(iter(r["perplexity"].values()))) for r in records if r.get("perplexity"))
         return min(measured, default=math.inf)
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
-        raise UserError(
-            f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is not "
-            "known: start again without --resume, or leave --keep-best out"
-        ) from error
+        rule = f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is"
+        raise UserError(f"{rule} not known: start again without --resume, or leave --keep-best out") from error
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -51,10 +51,8 @@ def check(source: Described, options: Options | None) -> None:
         given = "is 1-1024 by default" if options.sequence_length == "1-1024" else f"is {options.sequence_length}"
         raise UserError(f"--sequence-length must end by {limit}, the attention's span, but {given}; give 1-{limit}")
     if options.verify == "perplexity" and not first <= options.context <= last:
-        raise UserError(
-            f"--verify perplexity measures windows of --context {options.context} tokens, but the program takes "
-            f"{options.sequence_length}; give a --context within"
-        )
+        rule = f"--verify perplexity measures windows of --context {options.context} tokens"
+        raise UserError(f"{rule}, but the program takes {options.sequence_length}; give a --context within")
     if find_spec("coremltools") is None:
         raise UserError("--to coreml needs coremltools, which is not installed; pip install 'edkm-cli[coreml]'")
 

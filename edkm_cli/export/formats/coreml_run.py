@@ -111,10 +111,8 @@ def _require_range(variable: Any, result: Any) -> None:
     from coremltools.converters.mil.mil import types
 
     if getattr(variable, "dtype", None) is types.fp16 and result.numel() and float(result.abs().max()) > _LARGEST:
-        raise UserError(
-            f"activations of a Core ML program are float16, at most {_LARGEST:g}, but {variable.name} reaches "
-            f"{float(result.abs().max()):g}; this model cannot be exported to coreml"
-        )
+        rule = f"activations of a Core ML program are float16, at most {_LARGEST:g}, but {variable.name} reaches"
+        raise UserError(f"{rule} {float(result.abs().max()):g}; this model cannot be exported to coreml")
 
 
 def _numbers(tensor: Tensor) -> tuple[int, ...]:

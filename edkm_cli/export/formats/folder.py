@@ -259,8 +259,10 @@ def copy_beside(source: Path, folder: Path) -> None:
     """Copy tokenizer, chat template, generation settings and the model's own Python files."""
     for pattern in BESIDE_WEIGHTS:
         for path in sorted(source.glob(pattern)):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
+            target = folder / path.relative_to(source)
+            if path.is_file() and path.name != INDEX and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 def read_model(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, trust_remote_code: bool = False) -> Any:

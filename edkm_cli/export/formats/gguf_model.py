@@ -5,7 +5,6 @@ each head interleaved; other families keep their order. It adds nothing to Gemma
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import models
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
@@ -87,7 +86,7 @@ class Naming:
 def naming_of(config: Any) -> Naming:
     """Of a model by its configuration, of a family and with rotary angles that `check_model` of targets lets pass."""
     rope = _rope(config)
-    frequencies = _frequencies(rope, _head_size(config)) if rope.get("rope_type") == "llama3" else None
+    frequencies = models.llama3_factors(rope, _head_size(config)) if rope.get("rope_type") == "llama3" else None
     return Naming(GGUF_FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads, frequencies)
 
 
@@ -107,15 +106,6 @@ def _head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _frequencies(rope: dict[str, Any], size: int) -> Tensor:
-    """What llama.cpp divides rotary frequencies by, (size / 2,) float32: as `rope_type` llama3 of transformers."""
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
-
-
 def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -> None:
     """Everything that llama.cpp needs to know: taken over from a GGUF file, or made of configuration and tokenizer.
 
@@ -124,11 +114,15 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(2)
     base = Path(options.base_gguf) if options.base_gguf else _source_file(source.directory)
+    _add_sizes(writer, source.config)
     if base is not None:
         _take_over(writer, base, source)
     else:
-        _add_sizes(writer, source.config)
-        _add_tokenizer(writer, source)
+        try:
+            _add_tokenizer(writer, source)
+        except (LookupError, TypeError, AttributeError) as error:
+            rule = f"{source.directory / 'tokenizer.json'} is not understood ({type(error).__name__}: {brief(error)})"
+            raise UserError(f"{rule}; give --base-gguf, a file of the same model") from error
 
 
 def _source_file(directory: Path) -> Path | None:
@@ -146,13 +140,14 @@ def _take_over(writer: Any, file: Path, source: Compressed) -> None:
     try:
         fields = GGUFReader(file).fields
         sizes = naming_of_file(fields), fields[f"{writer.arch}.embedding_length"].contents()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise UserError(f"--base-gguf must be a GGUF file of {writer.arch}, but {file} is none ({error})") from error
     wanted = naming_of(source.config)
     if (sizes[0].heads, sizes[0].key_heads, sizes[1]) != (wanted.heads, wanted.key_heads, source.config.hidden_size):
         raise UserError(f"--base-gguf must be a file of the same model, but {file} has other sizes; leave it out")
-    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version", "split.")
-    for name, field in fields.items():
+    general = ("architecture", "file_type", "name", "quantization_version")
+    left_out = ("GGUF.", "split.", f"{writer.arch}.", *(f"general.{name}" for name in general))
+    for name, field in fields.items():  # tokenizer and template; sizes are the configuration's
         if not name.startswith(left_out):
             inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)

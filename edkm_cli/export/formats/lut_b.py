@@ -11,13 +11,7 @@ The draft is pull request 801 of vllm-project/compressed-tensors at 383dfe2 (Jul
 and everything else stays plain. A tile's rows are 24 bytes each of our packed rows, so that indices are moved by bytes.
 An expert's matrices are linears of the names that the family's files have, gates and what they gate apart, as llm-compressor
 writes them. Weights with leading dimensions, such as (experts, out, in), would keep them before the tiles.
-
-**Scale.** The draft has none, and E4M3 has steps of 2^-9 near zero, where a model's weights lie. `--target lut-b` trains
-with one scale S for all matrices, a power of two, and it is put where it changes no rounding: every linear of the decoder
-is divided by S, the norms before q, k, v, gate and up are multiplied by it, and the residual stream is 1/S times as large
-(embeddings, o, down and their biases divided by S, `rms_norm_eps` by S squared, and with a tied head the last norm is
-multiplied by S). All are exact, so the model computes the same numbers. That is done for families of which it is known to
-hold; others are exported with S = 1 only.
+The one scale of `--target lut-b`, and where it goes: docs/export.md, "lut-b".
 """
 
 import re

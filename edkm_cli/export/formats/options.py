@@ -50,8 +50,6 @@ def rounded(tensor: "torch.Tensor", dtype: "torch.dtype", name: str) -> "torch.T
         from torch import finfo
 
         largest = float(tensor.abs().max())
-        raise UserError(
-            f"{name} holds {largest:g}, more than {finfo(dtype).max:g}, the largest number of "
-            f"{str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32"
-        )
+        rule = f"{name} holds {largest:g}, more than {finfo(dtype).max:g}, the largest number of"
+        raise UserError(f"{rule} {str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32")
     return result

@@ -10,14 +10,7 @@ alpha is searched on a grid (section 3.2) for the smallest squared error of what
     post-attention norm -> gate, up      error of the MLP's output
     up projection       -> down          error of down's output
 
-Then each group's range is clipped where that lowers the error of its own part of the output (the authors' code; all
-layers but q and k), and everything is rounded to nearest. Each block sees the outputs of the unquantized ones. Every
-candidate runs attention or MLP again, so those errors are measured on `search_tokens` tokens; magnitudes, clipping and
-the linears that are judged by themselves use all.
-
-The paper's grid is asymmetric with 20 values of alpha. llmcompressor and AutoAWQ divide s_x^alpha by s_w^(1 - alpha), s_w
-the mean over rows of a channel's weights relative to the largest of their group (`duo_scaling`); llmcompressor does not
-clip, and keeps scales in the weights' dtype: `symmetric=True, clip=False, duo_scaling=True, scale_dtype="float32"`.
+Then ranges are clipped and everything is rounded to nearest. Options and departures: docs/baselines.md.
 """
 
 from contextlib import ExitStack
@@ -179,10 +172,8 @@ def _fold(site: _Site, scales: Tensor, path: str) -> None:
     if getattr(producer, "bias", None) is not None:
         producer.bias.div_(scales)
     if not torch.allclose(producer(probe), expected, rtol=1e-2, atol=1e-5):
-        raise UserError(
-            f"awq needs norms whose output is proportional to their weight, but {path} has a {type(producer).__name__}, "
-            "whose output is not; use gptq or rtn"
-        )
+        rule = "awq needs norms whose output is proportional to their weight"
+        raise UserError(f"{rule}, but {path} has a {type(producer).__name__}, whose output is not; use gptq or rtn")
     for layer in site.layers:
         layer.weight.mul_(scales)
 

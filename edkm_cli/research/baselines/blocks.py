@@ -34,10 +34,8 @@ class BlockStream:
         self.blocks = decoder_layers(model)
         for name in decoder_linears(model):
             if not any(name.startswith(f"{path}.") for path in self.blocks):
-                raise UserError(
-                    f"methods that calibrate block by block need all linears in decoder layers, but {name} is outside; use "
-                    "rtn or kmeans for this model"
-                )
+                rule = "methods that calibrate block by block need all linears in decoder layers"
+                raise UserError(f"{rule}, but {name} is outside; use rtn or kmeans for this model")
         self._list, layers = list(self.blocks.values()), Layers(model)
         device = next(model.parameters()).device
         self.hidden: list[Tensor] = []

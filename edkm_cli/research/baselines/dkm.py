@@ -2,12 +2,8 @@
 
 Each step clusters every weight softly, computes the model's own loss with the result, and sends the gradient through
 the attention and its iterations; at the end weights snap to their nearest centroid. It has none of what edkm adds: no
-trained tables, no straight-through forward, no teacher, no closed form. By default it starts from plain k-means.
-
-It shows what the method costs. The attention maps take 532 bytes per weight at 3 bits and three iterations, 56 GB for
-SmolLM2-135M at once. So decoder blocks are checkpointed: the maps of one block at a time are computed again in backward,
-which changes no value. `closed_form=True` computes the same values and gradients without the maps
-(docs/clustering.md), which makes longer runs possible.
+trained tables, no straight-through forward, no teacher, no closed form, and by default it starts from plain k-means.
+`closed_form=True` computes the same without attention maps (docs/clustering.md), which makes longer runs possible.
 """
 
 from typing import Any

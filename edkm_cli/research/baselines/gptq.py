@@ -5,18 +5,8 @@ leaves the best correction of the remaining columns in closed form, through the 
 
     W[:, j:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j:]          U^T U = H^-1, U upper triangular
 
-All rows share H, so the order of the columns is the same for all, and one Cholesky factor replaces the updates of the
-inverse (section 3.3, step 3). Errors reach columns beyond the current block of 128 in one product (step 2). H gets 1% of
-its mean diagonal added (`damping`). The scale of a group is fitted when its first column is reached, to weights that
-hold the corrections so far.
-
-Blocks of the decoder are quantized in order, each on the outputs of those before it, quantized; within a block, layers
-that share an input are one stage, and the next stage sees their outputs quantized (the authors' `--true-sequential`).
-
-`order`: `natural` as in the paper; `activation` rounds the columns of largest H[j, j] first (the authors' `--act-order`):
-groups are then made of columns that follow each other in that order, and it has to be stored, unless `static_groups`
-fits the groups' scales beforehand; `within-groups` sorts columns inside their group and the groups among themselves,
-which costs no storage (arXiv 2505.14638; the default of gptqmodel).
+All rows share H, so one Cholesky factor replaces the updates of the inverse (section 3.3, step 3). Errors reach columns
+beyond the current block of 128 in one product (step 2). Options and departures: docs/baselines.md.
 """
 
 from typing import Any

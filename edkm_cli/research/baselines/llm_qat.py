@@ -1,19 +1,9 @@
 """LLM-QAT: quantization-aware training on text that the model writes itself (arXiv 2305.17888).
 
-A pretrained model's training data is rarely at hand, and fine-tuning text narrows what the model knows. So the
-uncompressed model writes its own (section 2.1): the first token of a sequence is drawn at random from the vocabulary, the
-tokens up to the third, fourth or fifth (a third of the sequences each) are its most likely ones, and the rest are
-sampled from its whole distribution at temperature 1.
-
-The student computes with fake-quantized weights, symmetric by the largest magnitude of each output row (section 2.2), and
-gradients pass the rounding as if it were not there. The paper's quantizer clips nothing, since a model's outliers matter.
-The loss is the cross entropy of the student against the uncompressed model's whole distribution (section 2.3,
-equation 4). It is computed here as the KL divergence, which differs by the teacher's entropy and has the same gradient.
-AdamW without decay, learning rate 2e-5 with a cosine and no warm-up, as in the paper for 100,000 sequences of 2,048
-tokens on 8 GPUs; a run of a few dozen steps needs a higher rate.
-
-The paper also quantizes activations and the key-value cache, per token; here both are options, off by default. Embeddings
-and head neither change nor train.
+The uncompressed model writes the text (section 2.1). The student computes with fake-quantized weights, symmetric by the
+largest magnitude of each output row, of which nothing is clipped (section 2.2); gradients pass the rounding straight
+through. The loss is the cross entropy against the uncompressed model's whole distribution (section 2.3, equation 4), here
+as the KL divergence, which has the same gradient. Embeddings and head neither change nor train. More: docs/baselines.md.
 """
 
 import copy

@@ -1,19 +1,9 @@
 """SmoothQuant: activation outliers move into the weights, then both are rounded (arXiv 2211.10438).
 
-Some input channels of a transformer's linears are a hundred times larger than the others. With one scale for each token,
-the others are left with few levels. Dividing channel j of the input by s_j and multiplying column j of the weight by it
-changes nothing in exact arithmetic,
-
     Y = (X diag(s)^-1) (diag(s) W^T),    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)        (section 4, equation 4)
 
-and shares the outliers' range between the two. The division is folded into the weight of the norm before the linear, so
-it costs nothing; linears that read the same norm share s, linears behind no norm (output and down projections) keep
-their input as it is. max|X_j| is taken over calibration text.
-
-Then weights are rounded by their largest magnitude, and activations, per token and while the model runs: the input of
-every linear, and queries, keys and values as the inputs of the attention products (the paper's O1 setting, and what its
-authors' evaluation does). `activation_bits=16` leaves activations alone, for comparison with methods that round weights
-only.
+The division is folded into the weight of the norm before the linear, so it costs nothing; linears that read the same norm
+share s, linears behind no norm (output and down projections) keep their input as it is. What is rounded: docs/baselines.md.
 """
 
 from collections.abc import Iterable
@@ -80,10 +70,8 @@ def smooth(task: Task, linears: dict[str, nn.Linear], *, alpha: float) -> None:
             layer.weight.mul_(scales)
     error = float((model(input_ids=probe, use_cache=False).logits - before).norm() / before.norm())
     if not error < 1e-3:
-        raise UserError(
-            f"smoothing must leave the logits as they are, but changes them by {error:.2g} of their norm: scales cannot "
-            f"be folded into the norms of {type(model).__name__}; use another method"
-        )
+        rule = f"smoothing must leave the logits as they are, but changes them by {error:.2g} of their norm"
+        raise UserError(f"{rule}: scales cannot be folded into the norms of {type(model).__name__}; use another method")
 
 
 def _calibrate(task: Task, linears: Iterable[nn.Linear]) -> tuple[dict[Any, list[nn.Linear]], dict[nn.Linear, Tensor]]:

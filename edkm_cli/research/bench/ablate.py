@@ -178,10 +178,8 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
                 if time.monotonic() > deadline:
                     raise UserError(f"{learners} learners did not finish in {TIMEOUT_SECONDS:.0f} s; lower --width")
         except torch.multiprocessing.ProcessExitedException as error:
-            raise UserError(
-                f"learner {error.error_index} of {learners} was ended from outside ({error}), often for lack of memory; "
-                "use a smaller width or fewer learners"
-            ) from error
+            rule = f"learner {error.error_index} of {learners} was ended from outside ({error})"
+            raise UserError(f"{rule}, often for lack of memory; use a smaller width or fewer learners") from error
         finally:
             for process in processes.processes:
                 if process.is_alive():

@@ -28,9 +28,11 @@ from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
 from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.files import digest, write_json
+from edkm_cli.granularity import Granularity
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load
+from edkm_cli.research.baselines.outcome import check_at_least, check_bits
 from edkm_cli.research.compare.config import FILES, OURS, PREDICTIONS, TOKENS, UNCOMPRESSED, CompareConfig, Entry
 from edkm_cli.research.compare.table import draw
 from edkm_cli.research.compare.worker import facts_of
@@ -169,10 +171,14 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
             given[name] = coerce(name, value, kinds[name])
         except ValueError as error:
             raise UserError(f"methods, {entry.label!r}: {error}") from error
-    for name, low in zip(_CALIBRATION, (1, 2), strict=True):
-        if given[name] < low:
-            raise UserError(f"methods, {entry.label!r}: {name} must be at least {low}, got {given[name]}")
     arguments = {name: given.get(name, default) for name, default in defaults.items()}
+    try:
+        for name, low in {**dict(zip(_CALIBRATION, (1, 2), strict=True)), "group_size": 0}.items():
+            check_at_least(low, **{name: given[name]})
+        check_bits(bits=given["bits"])
+        Granularity.parse(arguments.get("granularity") or "row:1")
+    except UserError as error:
+        raise UserError(f"methods, {entry.label!r}: {error}") from error
     groups = f"group:{arguments['group_size']}" if arguments.get("group_size") else "row:1"
     return {
         "arguments": arguments,

@@ -164,8 +164,6 @@ def _from_yaml(item: Any) -> Any:
     for name, value in options.items():
         short = not isinstance(value, int) or abs(value) <= MAX_WHOLE  # Python writes no number of thousands of digits
         if not isinstance(name, str) or not isinstance(value, (str, int, float, bool)) or not short:
-            raise UserError(
-                f"configuration: an option of {shown(item['method'])} must be one value of usual size, got {shown(name)}: "
-                f"{shown(value)}"
-            )
+            rule = f"configuration: an option of {shown(item['method'])} must be one value of usual size"
+            raise UserError(f"{rule}, got {shown(name)}: {shown(value)}")
     return ":".join([item["method"], *(f"{name}={_text(value)}" for name, value in options.items())])

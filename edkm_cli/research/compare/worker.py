@@ -130,9 +130,6 @@ def opened_model(settings: dict[str, Any]) -> Any:
     return read_model(path, mlx.read(path, Options())).to(settings["device"])
 
 
-# What a method trains.
-
-
 def measure(
     settings: dict[str, Any], tokens: dict[str, Tensor], directory: Path, predictions: Path, **how: Any
 ) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""A GGUF file is the checkpoint it was made from, whoever gave its tokenizer, and reads back with its scaled positions."""
+
+import pytest
+import torch
+
+import edkm_cli
+from edkm_cli import models
+from edkm_cli.errors import UserError
+from edkm_cli.export.command import export_model
+from edkm_cli.export.formats.options import Options
+from families import family
+from helpers import paletted, refused, run
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
+SIZES = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "head_dim": 64, "num_attention_heads": 4}
+
+
+def checkpoint(directory, rope, **sizes):
+    more = {"rope_parameters": rope} if rope else {}
+    return paletted(directory, "integers", model=family("llama", torch.float32, **SIZES | sizes, **more))[0]
+
+
+@pytest.mark.parametrize("rope", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}])
+def test_a_file_is_read_with_the_positions_it_was_written_with(rope, ids, tmp_path):
+    directory = checkpoint(tmp_path / "source", rope)
+    export_model(directory, "gguf", tmp_path / "out", options=Options())
+    source = models.resolve(str(tmp_path / "out" / "model.gguf"))
+    read, ours = models.load_dense(source, dtype="float32"), edkm_cli.load(directory, dtype=torch.float32)
+    wanted = ours.config.rope_parameters["rope_type"]
+    assert read.config.rope_parameters["rope_type"] == models.load_config(source).rope_parameters["rope_type"] == wanted
+    with torch.no_grad():
+        expected, got = ours(ids % 257).logits, read(ids % 257).logits
+        ours.model.rotary_emb.inv_freq.mul_(0.5)  # other angles are told apart
+        other = ours(ids % 257).logits
+    assert (got - expected).norm() < 0.05 * expected.norm() < (other - expected).norm()
+
+
+def test_positions_that_are_scaled_in_another_way_are_refused(tmp_path):
+    directory = checkpoint(tmp_path / "source", LLAMA3 | {"low_freq_factor": 2.0})
+    export_model(directory, "gguf", tmp_path / "out", options=Options())
+    with pytest.raises(UserError, match="safetensors"):
+        models.load_config(models.resolve(str(tmp_path / "out" / "model.gguf")))
+
+
+def test_another_models_file_gives_its_tokenizer_and_nothing_else(ids, text_file, tmp_path):
+    directory = checkpoint(tmp_path / "source", None)
+    other = checkpoint(tmp_path / "other", {"rope_type": "default", "rope_theta": 777.0}, intermediate_size=192)
+    export_model(other, "gguf", tmp_path / "base", options=Options())
+    base, more = tmp_path / "base" / "model.gguf", ["--verify", "perplexity", "--data", text_file, "--context", 32]
+    assert run("export", directory, "--to", "gguf", "-o", tmp_path / "out", "--base-gguf", base, *more)[0] == 0
+    config = models.load_config(models.resolve(str(tmp_path / "out" / "model.gguf")))
+    assert config.intermediate_size == 128
+    assert config.rope_parameters["rope_theta"] != 777.0
+    line = refused("export", directory, "--to", "gguf", "-o", base.parent, "--overwrite", "--base-gguf", base)
+    assert "contains --base-gguf" in line
+    (directory / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    assert "not understood" in refused("export", directory, "--to", "gguf", "-o", tmp_path / "none")
