@@ -11,7 +11,6 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, palette_faults
 from edkm_cli.settings import (
     COMPRESSION,
@@ -109,16 +108,11 @@ def _about_bits(config: Any) -> list[str]:
 
 
 def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
-    """A warning for each option whose length in tokens is more than the positions that a model's configuration names; a
-    UserError where they are a table, which ends there."""
-    inner = architecture.get_text_config(decoder=True)
-    positions = getattr(inner, "max_position_embeddings", None)
+    """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
+    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
     most = positions if isinstance(positions, int) else math.inf
     more = f"is more than the {most} positions that the model knows; give at most {most}"
-    found = [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
-    if found and not hasattr(inner, "rope_parameters"):
-        raise UserError(found[0])
-    return found
+    return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,10 @@ def shortage(error: BaseException) -> UserError | None:
         return UserError(f"not enough memory ({text or 'MemoryError'}); --dry-run says what needs less; {_RESUME}")
     if isinstance(error, RuntimeError) and "home directory" in text:  # of pathlib
         return UserError(f"a path begins with ~ and a user who is not known here ({text}); give it in full")
+    if (
+        isinstance(error, IndexError) and text == "index out of range in self"
+    ):  # of an embedding, of positions as a rule
+        return UserError("a text must not be longer than the model's table of positions, but one is; give fewer tokens")
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # libraries in Rust give it as text only: `No space left on device (os error 28)`
         number = next((known for known in _DISK if f"(os error {known})" in str(error)), None)

@@ -287,6 +287,9 @@ def _rope_of_file(source: ModelSource, rope: dict[str, Any]) -> dict[str, Any]:
     Raises UserError for positions that are scaled in another way."""
     from gguf import GGUFReader
 
+    inner = rope.get("full_attention", rope)
+    if inner.get("rope_type", "default") != "default":  # which transformers has read
+        return rope
     with _loading(source):
         reader = GGUFReader(str(source.path))
         said = {
@@ -296,14 +299,14 @@ def _rope_of_file(source: ModelSource, rope: dict[str, Any]) -> dict[str, Any]:
     right = said.get("type", "none") in ("none", "linear")
     if right and factors:
         of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        rope = {**rope, "rope_type": "llama3", "factor": float(factors[0].max()), **of_llama3}
-        right = torch.allclose(factors[0], llama3_factors(rope, 2 * len(factors[0])), rtol=1e-3)
+        inner = {**inner, "rope_type": "llama3", "factor": float(factors[0].max()), **of_llama3}
+        right = torch.allclose(factors[0], llama3_factors(inner, 2 * len(factors[0])), rtol=1e-3)
     elif right and said.get("type") == "linear":
-        rope = {**rope, "rope_type": "linear", "factor": said["factor"]}
+        inner = {**inner, "rope_type": "linear", "factor": said["factor"]}
     if not right:
         rule = f"--model {source.name} must have plain positions, or scaled as LLaMA 3's or linearly, but has others"
         raise UserError(f"{rule}, which are not read from GGUF files; give the directory with its safetensors files")
-    return rope
+    return {**rope, "full_attention": inner} if "full_attention" in rope else inner
 
 
 def _decoded_copy(source: ModelSource) -> Path:

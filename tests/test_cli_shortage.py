@@ -9,7 +9,8 @@ import torch
 
 from edkm_cli.cli import runs as command
 from edkm_cli.errors import shortage
-from helpers import run
+from families import family
+from helpers import byte_tokenizer, run
 
 
 def raised(what):
@@ -56,3 +57,12 @@ def test_the_command_ends_with_2_for_a_shortage_and_shows_what_is_ours(monkeypat
     assert (found, out) == (status, "")
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err
+
+
+def test_a_text_beyond_a_table_of_positions_gets_one_line(text_file, tmp_path):
+    family("biogpt", max_position_embeddings=32).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    status, _, err = run("eval", tmp_path, "--data", text_file, "--context", 64, "--max-windows", 1)
+    assert status == 2
+    assert "table of positions" in err.splitlines()[-1]
+    assert run("eval", tmp_path, "--data", text_file, "--context", 32, "--max-windows", 1)[0] == 0

@@ -3,9 +3,8 @@
 from dataclasses import fields
 
 import pytest
-from transformers import LlamaConfig, OPTConfig
 
-from edkm_cli.config import CompressConfig, build_config, too_long
+from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.data import parse_source
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
@@ -155,10 +154,3 @@ def test_a_file_gives_each_key_once_and_no_list_for_a_name(tmp_path):
     with pytest.raises(UserError, match="learning_rate must be at most 1000"):
         build_config(None, {"learning_rate": 1e300})
     assert choose_device("cpu:0") == "cpu"
-
-
-def test_positions_that_are_a_table_end_where_it_ends():
-    assert too_long(LlamaConfig(max_position_embeddings=8), {"--context": 9})
-    assert not too_long(OPTConfig(max_position_embeddings=8), {"--context": 8})
-    with pytest.raises(UserError, match="--context 9 is more than the 8 positions"):
-        too_long(OPTConfig(max_position_embeddings=8), {"--context": 9})

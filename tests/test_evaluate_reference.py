@@ -39,8 +39,8 @@ def test_hidden_states_are_kept_not_logits(tmp_path):
     remembered(tiny_llama(), tmp_path)
     sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     assert sizes.pop("head.safetensors") < 257 * 24 * 4 + 200
-    assert 3 * 16 * 24 * 4 < sizes.pop("windows") < 3 * (16 * 24 * 4 + 200)
-    assert not sizes
+    assert len(sizes) == 3
+    assert max(sizes.values()) < 16 * 24 * 4 + 200
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere"])

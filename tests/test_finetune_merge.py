@@ -94,3 +94,14 @@ def test_an_update_of_one_of_two_tied_embeddings_is_refused(tmp_path):
     _, merge = again(tmp_path, updated=True, targets=["lm_head", "q_proj"])
     with pytest.raises(UserError, match=r"lm_head, .*the other embedding, too"):
         merge()
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, 8), (False, 8), (True, 16), (False, 16)])
+def test_an_adapter_of_the_head_that_was_saved_is_loaded(tmp_path, tied, bits):
+    export(*cluster(tiny_llama(tied=tied), embedding_bits=bits), tmp_path / "model")
+    model, _ = again(tmp_path / "model", updated=True, targets=["lm_head", "q_proj"])
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "model"))
+    loaded = load_adapter(edkm_cli.load(tmp_path / "model", dtype=torch.float32), tmp_path / "adapter")
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)

@@ -47,7 +47,7 @@ def judge(result: Mapping[str, Any], limits: EvalConfig) -> dict[str, Any]:
         limited = ("max_kl", "min_agreement", "max_perplexity_ratio")
         figures = (text["kl_per_token"], text["top1_agreement"], text["perplexity"] / text["reference_perplexity"])
         values += [(limit, text["data"], value) for limit, value in zip(limited, figures, strict=True)]
-    none = {"name": "no matrix that could be compared (0 leaves this limit out)", "error": math.nan}
+    none = {"name": "no matrix could be compared (0 leaves this limit out)", "error": math.nan}
     values += [("max_matrix_error", row["name"], row["error"]) for row in worst[:1] or [none]]
     judged = []
     for limit, of, value in values:
@@ -63,7 +63,8 @@ def require_passed(verdict: Mapping[str, Any]) -> None:
     if verdict["passed"]:
         return
     failed = [
-        f"{row['limit']} is {row['bound']:g}, but {row['of']} has {row['value']:.4g}"
+        f"{row['limit']} is {row['bound']:g}, but {row['of']}"
+        + f" has {row['value']:.4g}" * (not math.isnan(row["value"]))
         for row in verdict["limits"]
         if not row["passed"]
     ]

@@ -8,13 +8,11 @@ to its logits (caps or scales them) has its log-probabilities kept in float16, w
 """
 
 import hashlib
-import os
+import resource
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -50,7 +48,7 @@ class Recorder:
         self._head: dict[str, Tensor] = {}
         if isinstance(head, nn.Linear):
             self._head = {name: full(tensor.detach()) for name, tensor in head.named_parameters()}
-            self._try(partial(save_tensors, self._directory / _HEAD, self._head))
+            self._save(self._head, _HEAD)
 
     def see(self, ids: Tensor, states: Tensor, parts: Parts) -> None:
         """Keep the predictions of a window (1, context): its states (context, n), where the head makes logits of them."""
@@ -60,7 +58,7 @@ class Recorder:
             lowest = torch.finfo(torch.float16).min
             chunks = (parts.logits(some[None])[0].float().log_softmax(1) for some in states.split(CHUNK_TOKENS))
             kept = {"log_probabilities": torch.cat([chunk.clamp_min(lowest).half() for chunk in chunks])}
-        self._try(partial(self._append, _digest(ids), kept))
+        self._save(kept, _file_of(ids))
 
     def _explains(self, states: Tensor, parts: Parts) -> bool:
         """Whether the logits are the head's product with the states and nothing more."""
@@ -70,54 +68,47 @@ class Recorder:
         error = (nn.functional.linear(states, **self._head).float() - wanted).abs().max()
         return bool(error <= (1e-4 if states.dtype == torch.float32 else 1e-2) * wanted.abs().max())
 
-    def _append(self, digest: bytes, tensors: dict[str, Tensor]) -> None:
-        content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        with open(self._directory / _WINDOWS, "ab") as file:
-            file.write(digest + len(content).to_bytes(8, "little") + content)
-
-    def _try(self, save: Callable[[], None]) -> None:
+    def _save(self, tensors: dict[str, Tensor], name: str) -> None:
         if self.failure is None:
             try:
-                save()
+                save_tensors(self._directory / name, tensors)
             except OSError as error:
                 self.failure = f"the uncompressed model's predictions could not be kept on disk ({error}); set TMPDIR"
 
 
 class RememberedPredictions:
-    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed; a window
-    is in memory only while it is computed with."""
+    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed; each is
+    in memory only while it is computed with."""
 
     def __init__(self, directory: str | Path):
-        paths = [Path(directory) / name for name in (_HEAD, _WINDOWS)]
-        self._head, self._file = (path.open("rb") if path.exists() else None for path in paths)
-        self._places: dict[bytes, tuple[int, int]] = {}  # bytes, from where
-        while self._file and (begin := self._file.read(40)):
-            size = int.from_bytes(begin[32:], "little")
-            self._places[begin[:32]] = size, self._file.tell()
-            self._file.seek(size, os.SEEK_CUR)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # there is one for each window
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_FILES) if hard > 0 else _MOST_FILES), hard)
+        )
+        self._files = {path.name: path.open("rb") for path in Path(directory).glob("*.safetensors")}
 
     def __call__(self, ids: Tensor) -> Iterator[Tensor]:
         """The logits of a window that was seen; KeyError for another."""
-        place = self._places[_digest(ids)]
-        assert self._file is not None
-        kept = safetensors.torch.load(os.pread(self._file.fileno(), *place))
+        kept = self._tensors(_file_of(ids))
         if "hidden" not in kept:
             yield from kept["log_probabilities"].split(CHUNK_TOKENS)
             return
-        assert self._head is not None
-        with safe_open(f"/dev/fd/{self._head.fileno()}", framework="pt") as opened:
-            head = {key: opened.get_tensor(key).to(ids.device) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+        head = {name: tensor.to(ids.device) for name, tensor in self._tensors(_HEAD).items()}
         for hidden in kept["hidden"].split(CHUNK_TOKENS):
             yield nn.functional.linear(hidden.to(ids.device), **head)
 
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        with safe_open(f"/dev/fd/{self._files[name].fileno()}", framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+
     def knows_text(self, tokens: Tensor, context: int) -> bool:
         """Whether the first window of `context` tokens of a text (tokens,) was seen."""
-        return _digest(tokens[: min(context, tokens.numel())]) in self._places
+        return _file_of(tokens[: min(context, tokens.numel())]) in self._files
 
 
-_HEAD, _WINDOWS = "head.safetensors", "windows"  # there each with its digest and its size before it: one file for all
+_HEAD, _MOST_FILES = "head.safetensors", 10240  # what macOS allows, too
 
 
-def _digest(ids: Tensor) -> bytes:
-    """What a window is found by: the sha256 of its tokens."""
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).digest()
+def _file_of(ids: Tensor) -> str:
+    """The name of a window's file, by its tokens."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest() + ".safetensors"

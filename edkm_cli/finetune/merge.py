@@ -197,7 +197,7 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
     """
     base: Any = model.base_model.model
-    is_tied = base.config.get_text_config(decoder=True).tie_word_embeddings
+    is_tied = getattr(base.config, "tie_word_embeddings", False)
     tied = getattr(base.get_input_embeddings(), "weight", None) if is_tied else base
     tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
     for name, module in list(base.named_modules()):

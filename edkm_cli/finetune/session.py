@@ -90,7 +90,8 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     try:
         adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
         stored = {name for name, *_ in header(directory / WEIGHTS)}
-        if odd := stored ^ get_peft_model_state_dict(adapted).keys():  # peft would go on with random numbers
+        needed, known = (get_peft_model_state_dict(adapted, save_embedding_layers=all).keys() for all in (False, True))
+        if odd := (needed - stored) | (stored - known):  # peft would go on with random numbers
             raise UserError(
                 f"--adapter {directory} must hold the tensors of {_CONFIG}, but only one has {min(odd)}; save it again"
             )

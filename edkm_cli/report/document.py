@@ -67,7 +67,7 @@ def _target(run: RunFiles, output: str | Path | None) -> Path:
         inside, beside = run.directory / "report.html", run.directory.with_name(run.directory.name + ".html")
         target = inside if run.finished else beside
     else:
-        target = Path(output).expanduser().absolute()
+        target = Path(os.path.realpath(Path(output).expanduser()))
     if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise UserError(f"--output must name a file in a writable directory, got {target}; choose another")
     require_replaceable("--output", target)

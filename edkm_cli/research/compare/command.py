@@ -175,7 +175,7 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     try:
         for name, low in {**dict(zip(_CALIBRATION, (1, 2), strict=True)), "group_size": 0}.items():
             check_at_least(low, **{name: given[name]})
-        check_bits(bits=given["bits"])
+        check_bits(bits=given["bits"] if "bits" in dict(entry.options) else 2)  # else its row says so
         Granularity.parse(arguments.get("granularity") or "row:1")
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {error}") from error
