@@ -13,7 +13,7 @@ from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
 from edkm_cli.files import sha256_of
-from edkm_cli.train.state import CHECKPOINTS, Checkpoints
+from edkm_cli.train.state import CHECKPOINTS, BestStep, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
@@ -226,6 +226,19 @@ def test_old_checkpoints_are_pruned_and_damaged_ones_passed_over(tmp_path):
     again.step()
     for name, value in fresh.state_dict().items():
         assert torch.equal(value, states[4][name])
+
+
+def test_a_best_step_that_is_lost_is_not_the_last_one_in_silence(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    best = BestStep(tmp_path, 0)
+    assert best.restore(model, optimizer) == 0
+    best.offer(3, 7.0, model, optimizer)
+    assert best.restore(model, optimizer) == 3
+    state = tmp_path / "checkpoints" / "best" / "step-000003" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-3])
+    with pytest.raises(UserError, match="best step, but it is damaged"):
+        best.restore(model, optimizer)
 
 
 def contents(directory):

@@ -50,6 +50,15 @@ def test_two_processes_give_what_one_gives(start, model_directory, text_file, tm
 
 
 @pytest.mark.usefixtures("alone")
+def test_processes_with_the_same_sequence_do_not_wait_for_each_other(start, model_directory, text_file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text(text_file.read_text()[:500])
+    changes = {"steps": 2, "sharding": "full", "sequence_length": 300, "eval_data": (str(text_file),)}
+    config = settings(model_directory, short, tmp_path / "out", start="compensated", **changes)
+    assert_finished(together(start, [config], tmp_path / "log"), tmp_path / "log")
+
+
+@pytest.mark.usefixtures("alone")
 def test_experts_of_two_processes_are_those_of_one(start, text_file, tmp_path):
     # Not every process's tokens reach every expert.
     family("mixtral").save_pretrained(tmp_path / "model")

@@ -122,6 +122,9 @@ class Session:
             "evaluation_sha256": digest(self.measured.texts.items()),
             **resolved,
         }
+        if self.world.any(self.world.on_main(lambda: self.identity) != self.identity):
+            rule = "all processes must have the same settings and texts, but they differ"
+            raise UserError(f"{rule}; give each node the same files", everywhere=True)
         content = output.finished(report, self.identity, asdict(asked))
         if content is None:
             self.unfinished = output.unfinished(self.identity)

@@ -60,7 +60,7 @@ class Region:
         of it (its siblings will read the rest: one copy serves all); else only its elements, packed together.
         """
         if view.distinct_bytes == view.high - view.low:
-            return cls(view.low, view.high)
+            return cls(view.low & ~15, view.high)  # where numbers of any size may begin
         if 2 * view.distinct_bytes >= storage_bytes:
             usable = storage_bytes - (storage_bytes - view.low) % view.dtype.itemsize
             return cls(view.low % view.dtype.itemsize, usable)

@@ -182,11 +182,10 @@ def train(
                 checkpoints.save(done, model, optimizer)
             if stopping:
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
-    if best is not None:
-        best.restore(model, optimizer)
+    restored = 0 if best is None else best.restore(model, optimizer)  # its tables are those that were measured
     training.heat(config.steps - 1)  # a run that goes on behind its last step has not had it yet
     with torch.no_grad():  # the iterated centroids of the trained weights, where they are not trained; layer by layer
-        for layer in clustered_layers(model).values():
+        for layer in () if restored else clustered_layers(model).values():
             if not layer.clustering.trains_luts:
                 with gathered(layer):
                     final = layer.iterated_centroids()

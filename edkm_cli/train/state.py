@@ -116,8 +116,12 @@ class BestStep:
             self._checkpoints.save(step, model, optimizer)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Go back to the best step, in place, and return it; 0 where none was measured."""
-        return self._checkpoints.load_newest(model, optimizer)
+        """Go back to the best step, in place, and return it; 0 where none was. Raises UserError where it is lost."""
+        step = self._checkpoints.load_newest(model, optimizer)
+        if not step and self._lowest < math.inf:
+            rule = "--keep-best needs the checkpoint of the best step, but it is damaged"
+            raise UserError(f"{rule}; start again without --resume, or leave --keep-best out", everywhere=True)
+        return step
 
 
 def _lowest_perplexity(metrics: Path, steps: int) -> float:
