@@ -104,8 +104,7 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
     try:
         written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
     except (TypeError, ValueError) as error:
-        rule = f"generation_config.json of {writer.name} must be what transformers can write by"
-        raise UserError(f"{rule} ({brief(error)}); correct it") from error
+        raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
     seconds = time.perf_counter() - start
     return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
 
@@ -117,8 +116,7 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
         if not plain:
             given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
-        rule = f"the chat template of {writer.name} must take the conversation, but does not ({brief(error)})"
-        raise UserError(f"{rule}; give a prompt without --chat and --system") from error
+        raise UserError(f"{writer.name}: its chat template fails ({brief(error)}); leave --chat out") from error
     inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]
     if not ids.numel() or int(ids.max()) >= rows:

@@ -59,8 +59,9 @@ class EdkmQuantizer(HfQuantizer):
         foreign = foreign_modules(model, stored) if stored is not None else set()
         if self.quantization_config.spec.split_experts:  # before anything is found by its name
             split_experts(model)
-        self.quantization_config.spec = named_as(model, self.quantization_config.spec)
-        palettize_skeleton(model, self.quantization_config.spec, stays=foreign.__contains__)
+        spec = named_as(model, self.quantization_config.spec)
+        spec = self.quantization_config.spec = replace(spec, skipped=[*spec.skipped, *sorted(foreign)])
+        palettize_skeleton(model, spec)
         if stored is not None:
             require_stored(model, stored, foreign)
         return model

@@ -71,7 +71,7 @@ def as_kept(entries: Tensor, scale: Tensor | None) -> Tensor:
     unless numbers are tiny or huge; else float32."""
     numbers = as_numbers(entries) if scale is None else as_numbers(entries) * scale
     half = numbers.half()
-    return half if torch.equal(half.float(), numbers) else numbers
+    return half if not torch.compiler.is_compiling() and torch.equal(half.float(), numbers) else numbers
 
 
 def all_finite(leaf: str, stored: Tensor) -> bool:

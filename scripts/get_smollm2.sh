@@ -13,7 +13,10 @@ PYTHON=${PYTHON:-python3}
 directory=${EDKM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edkm}/smollm2-135m
 
 fail() { echo "get_smollm2.sh: $*" >&2; exit 2; }
-is_whole() { [ -f "$1" ] && echo "$2  $1" | sha256sum --check --status; }
+is_whole() {
+    [ -f "$1" ] && "$PYTHON" -c 'import hashlib, sys
+sys.exit(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest() != sys.argv[2])' "$1" "$2"
+}
 
 mkdir -p "$directory" || fail "cannot make $directory; set EDKM_CACHE to a directory that can be written to"
 if is_whole "$directory/$gguf" "$gguf_sha256"; then

@@ -29,7 +29,8 @@ DEVICE=${DEVICE:-cuda}
 EVAL_DATA=${EVAL_DATA:-wikitext2}
 CONTEXT=${CONTEXT:-2048}
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-8} / PROCESSES))}
+cores=$((${SLURM_CPUS_PER_TASK:-8} / PROCESSES))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 # On SIGTERM torchrun kills the processes after 30 seconds; saving a checkpoint of full fine-tuning takes minutes. Before
 # torch 2.12 this has no effect, and what is lost are the steps since the last checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}

@@ -296,6 +296,24 @@ def test_another_head_stays_dense_where_the_checkpoint_knows_none(ids, tmp_path)
     with torch.no_grad():
         wanted = model.model(ids).last_hidden_state
         assert torch.equal(classifier.model(ids).last_hidden_state, wanted)
+        classifier.save_pretrained(tmp_path / "again")
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
+        classifier.config.pad_token_id = again.config.pad_token_id = 0
+        assert torch.equal(again(ids).logits, classifier(ids).logits)
+
+
+def test_tables_with_a_scale_train_after_inference_mode_and_are_compiled(ids, tmp_path):
+    model = edkm_cli.load(
+        export(*cluster(tiny_llama(), lut_dtype="float8_e3m4"), tmp_path / "one"), dtype=torch.float32
+    )
+    with torch.inference_mode():
+        wanted = model(ids).logits
+    logits = model(ids).logits
+    logits.sum().backward()
+    assert torch.equal(logits, wanted)
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(3, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,3 +145,12 @@ def test_the_number_of_threads_changes_no_bit(llama, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+def test_threads_that_share_a_model_write_what_each_writes_alone(llama):
+    prompts = [torch.randint(0, 250, (1, count)) for count in (5, 9, 17, 30)]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = [llama.generate(prompt, **options) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: llama.generate(prompt, **options), 3 * prompts))
+    assert all(torch.equal(one, other) for one, other in zip(found, 3 * wanted, strict=True))

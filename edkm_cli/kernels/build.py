@@ -55,7 +55,7 @@ def _file(wing: Path, candidates: Sequence[levels.Level]) -> Path:
 @functools.cache
 def library(wing: Path = _HERE) -> ctypes.CDLL | None:
     """The compiled kernels of a wing, a folder of C files, or None where they can't be had; says why, once."""
-    if os.environ.get("EDKM_CPU_KERNELS", "1") == "0":
+    if os.environ.get("EDKM_CPU_KERNELS") in ("0", "off"):
         _LOG.info("CPU kernels are off (EDKM_CPU_KERNELS=0); what they do runs in plain PyTorch")
         return None
     try:

@@ -101,8 +101,10 @@ def compile_level(wing: Path, level: Level, directory: Path) -> Path:
         built = Path(scratch) / library.name
         files = [f"-I{_HERE}", *map(str, _sources(wing, level.name))]
         command = [compiler, *FLAGS, *level.flags, *files, "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=_COMPILE_SECONDS, check=False)
         if done.returncode != 0:
             raise Unavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        with open(built, "rb") as whole:
+            os.fsync(whole.fileno())
         os.replace(built, library)  # atomic: another process sees the whole library or none
     return library

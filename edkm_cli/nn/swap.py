@@ -6,7 +6,7 @@ into, and for a dry run on the meta device.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -207,18 +207,15 @@ def _empty(model: Any, dense: Any, name: str, role: str, spec: QuantizationSpec,
     return embeddings.PalettizedHead(dense, spec, tied_to=model.get_input_embeddings())
 
 
-def palettize_skeleton(model: Any, spec: QuantizationSpec, *, stays: Callable[[str], bool] = lambda _: False) -> None:
-    """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills.
-
-    `stays(path)` says of a linear or embedding that the checkpoint does not know it, so that it stays as it is.
-    """
+def palettize_skeleton(model: Any, spec: QuantizationSpec) -> None:
+    """Turn a dense model (usually on the meta device) into the empty palettized model that a checkpoint fills."""
     if spec.split_experts:
         split_experts(model)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     skipped, unknown = set(spec.skipped), {*spec.module_bits, *spec.module_granularity}
     for name, module in list(model.named_modules()):
-        if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped or stays(name):
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or name in skipped:
             continue
         role = HEAD if module is head else EMBEDDING if isinstance(module, nn.Embedding) else LINEAR
         if (role == EMBEDDING and module is not embedding) or not _is_known(module):

@@ -88,7 +88,7 @@ class DecoderStep:
         (1, kv_heads, room, head_size) with more room than `past` tokens, contiguous but for the heads' stride.
         Raises MemoryError where memory is short.
         """
-        sizes, numbers = self._sizes, self._numbers
+        sizes, numbers = self._sizes, self._numbers[:]  # other threads have caches of their own
         for index, (keys, values) in enumerate(caches):
             first = index * _LAYER
             numbers[first + _KEYS], numbers[first + _VALUES] = keys.data_ptr(), values.data_ptr()

@@ -161,7 +161,8 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         """The tensors as the kernels take them: the same object until one is replaced."""
         buffers: Any = self._buffers
         plain, kept, bias = "lut" in buffers and "lut_scale" not in buffers, self._kept, self.bias
-        indices, table = buffers["indices"], buffers["lut"] if plain else self._made_table()
+        made = self.table if torch.compiler.is_compiling() else self._made_table  # an address is no number there
+        indices, table = buffers["indices"], buffers["lut"] if plain else made()
         if kept is None or kept.indices is not indices or kept.table is not table or kept.bias is not bias:
             kept = self._kept = Packed(indices, table, bias, self.bits, self.tile)
         return kept
@@ -175,7 +176,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         parts = [part for name, part in self._buffers.items() if name != "indices" and part is not None]
         key = tuple(number for part in parts for number in (part.data_ptr(), part._version))
         if self._table_key != key or self._table is None:
-            self._table_key, self._table = key, self.table()
+            self._table_key, self._table = key, torch.inference_mode(False)(self.table)()
         return self._table
 
     def table(self) -> Tensor:
