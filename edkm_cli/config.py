@@ -152,9 +152,9 @@ class TrainingSettings:
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
     learning_rate: float = setting(2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr",
-        positive=True, maximum=1e3)
+        positive=True, maximum=1e30)
     lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True,
-        maximum=1e3)
+        maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
@@ -299,7 +299,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio "
         "of their perplexities. Takes as long again.", TRAINING)
     dense_learning_rate: float = setting(1e-4, "Highest learning rate of the uncompressed model under --compare-dense.",
-        TRAINING, positive=True, maximum=1e3)
+        TRAINING, positive=True, maximum=1e30)
     memory: str = setting("auto", "What a run on a CPU does with memory it has freed.", SCALE,
         choices={
             "auto": "speed, or small where only that fits this machine",
