@@ -8,8 +8,8 @@ to its logits (caps or scales them) has its log-probabilities kept in float16, w
 """
 
 import hashlib
-import resource
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,12 @@ class RememberedPredictions:
     in memory only while it is computed with."""
 
     def __init__(self, directory: str | Path):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # there is one for each window
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_FILES) if hard > 0 else _MOST_FILES), hard)
-        )
+        with suppress(ImportError):  # Windows
+            import resource
+
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # there is one for each window
+            most = min(hard, _MOST_FILES) if hard > 0 else _MOST_FILES
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         self._files = {path.name: path.open("rb") for path in Path(directory).glob("*.safetensors")}
 
     def __call__(self, ids: Tensor) -> Iterator[Tensor]:
