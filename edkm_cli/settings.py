@@ -117,9 +117,15 @@ def setting_of(of: Field[Any]) -> Setting:
     return of.metadata["setting"]
 
 
-def faults(config: Any) -> list[str]:
-    """One sentence for each value of a configuration that its declaration forbids."""
-    return [fault for of in fields(config) for fault in _value_faults(of, getattr(config, of.name))]
+def faults(config: Any, missing: Mapping[str, str] = {}) -> list[str]:
+    """One sentence for each value of a configuration that its declaration forbids, or that says nothing: of each panel in
+    `missing` the option is named without which its others do nothing."""
+    named = [(of, getattr(config, of.name), setting_of(of).panel) for of in fields(config)]
+    return [fault for of, value, _ in named for fault in _value_faults(of, value)] + [
+        f"{of.name} says nothing without {missing[panel]}; give that, too, or leave {of.name} out"
+        for of, value, panel in named
+        if panel in missing and value != of.default
+    ]
 
 
 def command_line(command: str, config: Any, *always: str) -> str:

@@ -157,6 +157,18 @@ def test_a_page_needs_a_reference(model_directory, tmp_path):
     assert "--reference" in refused("eval", model_directory, "--data", "builtin", "--page", tmp_path / "x.html")
 
 
+def test_limits_and_options_of_tasks_are_refused_where_they_would_say_nothing(model_directory):
+    line = refused("eval", model_directory, "--data", "builtin", "--max-kl", 0.1, "--limit", 5)
+    assert "max_kl says nothing without --reference" in line
+    assert "limit says nothing without --tasks" in line
+
+
+def test_a_page_is_another_file_than_the_result(model_directory, tmp_path):
+    both = ("--page", tmp_path / "x", "--json", tmp_path / "x")
+    assert "is --json" in refused("eval", model_directory, "--reference", model_directory, *both)
+    assert "is --output" in refused("report", model_directory, "--output", tmp_path / "x", "--json", tmp_path / "x")
+
+
 def test_experts_that_stayed_dense_are_no_matrices_of_their_own(text_file, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "dense")
     family("qwen3_moe").save_pretrained(tmp_path / "dense")

@@ -54,11 +54,15 @@ def test_bars_have_their_values_lengths(values):
 def test_labels_and_figures_of_bars_fit_into_the_drawing():
     rows = [
         ("compressed, not trained, on a text of a long name", [("", 9.0, "c1")], "1.15x"),
+        ("a name " * 40, [("", 6.0, "c1")], ""),
         ("a", [("", 3.0, "c1")], ""),
     ]
     chart = ElementTree.fromstring(bars(rows, title="t", reference=8.9))
+    assert all(float(bar.get("width")) > 1 for bar in chart.iter("rect"))
+    cells = {("a_projection_of_a_long_name", "0"): (1.0, "")}
+    errors = ElementTree.fromstring(heat_map(["a_projection_of_a_long_name"], ["0"], cells, title="t", show=str))
     width = float(chart.get("viewBox").split()[2])
-    for words in chart.iter("text"):
+    for words in (*chart.iter("text"), *errors.iter("text")):
         size = 7.0 * len("".join(words.itertext()))  # of letters at 13 units
         x = float(words.get("x"))
         assert (x >= size) if "end" in words.get("class") else (x + size <= width)

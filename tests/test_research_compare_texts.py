@@ -97,6 +97,9 @@ def test_every_row_has_its_figures_on_every_text(compared):
     header = next(line.split() for line in table.splitlines() if line.startswith("method"))
     assert header[header.index("first.txt") :][:4] == ["first.txt", "KL", "other.txt", "KL"]
     assert f"{rows['rtn']['texts'][1]['kl_per_token']:.3f}" in table
+    assert "perplexity of 2 windows" in table
+    shorter = {**rows["rtn"], "texts": [rows["rtn"]["texts"][0], {**rows["rtn"]["texts"][1], "windows": 1}]}
+    assert "perplexity of 1 or 2 windows" in format_table({**result, "rows": [shorter]})
 
 
 def test_a_file_of_llama_cpp_is_a_row(compared):

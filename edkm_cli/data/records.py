@@ -140,7 +140,7 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
         return _Chat([])
     raise UserError(
         "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion', or Alpaca's "
-        f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column"
+        f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column in training"
     )
 
 

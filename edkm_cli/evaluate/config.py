@@ -48,7 +48,9 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         nothing = "--tasks must name at least one task, for example piqa,hellaswag; got nothing"
-        refuse(faults(self) + [nothing] * (self.tasks is not None and not self.benchmarks))
+        missing = {VERDICT: "--reference"} if self.reference is None else {}
+        missing |= {TASKS: "--tasks"} if self.tasks is None else {}
+        refuse(faults(self, missing) + [nothing] * (self.tasks is not None and not self.benchmarks))
 
     @property
     def benchmarks(self) -> list[str]:

@@ -143,7 +143,10 @@ def bars(
     stacked = any(len(parts) > 1 for _, parts, _ in rows)
     log = not stacked and wants_log(totals, ratio=8.0) and min(totals) > 1
     after = max(_wide(show(total) + "  " + note) for total, (_, _, note) in zip(totals, rows, strict=True)) + 20
-    x = Axis(1.0 if log else 0.0, max(totals), max(_wide(label) for label, _, _ in rows) + 16, _WIDTH - after, log)
+    names = [
+        label if _wide(label) < _WIDTH / 2 else label[: int(_WIDTH / 2 / _wide("m"))] + "…" for label, _, _ in rows
+    ]
+    x = Axis(1.0 if log else 0.0, max(totals), max(map(_wide, names)) + 16, _WIDTH - after, log)
     tall, thick = (56, 40) if stacked else (34, 23)
     line = None if reference is None else x(reference)
     drawn = []
@@ -159,7 +162,7 @@ def bars(
         if line is not None and place - 4 < line < place + after:  # the figure stands behind the line, not under it
             place = line
         ends = {"place": place, "total": show(total), "note": note}
-        drawn.append({"top": tall * index + 6, "label": label, "parts": boxes, **ends})
+        drawn.append({"top": tall * index + 6, "label": names[index], "parts": boxes, **ends})
     below = ", ".join([caption] * bool(caption) + ["log scale from 1"] * log)
     bottom = tall * len(rows)
     return chart("bars", title=title, width=_WIDTH, height=bottom + (18 if below else 4), start=x.start, thick=thick,
@@ -192,7 +195,7 @@ def heat_map(
 
     `values` maps (row, column) to (value, tooltip); cells that are not in it stay empty.
     """
-    left, right = 110, 84
+    left, right = max(100.0, *map(_wide, rows)) + 10, 84
     wide = min((_WIDTH - left - right) / max(len(columns), 1), 72.0)
     every = max(1, math.ceil(len(columns) / 16))
     cells = {
