@@ -167,11 +167,13 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt
     holds = trains_whole_weights(config) and alone and start != "kmeans"
     held = holds if config.assignments == "auto" else config.assignments == "held"
+    # Each takes twice as long as a token of the start.
+    calibration_tokens = min(max(2 * start_tokens // 5, _LEAST_CALIBRATION_TOKENS), _MOST_CALIBRATION_TOKENS)
     return replace(
         config,
         start=start,
         start_tokens=start_tokens,
-        calibration_tokens=config.calibration_tokens or choose_calibration_tokens(start_tokens),
+        calibration_tokens=config.calibration_tokens or calibration_tokens,
         allocation=allocation.choose_allocation(config, start),
         label_weight=labels,
         assignments="held" if held else "free",
@@ -191,11 +193,6 @@ def choose_label_weight(config: TrainingSettings, texts: Sequence[data.Source]) 
 def choose_start_tokens(trained: int) -> int:
     """What `--start-tokens` means where so many tokens are trained on."""
     return min(max(trained, _LEAST_START_TOKENS), _MOST_START_TOKENS)
-
-
-def choose_calibration_tokens(start: int) -> int:
-    """What `--calibration-tokens` means where a start has so many: each takes twice as long as one of the start."""
-    return min(max(2 * start // 5, _LEAST_CALIBRATION_TOKENS), _MOST_CALIBRATION_TOKENS)
 
 
 def _start(config: CompressConfig) -> str:

@@ -11,14 +11,7 @@ import typer
 
 from edkm_cli import __version__
 from edkm_cli.errors import UserError
-from edkm_cli.export.ownership import (
-    cache_paths,
-    input_paths,
-    is_stream,
-    replace_file,
-    require_apart,
-    require_replaceable,
-)
+from edkm_cli.export import ownership
 from edkm_cli.settings import MODEL, OUTPUT, PANELS, REMOTE_CODE, from_mapping, setting_of
 
 _Config = TypeVar("_Config")
@@ -56,7 +49,7 @@ def configured(
                 return command(from_mapping(kind, given), **values)
             config = values.pop("config")
             settings = build(config, flags)
-            require_apart("--output", Path(settings.output), input_paths("--config", config))  # type: ignore[attr-defined]
+            ownership.require_apart("--output", Path(settings.output), ownership.input_paths("--config", config))  # type: ignore[attr-defined]
             return command(settings, **values)
 
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
@@ -135,7 +128,7 @@ def check_target(
     json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json", *, output: Any = None
 ) -> None:
     """Fail before the work, not after it. `inputs` are (option, path) of what the command reads, `output` its --output."""
-    if json_file is None or is_stream(json_file):
+    if json_file is None or ownership.is_stream(json_file):
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
     if output is not None and str(target).removesuffix(".partial") == os.path.realpath(Path(output).expanduser()):
@@ -144,8 +137,8 @@ def check_target(
         raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
-    require_apart(option, target, [*inputs, *cache_paths()])
-    require_replaceable(option, target)
+    ownership.require_apart(option, target, [*inputs, *ownership.cache_paths()])
+    ownership.require_replaceable(option, target)
 
 
 def stamped(result: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +174,7 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
     from edkm_cli.files import json_text
 
     try:
-        replace_file(json_file, json_text(result))
+        ownership.replace_file(json_file, json_text(result))
     except BrokenPipeError:
         raise
     except OSError as error:

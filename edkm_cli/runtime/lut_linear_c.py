@@ -236,8 +236,3 @@ def keep(matrices: Sequence[Packed], columns: int, most_tokens: dict[torch.dtype
 def forget(key: int) -> None:
     """Hold nothing more of what `keep` prepared."""
     library().edkm_merged_forget(key)
-
-
-def kept() -> int:
-    """How many are prepared."""
-    return 0 if library() is None else int(library().edkm_merged_count())

@@ -149,15 +149,10 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
     ]
 
 
-def needs_masters(groups: list[dict[str, Any]]) -> bool:
-    """Whether a parameter that trains has 16 bits, so that plain steps would round their updates away."""
-    return any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"])
-
-
 def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) -> torch.optim.Optimizer:
-    """AdamW, on masters where parameters have 16 bits."""
+    """AdamW, on masters where parameters have 16 bits: plain steps would round their updates away."""
     groups = parameter_groups(model, config)
-    if needs_masters(groups):
+    if any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"]):
         return MasterOptimizer(groups, betas=_BETAS)
     # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
     fused = True if world.device.startswith("cuda") else None

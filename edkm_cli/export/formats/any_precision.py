@@ -89,5 +89,5 @@ def _decoded(words: Tensor) -> Tensor:
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """Tables are float16, which holds float16 and scaled float8 entries; the rest has the dtype of the options."""
     exact = source.dense(name)
-    dtype = torch.float16 if source.tensors[name].linear else options.torch_dtype()
+    dtype = torch.float16 if source.tensors[name].linear else getattr(torch, options.dtype_name())
     return exact.to(dtype).float(), exact

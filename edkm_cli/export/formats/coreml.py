@@ -23,8 +23,8 @@ from torch import Tensor
 
 from edkm_cli.errors import UserError
 from edkm_cli.export.formats import coreml_graph
-from edkm_cli.export.formats.folder import copy_beside
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.folder import copy_beside, rounded
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, Described
 from edkm_cli.files import sync
 from edkm_cli.models import weight_files_bytes

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.export.formats.folder import in_memory, is_converted, opened, write_config, write_tensors
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.folder import in_memory, is_converted, opened, rounded, write_config, write_tensors
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed
 from edkm_cli.model_files import from_pretrained
 from edkm_cli.progress import Track, no_progress, quiet_bars

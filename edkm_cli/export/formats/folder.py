@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor, Described
 from edkm_cli.files import read_json, safetensors_writer
 from edkm_cli.integrity import read_config
@@ -125,12 +125,22 @@ def write_tensors(
 
 
 class Entry(NamedTuple):
-    """A tensor of an export: its name, dtype and shape, and what makes it when it is its turn."""
+    """A tensor of an export: its name, dtype (of GGUF a type's name) and shape, and what makes it when its turn comes."""
 
     name: str
-    dtype: torch.dtype
+    dtype: Any
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor in `dtype`. Raises UserError where a number is too large for it."""
+    result = tensor.to(dtype)
+    if tensor.dtype != dtype and not bool(result.isfinite().all()):
+        largest = float(tensor.abs().max())
+        rule = f"{name} holds {largest:g}, more than {torch.finfo(dtype).max:g}, the largest number of"
+        raise UserError(f"{rule} {str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32")
+    return result
 
 
 class FolderFormat:

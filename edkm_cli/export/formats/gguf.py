@@ -12,34 +12,25 @@ llama.cpp does. Rows of Q and K are in llama.cpp's order (`edkm_cli.export.forma
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from edkm_cli.errors import UserError
-from edkm_cli.export.formats.folder import target_of
+from edkm_cli.export.formats.folder import Entry, rounded, target_of
 from edkm_cli.export.formats.gguf_model import Naming, add_metadata, naming_of, naming_of_file
-from edkm_cli.export.formats.options import Options, rounded
+from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor, Described
 from edkm_cli.granularity import AFFINE, MULTIPLES, SUPER_BLOCK
 from edkm_cli.progress import Track, no_progress
 
 _BLOCK = 32
 FILE = "model.gguf"
-
-
-class _Stored(NamedTuple):
-    """A tensor of the file: its name and type there, shape, and what makes its bytes (rows, bytes of a row)."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
 
 
 def check(source: Described, options: Options | None) -> None:
@@ -59,19 +50,20 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     return {"type": _type(source), "notes": [f"llama-cli -m DIRECTORY/{FILE} -p TEXT"]}
 
 
-def _stored(source: Compressed) -> Iterator[_Stored]:
+def _stored(source: Compressed) -> Iterator[Entry]:
+    """What is written; an entry makes the bytes, (rows, bytes of a row)."""
     naming = naming_of(source.config)
     for tensor in source.tensors.values():
         name, order = naming.name(tensor.name), naming.order(tensor.name, tensor.shape[0])
         if tensor.linear:
-            yield _Stored(name, _type(source), tensor.shape, partial(_linear, source, tensor, order))
+            yield Entry(name, _type(source), tensor.shape, partial(_linear, source, tensor, order))
         elif tensor.module:
-            yield _Stored(name, "Q8_0", tensor.shape, partial(_embedding, source, tensor))
+            yield Entry(name, "Q8_0", tensor.shape, partial(_embedding, source, tensor))
         else:
             kind = "F32" if len(tensor.shape) == 1 else "F16"
-            yield _Stored(name, kind, tensor.shape, partial(_plain, source, tensor, naming, kind))
+            yield Entry(name, kind, tensor.shape, partial(_plain, source, tensor, naming, kind))
     if (factors := naming.frequencies) is not None:
-        yield _Stored("rope_freqs.weight", "F32", tuple(factors.shape), factors.clone)
+        yield Entry("rope_freqs.weight", "F32", tuple(factors.shape), factors.clone)
 
 
 def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | slice) -> Tensor:
@@ -154,12 +146,12 @@ def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -
     return rounded(shifted, torch.float32 if kind == "F32" else torch.float16, tensor.name)
 
 
-def _byte_shape(stored: _Stored) -> tuple[int, ...]:
+def _byte_shape(stored: Entry) -> tuple[int, ...]:
     """Shape of the bytes of a tensor, as the file's writer wants it."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quant_shape_to_byte_shape
 
-    return quant_shape_to_byte_shape(stored.shape, GGMLQuantizationType[stored.type])
+    return quant_shape_to_byte_shape(stored.shape, GGMLQuantizationType[stored.dtype])
 
 
 def needed_bytes(source: Compressed, options: Options) -> int:
@@ -175,7 +167,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
     writer = GGUFWriter(folder / FILE, naming_of(source.config).architecture)
     add_metadata(writer, source, options, _type(source))
     for tensor in stored:
-        shape, kind = _byte_shape(tensor), GGMLQuantizationType[tensor.type]
+        shape, kind = _byte_shape(tensor), GGMLQuantizationType[tensor.dtype]
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

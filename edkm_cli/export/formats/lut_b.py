@@ -60,7 +60,7 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
 def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterator[Entry]:
     """What is stored of a tensor of the dense model, in as many parts as the files of its family have of it."""
     path, names = tensor.module, source.places[tensor.name].names
-    wholes = [Entry("", options.torch_dtype(), tensor.shape, lambda: _scaled(source, tensor.name))]
+    wholes = [Entry("", getattr(torch, options.dtype_name()), tensor.shape, lambda: _scaled(source, tensor.name))]
     if tensor.linear:
         tiles = (tensor.shape[0] // _ROWS, tensor.shape[1] // _COLUMNS)
         packed, codebook, table = (*tiles, _TILE_BYTES), (*tiles, _ENTRIES), torch.float8_e4m3fn
@@ -137,7 +137,7 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     exact = _scaled(source, name)
     if source.tensors[name].linear:
         return exact, exact
-    return exact.to(options.torch_dtype()).float(), exact
+    return exact.to(getattr(torch, options.dtype_name())).float(), exact
 
 
 def _scale(source: Compressed) -> float:

@@ -1,13 +1,8 @@
-"""The settings of `edkm export`, and the number format of what has no lookup tables."""
+"""The settings of `edkm export`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from edkm_cli.errors import UserError
-from edkm_cli.settings import COMPRESSION, DATA, MODEL, faults, refuse, setting
-
-if TYPE_CHECKING:
-    import torch
+from edkm_cli.settings import COMPRESSION, DATA, MODEL, REMOTE_CODE, faults, refuse, setting
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,7 @@ class Options:
     data: str = setting("builtin", "Text for --verify perplexity: builtin, wikitext2, ... or a file.", DATA)
     context: int = setting(1024, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int = setting(4, "Number of windows, from the first.", DATA, minimum=1)
-    trust_remote_code: bool = setting(False, "Run the Python files that come with a model.", MODEL)
+    trust_remote_code: bool = setting(False, REMOTE_CODE, MODEL)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -35,21 +30,3 @@ class Options:
     def dtype_name(self, auto: str = "float32") -> str:
         """The dtype's name, where `auto` stands for the one given."""
         return auto if self.dtype == "auto" else self.dtype
-
-    def torch_dtype(self) -> "torch.dtype":
-        """The dtype, where `auto` stands for float32."""
-        import torch
-
-        return getattr(torch, self.dtype_name())
-
-
-def rounded(tensor: "torch.Tensor", dtype: "torch.dtype", name: str) -> "torch.Tensor":
-    """A tensor in `dtype`. Raises UserError where a number is too large for it."""
-    result = tensor.to(dtype)
-    if tensor.dtype != dtype and not bool(result.isfinite().all()):
-        from torch import finfo
-
-        largest = float(tensor.abs().max())
-        rule = f"{name} holds {largest:g}, more than {finfo(dtype).max:g}, the largest number of"
-        raise UserError(f"{rule} {str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32")
-    return result
