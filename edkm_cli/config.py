@@ -107,10 +107,20 @@ def _about_bits(config: Any) -> list[str]:
     return found
 
 
+def known_positions(architecture: Any) -> int | None:
+    """The most tokens that a model's configuration has positions for; None where it names no number."""
+    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def head_size(config: Any) -> int:
+    """Channels of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:
     """A warning for each option whose length in tokens is more than the positions that a model's configuration names."""
-    positions = getattr(architecture.get_text_config(decoder=True), "max_position_embeddings", None)
-    most = positions if isinstance(positions, int) else math.inf
+    most = known_positions(architecture) or math.inf
     more = f"is more than the {most} positions that the model knows; give at most {most}"
     return [f"{option} {length} {more}" for option, length in lengths.items() if length > most]
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from edkm_cli.errors import PeerLost, UserError
+from edkm_cli.errors import PeerLost, UserError, named
 
 T = TypeVar("T")
 
@@ -184,7 +184,7 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"the {size} processes must find one another, but process {os.environ['RANK']} could not join "
-                f"({first_line(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
+                f"({named(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
             ) from error
     return World(dist.get_rank(), size, device, sharded)
 
@@ -215,15 +215,10 @@ def peers(world: World) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or not _PEER_GONE.search(str(error)):
             raise
-        raise lost(first_line(error)) from error
+        raise lost(named(error)) from error
     finally:
         if signal.getsignal(signal.SIGTERM) is ended:
             signal.signal(signal.SIGTERM, former)
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of what an error says."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def shard(module: nn.Module, world: World) -> None:

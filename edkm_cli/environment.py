@@ -1,6 +1,8 @@
-"""Versions, hardware and peak memory: what every recorded result states beside its figures."""
+"""Versions, hardware, peak memory and times: what every recorded result states beside its figures."""
 
 import platform
+import timeit
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -44,3 +46,14 @@ def peak_memory_bytes(device: str) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def least_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:
+    """The least time of `runs` calls, a GPU's work included."""
+
+    def call() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return min(timeit.repeat(call, repeat=runs, number=1))

@@ -1,6 +1,8 @@
 """The exceptions that are shown as one line, and what other errors say, in one: a full disk, memory that is not there."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _DISK = {
     errno.ENOSPC: "free some room",
@@ -35,6 +37,23 @@ def brief(error: object, most: int = 160) -> str:
     return text[:most] + "..." * (len(text) > most)
 
 
+def named(error: BaseException, most: int = 160) -> str:
+    """The same after the name of its kind."""
+    return f"{type(error).__name__}: {brief(error, most)}"
+
+
+@contextmanager
+def explained(rule: str, remedy: str = "") -> Iterator[None]:
+    """Whatever fails inside, in a library that has errors of its own, is `rule (what it was)remedy`; a UserError and a lack
+    of memory or disk say more by themselves."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or shortage(error) is not None:
+            raise
+        raise UserError(f"{rule} ({named(error)}){remedy}") from error
+
+
 class Preempted(Exception):
     """The run was asked to stop and has saved its state. Exit status 143, as of a process that SIGTERM ended."""
 
@@ -54,9 +73,7 @@ def shortage(error: BaseException) -> UserError | None:
         return UserError(f"not enough memory ({text or 'MemoryError'}); --dry-run says what needs less; {_RESUME}")
     if isinstance(error, RuntimeError) and "home directory" in text:  # of pathlib
         return UserError(f"a path begins with ~ and a user who is not known here ({text}); give it in full")
-    if (
-        isinstance(error, IndexError) and text == "index out of range in self"
-    ):  # of an embedding, of positions as a rule
+    if isinstance(error, IndexError) and text == "index out of range in self":  # of positions, as a rule
         return UserError("a text must not be longer than the model's table of positions, but one is; give fewer tokens")
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # libraries in Rust give it as text only: `No space left on device (os error 28)`

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, named
 from edkm_cli.settings import shown
 
 CHECKSUMS = "checksums.json"
@@ -122,7 +122,7 @@ def verify_checksums(directory: str | Path) -> None:
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"{listing} must map file names to bytes and sha256, but does not ({type(error).__name__}: {error}); {remedy}"
+            f"{listing} must map file names to bytes and sha256, but does not ({named(error)}); {remedy}"
         ) from error
     for name, (size, digest) in expected.items():
         path = directory / name

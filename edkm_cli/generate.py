@@ -49,7 +49,6 @@ def load_writer(
 
     Raises UserError for a model that cannot be had, or that has no chat template though `chat` asks for one.
     """
-    models.check_dtype(dtype)
     dispatch.forced_path()
     name, tokenizer = source.name, models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:

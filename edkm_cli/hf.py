@@ -16,7 +16,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, explained
 from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
@@ -168,15 +168,9 @@ def load(
     Raises UserError for a directory that is none, truncated or altered.
     """
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    with quiet_bars():
-        try:
-            model = from_pretrained(
-                str(directory), dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except UserError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise UserError(f"{directory} does not load ({type(error).__name__}: {brief(error)}); {AGAIN}") from error
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    with quiet_bars(), explained(f"{directory} does not load", f"; {AGAIN}"):
+        model = from_pretrained(str(directory), dtype=dtype, **options)
     return model.to(device).eval()
 
 

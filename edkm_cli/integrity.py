@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, named
 from edkm_cli.files import TORCH_DTYPES, read_json, verify_checksums
 from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.model_files import TensorFiles, build, check_numbers, needs_trust, no_larger_than
@@ -88,7 +88,7 @@ def _no_model(directory: Path, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return needs_trust(str(directory))
     rule = f"{directory}/config.json does not describe a model that can be built"
-    return UserError(f"{rule} ({type(error).__name__}: {brief(error)}); {AGAIN}")
+    return UserError(f"{rule} ({named(error)}); {AGAIN}")
 
 
 def expected_tensors(

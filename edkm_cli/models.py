@@ -18,20 +18,13 @@ import yaml
 
 from edkm_cli import model_files
 from edkm_cli.distributed import local
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.files import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.runtime.experts import split_experts
-from edkm_cli.settings import cache_directory, configs_directory
+from edkm_cli.settings import DTYPES, cache_directory, configs_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises UserError for a dtype that models are not loaded in."""
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -189,19 +182,13 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     limit: Any = nullcontext()
     if stored:
         limit = model_files.no_larger_than(directory, tensors=len(stored.tensors), numbers=stored.numbers)
-    try:
-        with torch.device("meta"), limit:
-            own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
-            model = model_files.build(own, trust_remote_code=source.trust_remote_code)
-            if source.splits:
-                split_experts(model)
-            return model
-    except UserError:
-        raise
-    except Exception as error:
-        why = f"its config.json describes none ({type(error).__name__}: {brief(error)}); check it, or fetch the files again"
-        rule = f"--model {source.name} must be a causal language model that transformers can build"
-        raise UserError(f"{rule}, but {why}") from error
+    rule = f"--model {source.name} must be a causal language model that transformers can build, but its config.json"
+    with explained(f"{rule} describes none", "; check it, or fetch the files again"), torch.device("meta"), limit:
+        own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
+        model = model_files.build(own, trust_remote_code=source.trust_remote_code)
+        if source.splits:
+            split_experts(model)
+        return model
 
 
 def load_dense(

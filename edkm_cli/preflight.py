@@ -136,7 +136,7 @@ class RunPlan:
                 groups = self.spec.granularity_of(linear.name).groups(*linear.shape)
                 trained += groups * table_numbers(self.spec.palette, self.spec.bits_of(linear.name))
         start = getattr(torch, config.dtype).itemsize * self.parameters
-        return int(self.parameters * 1.1) + 50_000_000 + start + kept * 12 * trained
+        return int(self.parameters * 1.1) + start + kept * 12 * trained
 
     @property
     def training_tokens(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from edkm_cli.config import head_size, known_positions
 from edkm_cli.data import store_of
 from edkm_cli.files import written_whole
 from edkm_cli.models import config_digest
@@ -99,8 +100,7 @@ def at_once(model: Any, length: int) -> int:
     weights = sum(parameter.numel() for parameter in model.parameters())
     try:
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        numbers = 2 * length * config.num_hidden_layers * heads * width
+        numbers = 2 * length * config.num_hidden_layers * heads * head_size(config)
     except (AttributeError, TypeError):  # no attention as others have it
         return _TOGETHER
     room = max(_CACHE_BYTES // model.dtype.itemsize, weights // 2)
@@ -192,8 +192,7 @@ def _cache(length: int) -> Any:
 def text_shape(config: Any, tokens: int) -> tuple[int, int]:
     """(sequences, tokens of each) of what a model writes where so many tokens are wanted: each is no longer than the model
     has positions for."""
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    length = min(SEQUENCE_TOKENS, positions or SEQUENCE_TOKENS)
+    length = min(SEQUENCE_TOKENS, known_positions(config) or SEQUENCE_TOKENS)
     return -(-tokens // length), length
 
 

@@ -29,7 +29,7 @@ PANELS = MODEL, COMPRESSION, TRAINING, DATA, VERDICT, TASKS, SCALE, OUTPUT = (
 
 # Help texts of what several commands take.
 DEVICE = "Where to compute: auto, cpu, cuda or cuda:N."
-DTYPE = "Number format of the weights: float32, bfloat16 or float16."
+DTYPES = ("float32", "bfloat16", "float16")  # of weights that are loaded
 REMOTE_CODE = "Run the Python files that come with a model."
 
 _PREFIX = "configuration: "

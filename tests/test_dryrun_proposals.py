@@ -1,8 +1,10 @@
 """Other settings for runs that do not fit: whatever is asked for, a plan comes back."""
 
+import psutil
 import pytest
 
 from edkm_cli.config import CompressConfig
+from edkm_cli.dryrun.need import group_limits, physical_bytes
 from edkm_cli.dryrun.plan import dry_run
 from edkm_cli.summaries import summary
 from helpers import tiny_llama
@@ -46,3 +48,17 @@ def test_a_plan_that_does_not_fit_is_told_and_not_refused(tmp_path_factory, mach
     found = dry_run(CompressConfig(**values), **machine)
     assert (found["fits"], found["proposals"]) == (False, [])
     assert "none of the other settings tried fits either" in summary("plan", found)
+
+
+def test_a_container_s_limit_counts_as_the_machine_s_memory(tmp_path):
+    second = tmp_path / "jobs" / "7"
+    second.mkdir(parents=True)
+    (second / "memory.max").write_text("max\n")
+    (second.parent / "memory.max").write_text("4096\n")
+    first = tmp_path / "memory" / "docker" / "a"
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text("8192\n")
+    assert list(group_limits("0::/jobs/7\n", tmp_path)) == [4096]
+    assert list(group_limits("5:cpu:/\n4:memory:/docker/a\n", tmp_path)) == [8192]
+    assert list(group_limits("0::/\n", tmp_path)) == []
+    assert physical_bytes() <= psutil.virtual_memory().total

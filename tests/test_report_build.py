@@ -227,8 +227,8 @@ class TestUnfinished:
         directory.mkdir()
         lines = (finished / "metrics.jsonl").read_text().splitlines()[:7]
         (directory / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 8, "lo')
-        measured = {"original": 20.0, "start": 90.0, "trained": None, "exported": None}
-        mark = {"fingerprint": {"bits": 3, "steps": 40, "distill": True}, "perplexity": measured}
+        measured = {stage: {"a text": {"perplexity": value}} for stage, value in (("original", 20.0), ("start", 90.0))}
+        mark = {"fingerprint": {"bits": 3, "steps": 40, "distill": True}, "measured": measured}
         (directory / "edkm-run.json").write_text(json.dumps(mark))
         return directory
 

@@ -11,7 +11,7 @@ from edkm_cli.cli.options import JsonFile, RemoteCode, check_target, configured,
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.export.ownership import input_paths, replace_file, run_paths
-from edkm_cli.settings import DEVICE, DTYPE, OUTPUT, REMOTE_CODE, setting
+from edkm_cli.settings import DEVICE, DTYPES, OUTPUT, REMOTE_CODE, setting
 
 Model = Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")]
 
@@ -112,7 +112,7 @@ class _Writing:
     dequantize: bool | None = setting(None,
         "Decode the weights once, or compute from packed ones; default: packed where that is faster.", "",
         "--dequantize/--packed")
-    dtype: str = setting("bfloat16", DTYPE, "")
+    dtype: str = setting("bfloat16", "Number format of the weights.", "", choices=DTYPES)
     device: str = setting("auto", DEVICE, "")
     seed: int = setting(0, "Seed of --sample.", "")
     trust_remote_code: bool = setting(False, REMOTE_CODE, "")

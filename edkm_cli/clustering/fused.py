@@ -47,7 +47,8 @@ def iterated(
     start = centroids.detach().to(kernels.centroid_dtype(weight))
     final = passes.iterate(start, spread.tau, settings.iterations)
     require_finite(final, layer=settings.name)
-    return final, passes, spread
+    # Without an update they would be an input that is returned as an output.
+    return final.clone() if settings.iterations == 0 else final, passes, spread
 
 
 def gradients(
@@ -71,8 +72,7 @@ class _FusedDkm(torch.autograd.Function):
         ctx.save_for_backward(weight, centroids, importance)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        # Without an iteration the final centroids would be an input returned as an output.
-        return passes.soft(final, spread.tau, weight.dtype), final.clone() if settings.iterations == 0 else final
+        return passes.soft(final, spread.tau, weight.dtype), final
 
     @staticmethod
     @once_differentiable
@@ -122,5 +122,4 @@ def iterate_centroids(
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     mass = checked_importance(importance, weight, layer=name)
-    final = iterated(weight, centroids, mass, Settings(tile, temperature, iterations, name))[0]
-    return final.clone() if iterations == 0 else final
+    return iterated(weight, centroids, mass, Settings(tile, temperature, iterations, name))[0]

@@ -19,7 +19,7 @@ from typing import Any
 from edkm_cli.config import TextSettings
 from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
 from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, Source, is_compressed, suffix_of
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, named
 
 WHOLE_BYTES = 12_000_000  # WikiText-2 is tokenized as a whole, as its figures ask; that takes 0.8 GB
 HELD_OUT_FRACTION = 0.1
@@ -115,8 +115,7 @@ def _explained(source: Source, error: Exception) -> UserError:
     if type(error).__name__ == "DatasetNotFoundError":
         return UserError(f"{source} is not on the hub, or is private; check the name, or `hf auth login`")
     return UserError(
-        f"{source} could not be loaded {where} ({type(error).__name__}: {brief(error)}); check the network, "
-        "or give a local file or 'builtin'"
+        f"{source} could not be loaded {where} ({named(error)}); check the network, or give a local file or 'builtin'"
     )
 
 

@@ -1,20 +1,21 @@
 """What a process of a planned run needs: tensors, by a rehearsal, and the process itself; and the machine that it is planned
 for: its devices, their memory, and what takes memory besides tensors."""
 
-import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from edkm_cli import models
 from edkm_cli.config import CompressConfig
-from edkm_cli.distributed import World, first_line, launched, wants_sharding
+from edkm_cli.distributed import World, launched, wants_sharding
 from edkm_cli.dryrun.ledger import DEVICE, HEAP, HOST, Peak
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.rehearsal import Rehearsal
-from edkm_cli.environment import peak_memory_bytes
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, named
 from edkm_cli.nn.swap import LINEAR
 from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import RunPlan, choose_device
@@ -67,20 +68,23 @@ def this_machine(world: World) -> Machine:
     return Machine(world, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
 
 
-def resident_bytes() -> int:
-    """Memory of this process now; at its peak, where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return peak_memory_bytes("cpu")
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def physical_bytes() -> int:
+    """Memory that this process may take: the machine's, or less where Linux limits its container or job."""
+    total = psutil.virtual_memory().total
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows does not tell
-        return 2**63
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return total
+    return min(total, *group_limits(groups, Path("/sys/fs/cgroup")))
+
+
+def group_limits(groups: str, root: Path) -> Iterator[int]:
+    """Limits on memory of control groups, of both versions, from what the kernel says of a process and the root of all."""
+    for group in {line.rpartition(":")[2].strip("/") for line in groups.splitlines()}:
+        for top, name in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
+            for folder in (top / group, *(top / group).parents):
+                with suppress(OSError, ValueError):  # without a limit version 2 says "max", version 1 a huge number
+                    yield int((folder / name).read_text(encoding="ascii"))
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
     vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
     rounds = plan.config.start == "reconstructed" and not plan.world.gpu and multiplies_bfloat16("cpu")
-    return resident_bytes() + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + _ROUNDING_BYTES * rounds
+    return (
+        psutil.Process().memory_info().rss + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + _ROUNDING_BYTES * rounds
+    )
 
 
 def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
@@ -123,7 +129,7 @@ def estimate(plan: RunPlan, runtime_bytes: int) -> Need:
         peaks = Rehearsal(plan, stored_bytes=2 * plan.parameters if stored is None else stored).run()
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         # Remote code, or layers that look at values: then only what no forward pass is needed for.
-        not_counted = f"activations: this model does not run on the meta device ({first_line(error)})"
+        not_counted = f"activations: this model does not run on the meta device ({named(error)})"
         peaks = {DEVICE: _static(plan), HOST: Peak("load", {}, {})}
     if not world.gpu:
         return Need(_with(peaks[DEVICE], RUNTIME, runtime_bytes), None, not_counted)

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from edkm_cli import data as texts
 from edkm_cli import model_files, models
-from edkm_cli.config import too_long
-from edkm_cli.environment import peak_memory_bytes
+from edkm_cli.config import known_positions, too_long
+from edkm_cli.environment import least_seconds, peak_memory_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks
 from edkm_cli.evaluate.config import EvalConfig
@@ -44,7 +45,6 @@ def evaluate_model(
     Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
     dtype, device, reference = settings.dtype, choose_device(settings.device), settings.reference
-    models.check_dtype(dtype)
     trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     source, names = models.resolve(name, **trust), settings.texts
     first = source if reference is None else models.resolve(reference, **trust)
@@ -124,36 +124,29 @@ _PREFILL_TOKENS = 512
 _RUNS = 3
 
 
-def _seconds(run: Callable[[], object], ids: Tensor) -> float:
-    """How long `run` takes on the device of `ids`."""
-    start = time.perf_counter()
-    run()
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    return time.perf_counter() - start
-
-
 @torch.no_grad()
 def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
     """Tokens per second of greedy generation after a prompt (tokens,) int64, the prompt's time left out."""
     ids = prompt.to(model.device)[None]
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
 
-    def seconds(tokens: int) -> float:
-        return _seconds(lambda: model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options), ids)
+    def seconds(tokens: int, runs: int = _RUNS) -> float:
+        run = partial(model.generate, ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+        return least_seconds(run, ids.device, runs)
 
-    seconds(2)  # caches and kernels warm up
-    first = min(seconds(1) for _ in range(_RUNS))
-    return new_tokens / max(min(seconds(new_tokens + 1) for _ in range(_RUNS)) - first, 1e-9)
+    seconds(2, 1)  # caches and kernels warm up
+    first = seconds(1)
+    return new_tokens / max(seconds(new_tokens + 1) - first, 1e-9)
 
 
 @torch.no_grad()
 def prefill_speed(model: Any, tokens: Tensor) -> float:
     """Tokens per second of reading a prompt, of at most 512 of `tokens` (n,), up to its first new token."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", _PREFILL_TOKENS)
-    ids = tokens[: min(_PREFILL_TOKENS, limit)].to(model.device)[None]
-    times = [_seconds(lambda: model(ids, logits_to_keep=1, use_cache=True), ids) for _ in range(_RUNS + 1)]
-    return ids.shape[1] / min(times[1:])  # the first warms up
+    limit = min(_PREFILL_TOKENS, known_positions(model.config) or _PREFILL_TOKENS)
+    ids = tokens[:limit].to(model.device)[None]
+    run = partial(model, ids, logits_to_keep=1, use_cache=True)
+    run()  # caches and kernels warm up
+    return ids.shape[1] / least_seconds(run, ids.device, _RUNS)
 
 
 def resident_bytes(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from edkm_cli.settings import DATA, DEVICE, DTYPE, MODEL, REMOTE_CODE, SCALE, TASKS, VERDICT, faults, refuse, setting
+from edkm_cli.settings import DATA, DEVICE, DTYPES, MODEL, REMOTE_CODE, SCALE, TASKS, VERDICT, faults, refuse, setting
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EvalConfig:
         TASKS, minimum=0)
     batch_size: int = setting(1, "Sequences in a forward pass, for tasks.", TASKS, minimum=1)
     speed: bool = setting(False, "Measure tokens per second as well.", SCALE)
-    dtype: str = setting("float32", DTYPE, SCALE)
+    dtype: str = setting("float32", "Number format of the weights.", SCALE, choices=DTYPES)
     device: str = setting("auto", DEVICE, SCALE)
     trust_remote_code: bool = setting(False, REMOTE_CODE, MODEL)
     # fmt: on

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, named
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.nn.hooks import changed
 from edkm_cli.summaries import metrics_of
@@ -94,7 +94,7 @@ def run_tasks(
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise
         except Exception as error:
-            raise UserError(f"--tasks {name} does not fit data or model ({_one_line(error)}); check it") from error
+            raise UserError(f"--tasks {name} does not fit data or model ({named(error)}); check it") from error
         for task, metrics in outcome["results"].items():
             facts = {"num_fewshot": outcome["n-shot"].get(task), "version": outcome["versions"].get(task)}
             results[task] = {**_metrics(metrics), "samples": metrics.get("sample_len"), **facts}
@@ -147,7 +147,7 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
         try:
             node = yaml.compose(file.read_text(encoding="utf-8"))  # syntax only: nothing is constructed or run
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"--task-path file {file} is not YAML ({_one_line(error)}); correct it") from error
+            raise UserError(f"--task-path file {file} is not YAML ({named(error)}); correct it") from error
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"--task-path file {file} must hold a mapping with 'task' or 'group'; correct or remove it")
     return folder
@@ -164,7 +164,7 @@ def _manager(names: Sequence[str], folder: Path | None) -> Any:
         TaskManager.load  # noqa: B018 - since 0.4.12
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} is not ({_one_line(error)}); {_INSTALL}"
+            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} is not ({named(error)}); {_INSTALL}"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
@@ -220,12 +220,8 @@ def _metrics(outcome: dict[str, Any]) -> dict[str, Any]:
 def _loading_error(name: str, manager: Any, folder: Path | None, error: Exception) -> UserError:
     file = getattr(manager.task_index.get(name), "yaml_path", None)
     if folder is not None and file is not None and Path(file).is_relative_to(folder):
-        return UserError(f"--tasks {name}: {file} cannot be used ({_one_line(error)}); correct the file or its data")
+        return UserError(f"--tasks {name}: {file} cannot be used ({named(error)}); correct the file or its data")
     return UserError(
-        f"--tasks {name}: its data could not be loaded from the Hugging Face hub ({_one_line(error)}); check the network, "
+        f"--tasks {name}: its data could not be loaded from the Hugging Face hub ({named(error)}); check the network, "
         "or give --task-path with a task file whose data is local"
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return brief(f"{type(error).__name__}: {error}", 200)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from edkm_cli.config import known_positions
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks, writing
 from edkm_cli.evaluate.config import EvalConfig
@@ -115,8 +116,7 @@ class Study:
 
     def _longest_window(self, model: Any) -> list[Pass]:
         """A window of the model's full context, where that is longer than those of the texts."""
-        known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        full = self.settings.positions or min(known if isinstance(known, int) else self.settings.context, _FULL_CONTEXT)
+        full = self.settings.positions or min(known_positions(model.config) or self.settings.context, _FULL_CONTEXT)
         if min(full, len(self.tokens[0])) <= self.settings.context:
             return []
         return [("positions", self.tokens[0], full, 1)]

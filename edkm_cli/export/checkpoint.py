@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, named
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
 from edkm_cli.export.source import Described
@@ -249,7 +249,7 @@ def rehearse_export(plan: RunPlan) -> None:
     except UserError as error:
         raise _refused(model, str(error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, OSError) as error:
-        raise _refused(model, f"{type(error).__name__}: {error}") from error
+        raise _refused(model, named(error)) from error
     written = describe_tensors(target, announced)
     for name in sorted(written.keys() | expected.keys()):
         before, after = written.get(name, "not there"), expected.get(name, "not there")

@@ -29,7 +29,6 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import apart
 
 RECORD = "export.json"
-_SPARE_BYTES = 50_000_000
 
 
 def export_model(
@@ -54,7 +53,7 @@ def export_model(
         late = models.LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
         tokens = texts.tokenize(texts.load_documents(texts.parse_source(options.data), tokenizer=late), late.tokenizer)
     with OutputDirectory(output, inputs=run_paths(options, "DIRECTORY", directory), overwrite=overwrite) as place:
-        place.rehearse(form.needed_bytes(source, options) + _SPARE_BYTES)
+        place.rehearse(form.needed_bytes(source, options))
         folder = place.begin()
         try:
             place.mark({"format": to, "source": str(source.directory)})

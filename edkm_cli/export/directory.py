@@ -21,6 +21,7 @@ from edkm_cli.export.ownership import FILES, MARKER
 from edkm_cli.files import json_text, require_room, sync, write_json, written_whole
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
+_SPARE_BYTES = 50_000_000  # beside the tensors: metrics, trackers, tokenizer
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -121,7 +122,7 @@ class OutputDirectory:
                 shutil.rmtree(trial, ignore_errors=True)
         except OSError as error:
             raise UserError(f"--output must be on a writable disk, {folder} is none ({error}); take another") from error
-        require_room(folder, needed_bytes, "--output needs", "free some or choose another place")
+        require_room(folder, needed_bytes + _SPARE_BYTES, "--output needs", "free some or choose another place")
 
     @_on_main
     def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -195,7 +195,7 @@ class Session:
 
     def mark(self) -> None:
         """Record what this run is, what it has measured so far, and the text that the model wrote for it."""
-        figures: dict[str, Any] = {"perplexity": self.measured.perplexity, "measured": self.measured.by_stage}
+        figures: dict[str, Any] = {"measured": self.measured.by_stage}
         if self.text is not None:
             path = self.output.partial / CHECKPOINTS / SELF_TEXT
             figures["text_sha256"] = digest([("", self.text)])

@@ -25,7 +25,6 @@ from edkm_cli.train.losses import Objective
 from edkm_cli.train.packed import require_attention_within_documents
 
 REPORT = "finetune.json"
-_ROOM_BYTES = 50_000_000  # beside the tensors: metrics, trackers
 _RANK = 16
 _PROBE_TOKENS = 64
 
@@ -92,7 +91,7 @@ class _Run(PackedSession):
             trained = plan["trained_bytes"] if self.tables else plan["adapter_bytes"]
             result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
             # The result, and checkpoints of what trains with two moments.
-            self.output.rehearse(result + 3 * config.most_checkpoints * trained + _ROOM_BYTES)
+            self.output.rehearse(result + 3 * config.most_checkpoints * trained)
             if config.packing:
                 require_attention_within_documents(model)
             self.write_text(dense)

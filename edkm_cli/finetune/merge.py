@@ -114,7 +114,7 @@ class _Run(PackedSession):
         self.needed_tokens = max(self.start_tokens, int(1.1 * trained_tokens)) + config.sequence_length
 
     def steps(self) -> dict[str, Any]:
-        self.output.rehearse(int(1.5 * models.weight_files_bytes(self.directory)) + 50_000_000)
+        self.output.rehearse(int(1.5 * models.weight_files_bytes(self.directory)))
         torch.manual_seed(self.config.seed)
         with self.clock.phase("load"):
             model = self.load_model(self.directory)

@@ -13,7 +13,7 @@ from torch import nn
 
 from edkm_cli import data, models
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.export.checkpoint import DenseFormat
 from edkm_cli.export.run import Session, model_digest
 from edkm_cli.files import read_json, sha256_of
@@ -87,19 +87,14 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     Raises UserError for files that are none, or that belong to another model.
     """
     check_adapter(directory)
-    try:
+    with explained(f"--adapter {directory} does not fit"):
         adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
         stored = {name for name, *_ in header(directory / WEIGHTS)}
         needed, known = (get_peft_model_state_dict(adapted, save_embedding_layers=all).keys() for all in (False, True))
-        if odd := (needed - stored) | (stored - known):  # peft would go on with random numbers
-            raise UserError(
-                f"--adapter {directory} must hold the tensors of {_CONFIG}, but only one has {min(odd)}; save it again"
-            )
-        return adapted
-    except UserError:
-        raise
-    except Exception as error:  # peft, safetensors and json each have their own
-        raise UserError(f"--adapter {directory} does not fit ({type(error).__name__}: {brief(error, 300)})") from error
+    if odd := (needed - stored) | (stored - known):  # peft would go on with random numbers
+        rule = f"--adapter {directory} must hold the tensors of {_CONFIG}, but only one has {min(odd)}"
+        raise UserError(f"{rule}; save it again")
+    return adapted
 
 
 def require_palettized(directory: Path) -> QuantizationSpec:

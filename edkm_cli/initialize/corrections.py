@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from edkm_cli.allocator import return_free_blocks
 from edkm_cli.initialize.layers import HiddenStates
 from edkm_cli.nn.clustered import ClusteredLinear
-from edkm_cli.nn.hooks import hooked
+from edkm_cli.nn.hooks import entering, hooked
 from edkm_cli.precision import TOKENS_A_SUM, sum_of_products
 
 # Shares of the two errors that are made up for: measured on SmolLM2-135M with 24,576 tokens, docs/log.md.
@@ -80,12 +80,12 @@ class Corrections:
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal last, kept
-            entering = _entering(args, kwargs)
-            if entering is last:
+            given = entering(args, kwargs)
+            if given is last:
                 self._exact.setdefault(module, kept)
-            elif entering.dim() == 3:  # experts get a choice of the tokens, see `target`
-                last, kept = entering, self._exact.setdefault(module, HiddenStates())
-                kept.push(entering)
+            elif given.dim() == 3:  # experts get a choice of the tokens, see `target`
+                last, kept = given, self._exact.setdefault(module, HiddenStates())
+                kept.push(given)
 
         with hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield
@@ -117,7 +117,7 @@ class Corrections:
         recorded is forgotten at the end."""
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._now[module] = _entering(args, kwargs)
+            self._now[module] = entering(args, kwargs)
 
         with hooked(set(self._adds_to.values()), keep, with_kwargs=True):
             yield
@@ -207,7 +207,3 @@ def _sum(inputs: Tensor, factors: Callable[[slice], tuple[Tensor, Tensor]]) -> T
     for first in range(at_once, len(inputs), at_once):
         total += sum_of_products(*factors(slice(first, first + at_once)))
     return total
-
-
-def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]

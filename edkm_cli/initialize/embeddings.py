@@ -26,7 +26,7 @@ _ENTERING = 2.0  # tied rows' errors count so often on their way in: more than s
 
 def rounded_embeddings(swaps: Sequence[Swap]) -> dict[str, Swap]:
     """The embeddings that are rounded, by their role: at most an input and an output embedding."""
-    return {swap.role: swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason}
+    return {swap.role: swap for swap in swaps if swap.rounded}
 
 
 def cost_of_errors(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, hidden_of, hooked, layer_calls
+from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, entering, hidden_of, hooked, layer_calls
 from edkm_cli.precision import bfloat16_linears
 
 _MEMORY_BYTES = 2**24  # of hidden states that wait for their turn; more of them do so on disk
@@ -135,7 +135,7 @@ class Layers:
         layers = [self.model.get_submodule(path) for path in self.paths]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = give(args[0] if args else kwargs["hidden_states"])
+            hidden = give(entering(args, kwargs))
             return (hidden,) if tuples else hidden
 
         for layer in layers:

@@ -22,7 +22,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
 from edkm_cli.granularity import E3M4, FREE, Granularity, Override
-from edkm_cli.nn.swap import EMBEDDING, HEAD, OTHER, Swap
+from edkm_cli.nn.swap import OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width, parts_of
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import part_of
@@ -104,7 +104,7 @@ def choose_embedding_bits(
 
 def _vocabulary(swaps: Sequence[Swap]) -> int:
     """The rows that compressed embeddings have, 0 where there are none, or their numbers differ."""
-    rows = {swap.shape[0] for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason}
+    rows = {swap.shape[0] for swap in swaps if swap.rounded}
     return rows.pop() if len(rows) == 1 else 0
 
 
@@ -194,7 +194,7 @@ def other_bytes(skeleton: Any, swaps: Sequence[Swap], spec: QuantizationSpec, it
     kept = sum(p.numel() * itemsize for name, p in skeleton.named_parameters() if name not in packed)
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     kept += sum(t.numel() * t.element_size() for name, t in skeleton.state_dict().items() if name not in parameters)
-    embeddings = [swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
+    embeddings = [swap for swap in swaps if swap.rounded and not swap.tied]
     tensors = [pair for swap in embeddings for pair in spec.embedding_tensors(*swap.shape[:2]).values()]
     return kept + sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors)
 
@@ -218,7 +218,7 @@ def size_bits(swap: Swap, spec: QuantizationSpec, bits: float) -> float:
 
 def embedding_bits_saved(swaps: Sequence[Swap], usual: int | str, fewer: int | str) -> int:
     """Bits that embeddings and output head take less at `fewer` bits a weight than at the `usual` number."""
-    stored = [swap.shape for swap in swaps if swap.role in (EMBEDDING, HEAD) and not swap.reason and not swap.tied]
+    stored = [swap.shape for swap in swaps if swap.rounded and not swap.tied]
 
     def taken(bits: int | str, rows: int, columns: int) -> int:
         parts = parts_of(rows, *bits_by_row(bits, _vocabulary(swaps)))

@@ -119,6 +119,11 @@ class Reached(Exception):
     """Raised by a hook to leave a forward pass of which no more is wanted."""
 
 
+def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a decoder layer, or a part of one, is called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
 def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[LayerCall]:
     """What `run`, a pass of a model, calls each of the decoder layers with; it is left when the last one is reached."""
     calls: dict[nn.Module, LayerCall] = {}

@@ -45,6 +45,11 @@ class Swap:
         """Whether it becomes a layer with lookup tables."""
         return self.role == LINEAR and not self.reason
 
+    @property
+    def rounded(self) -> bool:
+        """Whether it becomes a row-scaled embedding or head; one that is tied decodes the embedding's rows."""
+        return self.role in (EMBEDDING, HEAD) and not self.reason
+
     def to_mapping(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value != "" and key != "tied"}
 
@@ -175,7 +180,7 @@ def palettize_embeddings(
     """
     tied = is_tied(model)
     for swap in swaps:
-        if swap.role not in (EMBEDDING, HEAD) or swap.reason:
+        if not swap.rounded:
             continue
         dense: Any = model.get_submodule(swap.name)
         swapped = _empty(model, dense, swap.name, swap.role, spec, tied=tied).to(dense.weight.device)

@@ -119,14 +119,12 @@ def _checked_text(row: dict[str, Any]) -> dict[str, Any]:
 
 def _texts_so_far(mark: dict[str, Any]) -> list[dict[str, Any]]:
     """The measured texts of a run that is not finished, from its mark: stage -> text -> figures."""
-    stages, so_far = mark.get("measured"), mark.get("perplexity")
+    stages = mark.get("measured")
     rows: dict[str, dict[str, Any]] = {}
     for stage, texts in stages.items() if isinstance(stages, dict) else ():
         for name, figures in texts.items() if isinstance(texts, dict) else ():
             if isinstance(figures, dict):
                 rows.setdefault(name, {"data": name}).update({**figures, stage: figures.get("perplexity")})
-    if not rows and isinstance(so_far, dict):
-        rows[""] = {"data": "", **so_far}
     return [_checked_text(row) for row in rows.values()]
 
 

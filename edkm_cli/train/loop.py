@@ -22,8 +22,10 @@ from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
 from edkm_cli.errors import Preempted, UserError
+from edkm_cli.files import written_whole
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
+from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
@@ -72,9 +74,8 @@ def keep_metrics(path: Path, steps: int) -> None:
     """Drop the lines after step `steps`, which a resumed run writes again, and a last line that was cut."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:steps]
-        kept = path.with_name(path.name + ".tmp")
-        kept.write_text("".join(line + "\n" for line in lines if line), encoding="utf-8")
-        os.replace(kept, path)  # a kill in between loses no line
+        with written_whole(path) as kept:  # a kill in between loses no line
+            kept.write_text("".join(line + "\n" for line in lines if line), encoding="utf-8")
 
 
 @contextmanager
@@ -323,9 +324,8 @@ def hard_loss(
     every = max(1, config.steps // 20)
     if step % every and step + 1 != config.steps:
         return None
-    model.eval()
-    value = objective.loss(parts, batch).double().cpu() / world.size
-    model.train()
+    with evaluating(model):
+        value = objective.loss(parts, batch).double().cpu() / world.size
     return float(world.sum(value))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from edkm_cli.config import head_size
+
 _BLOCKED = np.float16(3e4)  # taken from a score, makes its share zero; within float16
 
 
@@ -36,8 +38,7 @@ def program(
     tokens = last if first == last else get_new_symbol()
     specs = [mb.TensorSpec(shape=(1, tokens), dtype=types.int32)]
     if cache:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        state = (config.num_hidden_layers, config.num_key_value_heads, last, size)
+        state = (config.num_hidden_layers, config.num_key_value_heads, last, head_size(config))
         specs += [
             mb.TensorSpec(shape=(1,), dtype=types.int32),
             mb.StateTensorSpec(state, dtype=types.fp16),
@@ -59,7 +60,7 @@ class _Decoder:
     def __init__(self, mb: Any, config: Any, cache: bool, weight: Any, rotary: tuple[Any, Any]):
         self.mb, self.config, self.cache, self.weight, self.rotary = mb, config, cache, weight, rotary
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.head_size = head_size(config)
 
     def run(self, input_ids: Any, position: Any, states: tuple[Any, Any]) -> Any:
         mb, config = self.mb, self.config

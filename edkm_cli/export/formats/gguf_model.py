@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli import models
-from edkm_cli.errors import UserError, brief
+from edkm_cli.config import head_size
+from edkm_cli.errors import UserError, named
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
@@ -86,7 +87,7 @@ class Naming:
 def naming_of(config: Any) -> Naming:
     """Of a model by its configuration, of a family and with rotary angles that `check_model` of targets lets pass."""
     rope = _rope(config)
-    frequencies = models.llama3_factors(rope, _head_size(config)) if rope.get("rope_type") == "llama3" else None
+    frequencies = models.llama3_factors(rope, head_size(config)) if rope.get("rope_type") == "llama3" else None
     return Naming(GGUF_FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads, frequencies)
 
 
@@ -100,10 +101,6 @@ def naming_of_file(fields: Any) -> Naming:
 def _rope(config: Any) -> dict[str, Any]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     return dict(rope.get("full_attention", rope))
-
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -> None:
@@ -121,7 +118,7 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
         try:
             _add_tokenizer(writer, source)
         except (LookupError, TypeError, AttributeError) as error:
-            rule = f"{source.directory / 'tokenizer.json'} is not understood ({type(error).__name__}: {brief(error)})"
+            rule = f"{source.directory / 'tokenizer.json'} is not understood ({named(error)})"
             raise UserError(f"{rule}; give --base-gguf, a file of the same model") from error
 
 
@@ -162,9 +159,9 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(_head_size(config))
-    writer.add_value_length(_head_size(config))
-    writer.add_rope_dimension_count(_head_size(config))
+    writer.add_key_length(head_size(config))
+    writer.add_value_length(head_size(config))
+    writer.add_rope_dimension_count(head_size(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     writer.add_vocab_size(config.vocab_size)

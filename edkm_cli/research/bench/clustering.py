@@ -4,7 +4,6 @@ One run measures everything, so that ratios compare times of the same run on the
 of a few repeats.
 """
 
-import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import clustering, kernels
-from edkm_cli.environment import hardware, peak_memory_bytes, versions
+from edkm_cli.environment import hardware, least_seconds, peak_memory_bytes, versions
 from edkm_cli.granularity import Granularity
 from edkm_cli.research.bench.config import ClusteringBench
 from edkm_cli.settings import command_line
@@ -38,17 +37,6 @@ def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     before = peak_memory_bytes(device.type)
     function()
     return peak_memory_bytes(device.type) - before
-
-
-def _seconds(function: Callable[[], Any], device: torch.device, runs: int = _RUNS) -> float:
-    """The least time of `runs` calls, a GPU's work included."""
-
-    def call() -> None:
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return min(timeit.repeat(call, repeat=runs, number=1))
 
 
 def _saved_bytes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
@@ -91,8 +79,8 @@ def _measure(
         result, saved = _saved_bytes(forward, (weight, centroids))
         torch.autograd.grad(result, weight, grad)
 
-    peak, seconds, result = _peak_bytes(once, place), _seconds(forward, place, runs), forward()
-    backward = _seconds(lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), place, runs)
+    peak, seconds, result = _peak_bytes(once, place), least_seconds(forward, place, runs), forward()
+    backward = least_seconds(lambda: torch.autograd.grad(result, weight, grad, retain_graph=True), place, runs)
     return _row(method, granularity, weight, seconds, backward, saved, peak)
 
 
@@ -117,7 +105,7 @@ def _straight_through(weight: Tensor, centroids: Tensor, granularity: str) -> Ro
         kernels.sum_by_entry(plain, centroids, grad, tile)
 
     peak = _peak_bytes(backward, weight.device)
-    seconds, backward_seconds = _seconds(forward, weight.device), _seconds(backward, weight.device)
+    seconds, backward_seconds = (least_seconds(run, weight.device, _RUNS) for run in (forward, backward))
     return _row("straight-through", granularity, weight, seconds, backward_seconds, 0, peak)
 
 
@@ -158,14 +146,14 @@ def _linear_seconds(weight: Tensor, tokens: int, dtype: torch.dtype) -> float:
         torch.autograd.grad(y, (x, plain), torch.ones_like(y))
 
     step()
-    return _seconds(step, weight.device)
+    return least_seconds(step, weight.device, _RUNS)
 
 
 def _copy_bytes_per_second(weight: Tensor) -> float:
     """Bytes read and written a second by a plain copy of the weight."""
     source, target = weight.detach(), torch.empty_like(weight.detach())
     target.copy_(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), weight.device, 10)
+    return 2 * source.nbytes / least_seconds(lambda: target.copy_(source), weight.device, 10)
 
 
 def run(settings: ClusteringBench, *, log: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
