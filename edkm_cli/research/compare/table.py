@@ -37,7 +37,7 @@ def format_table(result: dict[str, Any]) -> str:
         if row["note"]:
             notes.append(f"{row['label']}: {row['note']}")
     setting = result["setting"]
-    windows = " or ".join(map(str, sorted({text["windows"] for row in result["rows"] for text in row["texts"]})))
+    windows = " or ".join(map(str, sorted({text["windows"] for row in result["rows"] for text in row["texts"] or ()})))
     head = f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}"
     legend = (
         "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
