@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edkm_cli.cli import runs as command
-from edkm_cli.errors import shortage
+from edkm_cli.errors import UserError, explained, shortage
 from families import family
 from helpers import byte_tokenizer, run
 
@@ -66,3 +66,14 @@ def test_a_text_beyond_a_table_of_positions_gets_one_line(text_file, tmp_path):
     assert status == 2
     assert "table of positions" in err.splitlines()[-1]
     assert run("eval", tmp_path, "--data", text_file, "--context", 32, "--max-windows", 1)[0] == 0
+
+
+def test_what_a_library_raises_is_explained_and_a_shortage_is_not_blamed_on_the_files():
+    with (
+        pytest.raises(UserError, match=r"it does not load \(KeyError: 'a'\); fetch it again"),
+        explained("it does not load", "; fetch it again"),
+    ):
+        raise KeyError("a")
+    for error in (UserError("clear"), MemoryError(), RuntimeError("CUDA out of memory")):
+        with pytest.raises(type(error), match=re.escape(str(error))), explained("it does not load"):
+            raise error
