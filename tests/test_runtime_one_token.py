@@ -6,11 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import edkm_cli
 from edkm_cli.kernels import build
 from edkm_cli.runtime import one_token
+from edkm_cli.runtime.palettized import PalettizedLinear
+from families import family
 from helpers import cluster, export, tiny_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler here")
@@ -88,6 +93,17 @@ def test_what_differs_goes_to_transformers(llama, monkeypatch):
     torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], plain)
     assert len(seen) == 1 + len(TOKENS)
     hook.remove()
+    with pytest.raises(pytest.fail.Exception):  # nobody watches any more
+        run(llama, monkeypatch, shortcut=True)
+    handle = register_module_forward_hook(lambda *arguments: seen.append(2))
+    run(llama, monkeypatch, shortcut=True)
+    handle.remove()
+    assert len(seen) > 40  # of all modules
+    AttentionInterface.register("halved", lambda *given, **how: (sdpa_attention_forward(*given, **how)[0] / 2, None))
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    llama.set_attn_implementation("halved")
+    assert not torch.allclose(run(llama, monkeypatch, shortcut=True)[0], plain)
+    llama.set_attn_implementation("sdpa")
     with torch.no_grad():
         first = llama(PROMPT, use_cache=True)
         mask = torch.ones(1, PROMPT.shape[1] + 1, dtype=torch.long)
@@ -99,6 +115,28 @@ def test_what_differs_goes_to_transformers(llama, monkeypatch):
         assert len(out.hidden_states) == 3
     cache = llama(PROMPT, use_cache=True).past_key_values
     llama(torch.tensor([[5]]), past_key_values=cache)  # with gradients
+
+
+def test_tables_that_are_given_other_memory_are_read_there(llama, monkeypatch):
+    run(llama, monkeypatch, shortcut=True)
+    for module in llama.modules():
+        if isinstance(module, PalettizedLinear):
+            module.lut.data = module.lut.data * 1.25
+    expected = run(llama, monkeypatch, shortcut=False)[0]
+    torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_of_mistral_s_is_kept_to(tmp_path, monkeypatch):
+    mistral = family(
+        "mistral", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
+    )
+    model = edkm_cli.load(export(*cluster(mistral), tmp_path / "out"), dtype="float32")
+    ids = torch.cat([PROMPT, torch.tensor([TOKENS])], 1)
+    with torch.no_grad():
+        cache, expected = DynamicCache(), model(ids, use_cache=False).logits[0, -len(TOKENS) :]
+        model(PROMPT, past_key_values=cache)
+        found = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in TOKENS]
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_caches_that_are_copied_or_cropped_stay_their_own(llama, monkeypatch):

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.decoder_step_c import DecoderStep, LayerWeights, Sizes, supports
+from edkm_cli.runtime.lut_linear_c import unwatched
 from edkm_cli.runtime.palettized import PalettizedLinear
 
 # Decoder layers that compute exactly what decoder_step.c does; others may look alike and scale or clip something.
@@ -67,6 +69,7 @@ class _Shortcut:
 
     def __init__(self) -> None:
         self._step: DecoderStep | None = None
+        self._clean = True  # untouched when it was prepared, without which there is no step
         self._members: list[tuple[dict, str, Any]] = []  # what the dictionaries of modules have to hold, still
         self._states: list[dict] = []  # of the modules themselves, in which no forward may appear
         self._hooks: list[dict] = []
@@ -80,6 +83,8 @@ class _Shortcut:
         """What `decoder.forward(**given)` returns, or None where that has to be asked."""
         ids, cache = given.get("input_ids"), given.get("past_key_values")
         if torch.is_grad_enabled() or decoder.training or type(ids) is not Tensor or tuple(ids.shape) != (1, 1):
+            return None
+        if not unwatched(ids) or _has_any_global_hook():
             return None
         past = _past(cache, len(decoder.layers))
         if past is None or not _plain(given, past, decoder.config) or not ids.is_cpu:
@@ -114,7 +119,7 @@ class _Shortcut:
         if not self._members:
             return False  # nothing was
         kept = all(tensor._version == version for tensor, version in self._versions)
-        return kept and self._untouched() and all(tensor.data_ptr() == at for tensor, at in self._addresses)
+        return kept and self._untouched() == self._clean and all(t.data_ptr() == at for t, at in self._addresses)
 
     def _untouched(self) -> bool:
         """Whether modules and their tensors are where they were, with no hook and no forward of their own, which want to be
@@ -138,11 +143,9 @@ class _Shortcut:
             if found is None:
                 return
             weights.append(found)
-        sizes, dtype = _sizes(decoder), weights[0].input_norm.dtype
-        if self._untouched() and sizes is not None and supports(weights, sizes, dtype):
+        sizes, dtype, self._clean = _sizes(decoder), weights[0].input_norm.dtype, self._untouched()
+        if self._clean and sizes is not None and supports(weights, sizes, dtype):
             self._step = DecoderStep(weights, sizes, dtype)
-            norms = [norm for layer in weights for norm in layer[4:] if norm is not None]
-            self._addresses += [(norm, norm.data_ptr()) for norm in norms]
 
     def _note(self, holder: dict, name: str, module: nn.Module) -> None:
         self._members.append((holder, name, module))
@@ -150,10 +153,10 @@ class _Shortcut:
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         for tensors in (module._buffers, module._parameters):
             self._members += [(tensors, *item) for item in tensors.items()]
+            self._addresses += [(tensor, tensor.data_ptr()) for tensor in tensors.values() if tensor is not None]
         if isinstance(module, PalettizedLinear) and module.packed().table is not module._buffers.get("lut"):
             parts = [part for name, part in module._buffers.items() if name != "indices" and part is not None]
             self._versions += [(part, part._version) for part in parts]
-            self._addresses += [(part, part.data_ptr()) for part in parts]
 
 
 def _past(cache: Any, layers: int) -> int | None:
@@ -179,6 +182,8 @@ def _plain(given: dict[str, Any], past: int, config: Any) -> bool:
     if positions is not None and tuple(positions.shape) != (1, 1):
         return False
     if given.get("use_cache") is False or any(bool(value) for name, value in rest.items() if name not in _INPUTS):
+        return False
+    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):  # somebody's own
         return False
     wanted = ("output_attentions", "output_hidden_states")
     return not any(getattr(config, name, False) for name in wanted) and given.get("return_dict") is not False
@@ -228,7 +233,9 @@ def _sizes(decoder: Any) -> Sizes | None:
         epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms}
         size = attention.head_dim
         epsilon = epsilons.pop()
-        if epsilons or epsilon is None or getattr(attention, "sliding_window", None) is not None:
+        mistral = type(layer).__name__ == "MistralDecoderLayer"  # whose attention asks the configuration
+        window = decoder.config.sliding_window if mistral else getattr(attention, "sliding_window", None)
+        if epsilons or epsilon is None or window is not None:
             return None
         heads, kv_heads = attention.q_proj.out_features // size, attention.k_proj.out_features // size
         inner = layer.mlp.gate_proj.out_features
