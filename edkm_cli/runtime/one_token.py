@@ -73,7 +73,8 @@ class _Shortcut:
         self._members: list[tuple[dict, str, Any]] = []  # what the dictionaries of modules have to hold, still
         self._states: list[dict] = []  # of the modules themselves, in which no forward may appear
         self._hooks: list[dict] = []
-        self._addresses: list[tuple[Tensor, int]] = []
+        self._tensors: list[Tensor] = []  # that are read, and where they lay
+        self._addresses: list[int] = []
         self._versions: list[tuple[Tensor, int]] = []  # of parts that a table was made of
 
     def __reduce__(self) -> tuple:  # of copies, too
@@ -119,7 +120,8 @@ class _Shortcut:
         if not self._members:
             return False  # nothing was
         kept = all(tensor._version == version for tensor, version in self._versions)
-        return kept and self._untouched() == self._clean and all(t.data_ptr() == at for t, at in self._addresses)
+        kept = kept and self._untouched() == self._clean
+        return kept and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def _untouched(self) -> bool:
         """Whether modules and their tensors are where they were, with no hook and no forward of their own, which want to be
@@ -153,7 +155,9 @@ class _Shortcut:
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         for tensors in (module._buffers, module._parameters):
             self._members += [(tensors, *item) for item in tensors.items()]
-            self._addresses += [(tensor, tensor.data_ptr()) for tensor in tensors.values() if tensor is not None]
+            there = [tensor for tensor in tensors.values() if tensor is not None]
+            self._tensors += there
+            self._addresses += map(Tensor.data_ptr, there)
         if isinstance(module, PalettizedLinear) and module.packed().table is not module._buffers.get("lut"):
             parts = [part for name, part in module._buffers.items() if name != "indices" and part is not None]
             self._versions += [(part, part._version) for part in parts]
