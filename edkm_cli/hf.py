@@ -92,6 +92,9 @@ class EdkmQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
         dequantize_model(model, getattr(torch, name))
+        if name != str(model.config.dtype).removeprefix("torch."):  # the rest, too, where another one was asked for
+            nn.Module.to(model, getattr(torch, name))
+            model.config.dtype = getattr(torch, name)
         model.__dict__.pop("_weight_conversions", None)  # it has the names of its family again
         return model
 

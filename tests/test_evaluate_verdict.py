@@ -87,6 +87,15 @@ def test_the_matrix_of_noise_has_the_largest_error_and_layers_before_it_none(tmp
     assert of_another_shape == {"layers": [], "matrices": []}
 
 
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_matrices_are_compared_beside_routers_that_give_more_than_products(model_type, tmp_path):
+    model = family(model_type)
+    record_layers(model, torch.arange(40)[None], tmp_path)
+    rows = compare_layers(model, torch.arange(40)[None], tmp_path)["matrices"]
+    assert any(row["name"].endswith("q_proj") for row in rows)
+    assert max(row["error"] for row in rows) < 1e-5
+
+
 def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():
     model, tokenizer, asked = tiny_llama(), byte_tokenizer(), prompts(10)
     assert len({prompt.kind for prompt in asked}) == 8

@@ -12,7 +12,7 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.nn.hooks import language_model
-from edkm_cli.nn.swap import OTHER, is_tied, plan_swaps
+from edkm_cli.nn.swap import OTHER, fall_back, is_tied, plan_swaps
 from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
 from families import FAMILIES, SEEING, family, seeing_family
 from helpers import byte_tokenizer, cluster, export
@@ -234,6 +234,18 @@ def test_a_time_step_that_is_not_called_stays_dense():
     kept = {swap.name: swap.reason for swap in plan_swaps(family("jamba"), embedding_bits=8) if swap.reason}
     assert "not called" in kept["model.layers.0.mamba.dt_proj"]
     assert "model.layers.0.mamba.x_proj" not in kept
+
+
+def test_coefficients_that_training_clips_in_place_stay_dense():
+    kept = {swap.name for swap in plan_swaps(family("gemma3n_text"), embedding_bits=8) if swap.reason}
+    assert {f"model.layers.0.altup.{name}_coefs" for name in ("prediction", "correction")} <= kept
+
+
+def test_where_a_target_leaves_nothing_the_line_names_what_it_left():
+    swaps = plan_swaps(seeing_family("llava")[0], embedding_bits=8)
+    with pytest.raises(UserError, match=r"language_model\..* rows of 32") as error:
+        fall_back(swaps, "w4a16", "block:1x64", 0)
+    assert "vision" not in str(error.value)
 
 
 def test_a_packed_module_shows_its_weight_without_decoding_it():

@@ -27,6 +27,20 @@ FORMATS = [
 ]
 
 
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe", "olmo", "gemma3n_text"])
+def test_all_linears_of_a_family_are_adapted_and_train(model_type, tmp_path):
+    packed = edkm_cli.load(export(*cluster(family(model_type)), tmp_path / "out"))
+    model, ids = add_adapter(packed, rank=2, alpha=4, targets=("all-linear",)).train(), torch.arange(3, 40)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    learning = {name.partition(".lora_B")[0]: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert any(name.endswith("q_proj") for name in learning)
+    assert not any("rout" in name or "experts" in name for name in learning if model_type != "gemma3n_text")
+    assert all(bool(grad.isfinite().all()) for grad in learning.values() if grad is not None)
+    assert (
+        sum(grad is None for grad in learning.values()) < len(learning) / 4
+    )  # Gemma 3n has linears that it does not call
+
+
 def again(directory, *, updated, targets=("all-linear",)):
     torch.manual_seed(0)
     packed = edkm_cli.load(directory, dtype=torch.float32)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from edkm_cli.nn.hooks import decoder_layers, hidden_of, hooked
+from edkm_cli.runtime.palettized import is_plain_linear
 
 TOKENS = 256  # that layers are compared on
 _MATRIX_TOKENS = 64  # of these, for each matrix
@@ -29,7 +30,8 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
     Raises UserError for a family whose decoder layers are not known, OSError for a disk that cannot be written to."""
     layers = list(decoder_layers(model).values())
-    names: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and is_plain_linear(m))
+    names: dict[nn.Module, str] = {module: name for name, module in linears}
     kept: dict[str, Tensor] = {}
 
     def take(matrix: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -26,7 +26,7 @@ from edkm_cli.model_files import files_digest, header, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.experts import is_expert
-from edkm_cli.runtime.palettized import PackedModule
+from edkm_cli.runtime.palettized import PackedModule, is_plain_linear
 
 ALL_LINEAR = "all-linear"
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,18 +36,19 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     """A peft model that trains low-rank updates of linears of `model`, which it changes in place. A fresh one changes no
     output. Updates are float32, A is drawn from PyTorch's generator.
 
-    `targets` are ends of module paths (`q_proj`, `layers.0.mlp.up_proj`), or `all-linear`: all but the output embedding
-    and packed experts, each of which sees few tokens.
+    `targets` are ends of module paths (`q_proj`, `layers.0.mlp.up_proj`), or `all-linear`: all but the output embedding,
+    packed experts, each of which sees few tokens, and routers that give more than products.
 
     Raises UserError for a target that is none.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = [name for name, module in linears.items() if is_plain_linear(module)]
     for end in targets:
         if end != ALL_LINEAR and not any(name == end or name.endswith(f".{end}") for name in names):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise UserError(f"--target-modules must name linears of the model ({there}) or {ALL_LINEAR}, got {end!r}")
     named: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets)
-    if named == ALL_LINEAR and any(is_expert(name) for name in names):
+    if named == ALL_LINEAR and (len(names) < len(linears) or any(is_expert(name) for name in names)):
         head = model.get_output_embeddings()
         named = [name for name in names if not is_expert(name) and model.get_submodule(name) is not head]
     scaled: Any = alpha  # peft says int

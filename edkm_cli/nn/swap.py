@@ -87,6 +87,8 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
         if not reason and not _is_known(module):
             reason = f"is a {type(module).__name__}, not a plain Linear or Embedding"
         parent, _, leaf = name.rpartition(".")
+        if not reason and leaf in ("prediction_coefs", "correction_coefs"):
+            reason = "coefficients of Gemma 3n, which training clips in place"
         if not reason and leaf == "dt_proj" and hasattr(model.get_submodule(parent), "x_proj"):
             reason = "a Mamba time step, which multiplies by the weight and is not called"
         if not reason and not is_expert(name) and _is_router(model, name):
@@ -144,10 +146,11 @@ def fall_back(swaps: Iterable[Swap], target: str | None, granularity: str, embed
         reason = "" if swap.reason or swap.role == OTHER else falls_back(target, swap.shape[1], width)
         return replace(swap, reason=reason) if reason else swap
 
-    planned = [settled(swap) for swap in swaps]
+    before = list(swaps)
+    planned = [settled(swap) for swap in before]
     if not any(swap.clustered for swap in planned):
-        swap = next(swap for swap in planned if swap.role == LINEAR)
-        raise UserError(f"nothing is left to compress: {swap.name} has {swap.reason}; choose another --target")
+        swap = next(swap for swap, former in zip(planned, before, strict=True) if former.clustered)
+        raise UserError(f"nothing is left to compress, as {swap.name}: {swap.reason}; choose another --target")
     return planned
 
 
@@ -246,6 +249,10 @@ def _keep_dtype_and_device(model: Any) -> None:
         asked = {
             "dtype": property(lambda self: self.get_input_embeddings().weight.dtype),
             "device": property(lambda self: self.get_input_embeddings().weight.device),
+            "hf_device_map": property(  # which peft asks before it asks a parameter
+                lambda self: self.__dict__.get("_device_map", {"": self.device}),
+                lambda self, value: self.__dict__.update(_device_map=value),
+            ),
         }
         part.__class__ = type(kind.__name__, (kind,), {**asked, "__module__": kind.__module__})
 

@@ -200,8 +200,9 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
 
 
 def is_plain_linear(linear: nn.Linear) -> bool:
-    """Whether a linear computes `x @ weight.T + bias`: a subclass (Falcon's does) is tried with a weight of its own."""
-    if type(linear) is nn.Linear:
+    """Whether a linear computes `x @ weight.T + bias`, as a packed one does: another subclass (Falcon's does, routers may
+    give more) is tried with a weight of its own."""
+    if type(linear) is nn.Linear or isinstance(linear, PackedModule):
         return True
     other = copy.copy(linear)
     with torch.device("cpu"):
