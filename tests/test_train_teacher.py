@@ -2,12 +2,17 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from threading import Barrier
 
 import pytest
 import torch
+from filelock import FileLock
 
 from edkm_cli.compress import compress
 from edkm_cli.data import Batch, Blocks
+from edkm_cli.data.cache import locked
 from edkm_cli.distributed import ALONE
 from edkm_cli.errors import UserError
 from edkm_cli.models import cache_directory
@@ -173,3 +178,29 @@ def test_a_run_killed_in_the_teachers_pass_resumes_to_the_same_weights(
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "other"))
     compress(settings(model_directory, text_file, tmp_path / "whole", assignments="held", steps=5))
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "whole")
+
+
+def test_of_processes_that_work_together_none_has_its_lock_before_the_first_has(tmp_path):
+    class Together:  # two threads in place of two processes
+        barrier = Barrier(2)
+
+        def __init__(self, main):
+            self.main = main
+
+        def on_main(self, work):
+            self.barrier.wait(60)
+
+    def process(rank):
+        with locked(tmp_path / f"{rank}.lock", said.put, "busy", Together(rank == 0)):
+            done.append(rank)
+
+    said, done, other = Queue(), [], FileLock(tmp_path / "0.lock")
+    with ThreadPoolExecutor(2) as pool:
+        with other:  # of another run
+            ended = [pool.submit(process, rank) for rank in (1, 0)]
+            assert "another run is busy" in said.get(timeout=60)
+            with FileLock(tmp_path / "1.lock", timeout=0):
+                assert done == []
+        for one in ended:
+            one.result(60)
+    assert sorted(done) == [0, 1]

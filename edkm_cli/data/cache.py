@@ -29,6 +29,7 @@ from edkm_cli.config import TextSettings
 from edkm_cli.data.encode import Encoded, Encoder
 from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.files import sync
 from edkm_cli.settings import token_cache_directory
@@ -163,20 +164,25 @@ def _encode(part: Part) -> Encoded:
 
 
 @contextmanager
-def locked(path: Path, say: Say) -> Iterator[None]:
+def locked(path: Path, say: Say, doing: str = "tokenizing the same data", world: World = ALONE) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends. Where the file system has none, two runs may do the work
-    twice; the rename then lets the first one win."""
+    twice; the rename then lets the first one win. Processes of a `world` that work together take theirs after the first one
+    has its own, so that of two runs one has all."""
     lock = FileLock(path)
+    if not world.main:
+        world.on_main(lambda: None)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            say("another run is tokenizing the same data; waiting for it")
+            say(f"another run is {doing}; waiting for it")
             lock.acquire()
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise disk_error(error, path.parent) from error
+    if world.main:
+        world.on_main(lambda: None)
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.data.cache import locked
-from edkm_cli.distributed import World
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.files import require_room, sha256_of, write_json
 from edkm_cli.models import cache_directory
@@ -122,7 +122,8 @@ def remember(
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_suffix(".lock"), say):
+        together = world if world.sharded else ALONE
+        with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together):
             _forget_unused(path, say)
             if not _whole(path, facts):
                 path.unlink(missing_ok=True)
