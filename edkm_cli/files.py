@@ -100,6 +100,16 @@ def is_plain_name(name: str) -> bool:
     return simple and len(name.encode(errors="replace")) <= 255
 
 
+def whole_record(path: Path) -> dict[str, Any] | None:
+    """A record of ours with `files`, the sha256 by name of files beside it; None where it or one of them is damaged."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        whole = all(sha256_of(path.with_name(name)) == sha256 for name, sha256 in record["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return record if whole else None
+
+
 def write_checksums(directory: Path, names: Iterable[str]) -> None:
     """Record size and sha256 of the named files in checksums.json."""
     files = {name: directory / name for name in sorted(names)}

@@ -158,7 +158,6 @@ class QuantizationSpec:
 
     @property
     def packs_embeddings(self) -> bool:
-        """Whether embeddings are compressed at all."""
         return self.embedding_bits != DENSE_BITS
 
     @property

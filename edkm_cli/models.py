@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -143,8 +144,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
     with _loading(source):
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
-    if source.gguf_file and hasattr(config, "rope_parameters"):
-        config.rope_parameters = _rope_of_file(source, config.rope_parameters)
+    if source.gguf_file:
+        _take_rest(source, config)
     if dequantize:
         model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
@@ -268,21 +269,27 @@ def llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
-def _rope_of_file(source: ModelSource, rope: dict[str, Any]) -> dict[str, Any]:
-    """The rotary angles of a GGUF file: what transformers reads of them, and linear scaling or LLaMA 3's, which it does not.
+def _take_rest(source: ModelSource, config: Any) -> None:
+    """Give the configuration what transformers does not read of a GGUF file: positions scaled linearly or as LLaMA 3's.
 
-    Raises UserError for positions that are scaled in another way."""
+    Raises UserError for positions that are scaled in another way, and for biases, which it does not read either."""
     from gguf import GGUFReader
 
-    inner = rope.get("full_attention", rope)
-    if inner.get("rope_type", "default") != "default":  # which transformers has read
-        return rope
     with _loading(source):
         reader = GGUFReader(str(source.path))
         said = {
             name.split(".")[-1]: field.contents() for name, field in reader.fields.items() if ".rope.scaling." in name
         }
         factors = [torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"]
+    biases = [one.name for one in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_\w+)\.bias$", one.name)]
+    remedy = "which are not read from GGUF files; give the directory with its safetensors files"
+    if biases and getattr(config, "attention_bias", None) is False:
+        raise UserError(f"--model {source.name} must have no biases, but has {biases[0]} and others, {remedy}")
+    if (rope := getattr(config, "rope_parameters", None)) is None:
+        return
+    inner = rope.get("full_attention", rope)
+    if inner.get("rope_type", "default") != "default":  # which transformers has read
+        return
     right = said.get("type", "none") in ("none", "linear")
     if right and factors:
         of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -292,8 +299,8 @@ def _rope_of_file(source: ModelSource, rope: dict[str, Any]) -> dict[str, Any]:
         inner = {**inner, "rope_type": "linear", "factor": said["factor"]}
     if not right:
         rule = f"--model {source.name} must have plain positions, or scaled as LLaMA 3's or linearly, but has others"
-        raise UserError(f"{rule}, which are not read from GGUF files; give the directory with its safetensors files")
-    return {**rope, "full_attention": inner} if "full_attention" in rope else inner
+        raise UserError(f"{rule}, {remedy}")
+    config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
 
 
 def _decoded_copy(source: ModelSource) -> Path:

@@ -89,7 +89,6 @@ class RunPlan:
 
     @property
     def clustered(self) -> list[Swap]:
-        """The linears that are clustered."""
         return [swap for swap in self.swaps if swap.clustered]
 
     @property

@@ -165,15 +165,23 @@ def check_model(
                 raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
     if name == "any-precision":
         repeated_layers(list(layers))
-    if (form := TARGETS[name].form or name) in KNOWN:
+    form, facts = TARGETS[name].form or name, list[tuple[str, tuple[str, ...], Any]]()
+    if form in KNOWN:
         rope = getattr(architecture, "rope_parameters", None) or {}
         (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")
-        facts = [("decoders of", families, architecture.model_type), ("rotary angles", rotary, kind)]
-        if form == "coreml":
-            facts.append(("activation", ("silu",), getattr(architecture, "hidden_act", "silu")))
-        for what, known, found in facts:
-            if found not in known:
-                raise UserError(f"{form} knows {what} {_listed(known)}, got {found}; choose another format")
+        facts += [("decoders of", families, architecture.model_type), ("rotary angles", rotary, kind)]
+    if form in (*KNOWN, "mlx") and architecture.model_type in GGUF_FAMILIES:  # these engines have one for each family
+        used = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", "silu")
+        gemma = architecture.model_type == "gemma3_text"
+        facts.append(("activation", ("gelu_pytorch_tanh" if gemma else "silu",), used))
+        kinds = getattr(architecture, "layer_types", None) or []
+        every = 6 if form == "gguf" or not gemma else [*kinds, "full_attention"].index("full_attention") + 1
+        in_turn = [f"{'sliding' if gemma and n % every else 'full'}_attention" for n in range(1, len(kinds) + 1)]
+        whose = "of the family's own layers"
+        facts.append(("sliding windows", (whose,), whose if list(kinds) == in_turn else "of others"))
+    for what, known, found in facts:
+        if found not in known:
+            raise UserError(f"{form} knows {what} {_listed(known)}, got {found}; choose another format")
     if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
         rule = f"lut-b has no scale, which moves into other weights of {_listed(SCALED_FAMILIES)}, not"
         raise UserError(f"{rule} of {architecture.model_type}; compress with --lut-scale 1")

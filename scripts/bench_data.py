@@ -175,6 +175,10 @@ def main() -> int:
     if options.once:
         print(json.dumps(start_once(options.once, options.model, options.workers[0])))
         return 0
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+    elif options.generate:
+        parser.error("--generate needs --work, where the text stays")
     if options.generate:
         generate(options.work / "data.jsonl", options.megabytes * 10**6)
         return 0

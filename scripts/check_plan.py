@@ -66,14 +66,13 @@ def compare(case: str, common: list[str], folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", help="default: builtin")
+    parser.add_argument("--data", default="builtin", help="default: builtin, whose labels are learnt, too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--case", action="append", help="flags of a case (repeatable); default: seven cases")
     parser.add_argument("--short", default=SHORT, help="flags of all cases; default: two steps and little text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    common = ["--model", arguments.model, "--device", arguments.device]
-    common += ["--data", arguments.data] if arguments.data else []
+    common = ["--model", arguments.model, "--device", arguments.device, "--data", arguments.data]
     common += shlex.split(arguments.short)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

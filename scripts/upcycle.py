@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,7 +34,11 @@ def upcycled(dense: Any, args: argparse.Namespace) -> Any:
         output_router_logits=True, router_aux_loss_coef=args.balance,
     )  # fmt: skip
     model = MixtralForCausalLM(config).float()
-    model.load_state_dict(dense.state_dict(), strict=False)
+    odd = [
+        name for name in model.load_state_dict(dense.state_dict(), strict=False).unexpected_keys if ".mlp." not in name
+    ]
+    if odd or any(name.endswith(".bias") for name in dense.state_dict()):
+        raise SystemExit(f"a Mixtral has no place for all of this model, such as {(odd or ['its biases'])[0]}")
     with torch.no_grad():
         for layer, one in zip(model.model.layers, dense.model.layers, strict=True):
             matrices = {
@@ -63,7 +68,7 @@ def train_routers(model: Any, ids: torch.Tensor, args: argparse.Namespace) -> di
         losses.append(float(loss.detach()))
         if step % 20 == 19:
             print(f"step {step + 1}: {sum(losses[-20:]) / 20:.4f}", flush=True)
-    return {"first_loss": sum(losses[:10]) / 10, "last_loss": sum(losses[-10:]) / 10}
+    return {"first_loss": fmean(losses[:10]), "last_loss": fmean(losses[-10:])}
 
 
 @torch.no_grad()

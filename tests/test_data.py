@@ -14,8 +14,8 @@ from edkm_cli.data import (
     parse_sources,
     tokenize,
     training_tokens,
-    wikitext_rows,
 )
+from edkm_cli.data.reading import wikitext_rows
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 

@@ -43,6 +43,25 @@ def test_positions_that_are_scaled_in_another_way_are_refused(tmp_path):
         models.load_config(models.resolve(str(tmp_path / "out" / "model.gguf")))
 
 
+def test_biases_that_are_not_read_are_refused(tmp_path):
+    directory = checkpoint(tmp_path / "source", None, attention_bias=True, mlp_bias=True)
+    export_model(directory, "gguf", tmp_path / "out", options=Options())
+    with pytest.raises(UserError, match=r"must have no biases, but has blk\.0.*safetensors"):
+        models.load_config(models.resolve(str(tmp_path / "out" / "model.gguf")))
+
+
+def test_options_that_a_format_has_no_use_for_are_refused(tmp_path):
+    directory = checkpoint(tmp_path / "source", None)
+    for given, message in (
+        (["--dtype", "bfloat16"], "writes number formats of its own, whatever --dtype"),
+        (["--cache"], "cache is for --to coreml"),
+        (["--sequence-length", "7-9"], "sequence_length is for --to coreml"),
+    ):
+        assert message in refused("export", directory, "--to", "gguf", *given, "-o", tmp_path / "out")
+    base = ["--base-gguf", tmp_path / "x.gguf"]
+    assert "base_gguf is for --to gguf" in refused("export", directory, "--to", "dense", *base, "-o", tmp_path / "out")
+
+
 def test_another_models_file_gives_its_tokenizer_and_nothing_else(ids, text_file, tmp_path):
     directory = checkpoint(tmp_path / "source", None)
     other = checkpoint(tmp_path / "other", {"rope_type": "default", "rope_theta": 777.0}, intermediate_size=192)

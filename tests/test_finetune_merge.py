@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import edkm_cli
@@ -74,6 +75,20 @@ def test_the_decoded_copy_is_the_adapted_model(tmp_path, ids, model):
         teacher = decoded_copy(merged)
         torch.testing.assert_close(teacher(ids).logits, wanted, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(merged(ids).logits, wanted, rtol=1e-3, atol=1e-3)  # rounded to nearest, it is another
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["v_proj"]}, {"lora_bias": True}])
+def test_an_adapter_that_cannot_be_merged_is_refused_with_a_line(tmp_path, more):
+    packed = edkm_cli.load(export(*cluster(tiny_llama()), tmp_path), dtype=torch.float32)
+    model = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], **more))
+    with pytest.raises(UserError, match="merge"):
+        cluster_again(model.eval(), Clustering(3, "row:1", "float16"))
+
+
+def test_one_scale_of_all_tables_stays(tmp_path):
+    export(*cluster(tiny_llama(), lut_dtype="float8_e4m3fn", lut_scale=2.0**-4), tmp_path)
+    _, merge = again(tmp_path, updated=True)
+    assert {layer.clustering.lut_scale for layer in clustered_layers(merge()).values()} == {2.0**-4}
 
 
 def test_an_adapter_that_is_not_finite_is_refused(tmp_path):

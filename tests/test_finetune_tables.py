@@ -15,6 +15,7 @@ from edkm_cli.clustering import lookup
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, build_distill_config
+from edkm_cli.granularity import MULTIPLES
 from edkm_cli.nn.clustered import Clustering, hold_packed, lut_layers
 from edkm_cli.packing import unpack
 from edkm_cli.train.loop import Metrics
@@ -67,6 +68,19 @@ def test_gradients_of_tables_are_those_of_a_dense_model_summed_by_entry(tmp_path
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.testing.assert_close(parameter.grad, dense.get_parameter(name).grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("palette", "bits"), MULTIPLES)
+def test_tables_of_k_quants_are_held_as_they_are_and_have_gradients(palette, bits, tmp_path, ids):
+    form = {"bits": bits, "granularity": f"block:1x{MULTIPLES[palette, bits][0]}", "lut_dtype": "int8"}
+    mixed = {"palette": palette, "embedding_group": 32}
+    model = cluster(tiny_llama(hidden=256, inner=256), palette=palette, mixed=mixed, **form)
+    model = edkm_cli.load(export(*model, tmp_path), dtype=torch.float32)
+    before = model(ids).logits
+    hold_packed(model, Clustering(*form.values(), palette=palette))
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(bool(layer.centroids.grad.isfinite().all()) for layer in lut_layers(model).values())
 
 
 @pytest.fixture(scope="module")

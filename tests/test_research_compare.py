@@ -302,6 +302,7 @@ class TestSettings:
         entry = Entry.parse(text)
         assert dict(entry.options) == options
         assert Entry.parse(entry.label) == entry
+        assert Entry.parse("gguf:a/b.gguf").slug != Entry.parse("gguf:a-b.gguf").slug
         assert set(entry.slug) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.=")
 
     def test_yaml_takes_mappings_and_flags_override_it(self, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from edkm_cli.data import wikitext_rows
+from edkm_cli.data.reading import wikitext_rows
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "get_wikitext2.py"
 ROWS = ["", " = A title = \n", "", " The first paragraph , with <unk> and “ quotes ” . \n", " A second one .\n", ""]

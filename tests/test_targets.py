@@ -14,6 +14,18 @@ def architecture(kind="llama", **more):
     return AutoConfig.for_model(kind, **more)
 
 
+def gemma(*kinds):
+    return architecture(
+        "gemma3_text", num_hidden_layers=len(kinds), layer_types=[f"{kind}_attention" for kind in kinds]
+    )
+
+
+@pytest.mark.parametrize("name", ["gguf:q8_0", "mlx:4"])
+def test_gemma_fits_with_windows_where_the_engine_has_them(name):
+    check_model(name, gemma(*["sliding"] * 5, "full", "sliding"), LAYERS, lut_scale=1.0)
+    check_model(name, architecture("gemma3_text"), LAYERS, lut_scale=1.0)
+
+
 @pytest.mark.parametrize("name", ["squeezellm", "any-precision", "coreml", "lut-b"])
 def test_an_ordinary_decoder_fits_every_target(name):
     check_model(name, architecture(), LAYERS, lut_scale=0.0625)
@@ -30,6 +42,17 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("lut-b", architecture("qwen3"), LAYERS, "not of qwen3; compress with --lut-scale 1"),
         ("gguf:q4_0", architecture("gemma2"), LAYERS, "gguf knows decoders of llama, mistral, .* got gemma2"),
         ("gguf:q4_0", architecture(rope_parameters=DYNAMIC), LAYERS, "gguf knows rotary angles .* got dynamic"),
+        ("gguf:q8_0", architecture(hidden_act="relu"), LAYERS, "gguf knows activation silu, got relu"),
+        ("mlx:4", architecture("qwen2", hidden_act="gelu"), LAYERS, "mlx knows activation silu, got gelu"),
+        (
+            "gguf:q8_0",
+            gemma("full", "sliding", "full"),
+            LAYERS,
+            "gguf knows sliding windows of the family's own layers",
+        ),
+        ("gguf:q8_0", gemma("sliding", "full"), LAYERS, "gguf knows sliding windows"),
+        ("mlx:4", gemma("full", "sliding", "full"), LAYERS, "mlx knows sliding windows"),
+        ("gguf:q8_0", architecture("qwen2", layer_types=["sliding_attention"] * 32), LAYERS, "knows sliding windows"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):

@@ -12,13 +12,11 @@
 """
 
 from edkm_cli.data.blocks import Batch, Blocks
-from edkm_cli.data.reading import wikitext_rows
-from edkm_cli.data.sources import ALPACA, BUILTIN, SELF, WIKITEXT2, Source, parse_source, parse_sources
+from edkm_cli.data.sources import BUILTIN, Source, parse_source, parse_sources
 from edkm_cli.data.store import TokenStore, store_of
 from edkm_cli.data.training import (
     TrainingData,
     load_documents,
-    measured_split,
     open_training_data,
     overlaps,
     require_held_out,

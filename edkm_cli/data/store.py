@@ -185,9 +185,9 @@ def file_digest(path: Path) -> str:
     return _digest(path.stat().st_size, read)
 
 
-def disk_error(error: OSError, directory: Path) -> UserError:
+def disk_error(
+    error: OSError, directory: Path, *, what: str = "tokens", variable: str = "EDKM_TOKEN_CACHE"
+) -> UserError:
     """The one line for a cache that cannot be written."""
-    return UserError(
-        f"tokens are kept in {directory}, which cannot be written to ({error.strerror or error}); free some room there, "
-        "or set EDKM_TOKEN_CACHE to another directory"
-    )
+    rule = f"{what} are kept in {directory}, which cannot be written to ({error.strerror or error})"
+    return UserError(f"{rule}; free some room there, or set {variable} to another directory")

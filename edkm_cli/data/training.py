@@ -211,22 +211,16 @@ def _require_same(source: Source, identity: dict[str, Any]) -> None:
 
 def _identity(source: Source) -> dict[str, Any]:
     """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
-    if source.kind == "files":
-        files = []
-        for path in source.files:
-            samples = hashlib.sha256()
-            with refusing(source.option, path), open(path, "rb") as file:
-                facts = path.stat()
-                for index in range(_SAMPLES):
-                    file.seek(facts.st_size * index // _SAMPLES)
-                    samples.update(file.read(_SAMPLE_BYTES))
-            files.append([str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()])
-        return {"files": files}
-    folder = Path(source.repository or "")  # with the hub's layout, on this machine
-    paths = (
-        sorted(path for path in folder.rglob("*") if path.is_file()) if source.repository and folder.is_dir() else []
-    )
-    files = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    folder, files = Path(source.repository or ""), []  # on this machine, it has the hub's layout
+    here = sorted(path for path in folder.rglob("*") if path.is_file()) if source.repository and folder.is_dir() else []
+    for path in source.files or here:
+        samples = hashlib.sha256()
+        with refusing(source.option, path), open(path, "rb") as file:
+            facts = path.stat()
+            for index in range(_SAMPLES):
+                file.seek(facts.st_size * index // _SAMPLES)
+                samples.update(file.read(_SAMPLE_BYTES))
+        files.append([str(path.absolute()), facts.st_size, facts.st_mtime_ns, samples.hexdigest()])
     return {"repository": source.repository, "config": source.config, "split": source.split, "files": files}
 
 

@@ -54,7 +54,6 @@ class EvalConfig:
 
     @property
     def benchmarks(self) -> list[str]:
-        """The names of `tasks`."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
     @property

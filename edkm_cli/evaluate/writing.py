@@ -18,7 +18,6 @@ from transformers import GenerationConfig
 
 from edkm_cli.progress import Track, no_progress
 
-MOST = 64  # prompts in the file
 _NEW_TOKENS = 48
 _AT_ONCE = 16  # prompts in a batch
 _REPEATED = 4  # tokens in a row that stand in the same text before
@@ -116,7 +115,6 @@ def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def _ends(model: Any) -> list[int]:
-    """The tokens that end a text."""
     given = model.generation_config.eos_token_id
     return given if isinstance(given, list) else [] if given is None else [given]
 

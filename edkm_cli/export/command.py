@@ -29,6 +29,7 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import apart
 
 RECORD = "export.json"
+_ONLY_OF = {"sequence_length": "coreml", "cache": "coreml", "base_gguf": "gguf"}
 
 
 def export_model(
@@ -48,6 +49,12 @@ def export_model(
     if to != "dense":
         require_fit(to, source)
     form.check(source, options)
+    for name, of in _ONLY_OF.items():
+        if to.partition(":")[0] != of and getattr(options, name) != getattr(Options, name):
+            raise UserError(f"{name} is for --to {of}, but not for --to {to}; leave it out")
+    written = form.facts(source, options).get("dtype", "number formats of its own")
+    if options.dtype not in ("auto", written):
+        raise UserError(f"--to {to} writes {written}, whatever --dtype {options.dtype} says; leave it out")
     tokens = None
     if options.verify == "perplexity":  # the text is read before the work
         late = models.LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))

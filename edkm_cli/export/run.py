@@ -145,7 +145,9 @@ class Session:
             self.data = self.data.with_written(data.store_of(as_long.numpy()))
             self.lay_out()
             sha256 = (self.unfinished or {}).get("text_sha256")
-            self.take_text(self._new_text(layers) if sha256 is None else self._kept_text(sha256))
+            self.text = self._new_text(layers) if sha256 is None else self._kept_text(sha256)
+            self.data = self.data.with_written(data.store_of(self.text.numpy()))
+            self._overlap = data.overlaps(self.data, self._documents, say=lambda line: None)
             self.lay_out()
 
     def _new_text(self, layers: Layers) -> Tensor:
@@ -165,11 +167,6 @@ class Session:
             rule = f"--resume needs the text that the model wrote for this run, but {path} is damaged or missing"
             raise UserError(f"{rule}; start again with --overwrite", everywhere=True)
         return self.world.broadcast_whole(text)
-
-    def take_text(self, text: Tensor) -> None:
-        """Take up a text that a model has written, (sequences, length) token ids."""
-        self.text, self.data = text, self.data.with_written(data.store_of(text.numpy()))
-        self._overlap = data.overlaps(self.data, self._documents, say=lambda line: None)
 
     def measure_original(self, layers: Layers) -> None:
         """Measure the uncompressed model, and remember what later stages are compared with."""

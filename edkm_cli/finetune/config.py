@@ -61,11 +61,13 @@ class FinetuneConfig(TrainingSettings, TextSettings):
         """What no single value shows."""
         found = []
         if self.train == TABLES:
-            lora = {"lora_rank": None, "lora_alpha": None, "target_modules": ("all-linear",)}
+            lora = {"lora_rank": None, "lora_alpha": None, "target_modules": ("all-linear",), "weight_decay": 0.0}
             given = [name for name, default in lora.items() if getattr(self, name) != default]
             found += [f"{name} is of an adapter, but train is {TABLES}; leave one out" for name in given]
         elif self.reference:
             found.append(f"reference teaches tables, but train is {self.train}; use train {TABLES}")
+        if self.train != TABLES and self.lut_learning_rate != FinetuneConfig.lut_learning_rate:
+            found.append(f"lut_learning_rate is of tables, but train is {self.train}; leave one out")
         if self.label_weight is not None and not self.reference:
             found.append("label_weight stands beside a reference's predictions, but there is none; leave it out")
         return found

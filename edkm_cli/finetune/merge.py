@@ -19,7 +19,7 @@ from torch import nn
 from edkm_cli import models
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, explained
 from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
@@ -30,7 +30,7 @@ from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.session import WEIGHTS, PackedSession, adapted_layers, check_adapter, load_adapter
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
-from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of
+from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of, with_scale_of
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
@@ -200,7 +200,11 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
     is_tied = getattr(base.config, "tie_word_embeddings", False)
     tied = getattr(base.get_input_embeddings(), "weight", None) if is_tied else base
     tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
-    for name, module in list(base.named_modules()):
+    modules = dict(base.named_modules())
+    clustering = with_scale_of([m for m in modules.values() if isinstance(m, PalettizedLinear)], clustering)
+    for name, module in modules.items():
+        if isinstance(module, PackedModule) and (".original_module" in name or ".modules_to_save" in name):
+            raise UserError(f"an adapter that has a copy of a packed matrix cannot be merged, but this one has {name}")
         if isinstance(module, PalettizedLinear):
             path = name.removesuffix(".base_layer")
             tables[path] = parameters_of(module), replace(clustering, bits=module.bits, granularity=module.granularity)
@@ -212,7 +216,8 @@ def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
                 f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own, or is the "
                 "other embedding, too, and cannot be merged into; train an adapter with --target-modules all-linear"
             )
-    merged = model.merge_and_unload()
+    with explained("peft cannot merge the adapter"):
+        merged = model.merge_and_unload()
     for path, (table, own) in tables.items():
         linear = merged.get_submodule(path)
         assert isinstance(linear, nn.Linear)

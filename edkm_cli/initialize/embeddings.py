@@ -54,8 +54,7 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
     factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
     passed_on = (factor / factor.diagonal()[:, None]).float()
 
-    effect = torch.empty_like(by_size, dtype=torch.float32)
-    effect[by_size] = factor.diagonal().pow(-2).float()
+    effect = factor.diagonal()[by_size.argsort()].pow(-2).float()
 
     def rounded(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Levels low..high of a weight, whose numbers each have a scale, all (rows, columns) float32; what they cost."""

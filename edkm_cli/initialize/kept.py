@@ -14,7 +14,6 @@ need: tables and rounded embeddings, and the hidden states of the text at the en
     checkpoints/start/begun.safetensors, states.N.safetensors, progress.json
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from edkm_cli.distributed import World, assign
 from edkm_cli.errors import UserError
-from edkm_cli.files import sha256_of, sync, write_json
+from edkm_cli.files import sha256_of, sync, whole_record, write_json
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.clustered import clustered_layers
 from edkm_cli.nn.hooks import decoder_layers
@@ -90,12 +89,8 @@ class KeptStart:
         """state.json of a whole start, every file checked; None where there is none."""
 
         def read() -> dict[str, Any] | None:
-            try:
-                state = json.loads((self.directory / file).read_text(encoding="utf-8"))
-                whole = all(sha256_of(self.directory / name) == sha256 for name, sha256 in state["files"].items())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                return None
-            return state if whole and isinstance(state.get("module_bits"), dict) else None
+            state = whole_record(self.directory / file)
+            return state if state and isinstance(state.get("module_bits"), dict) else None
 
         return self._world.on_main(read)
 

@@ -11,7 +11,7 @@ dL/dW over the weights that chose it. Tables are rounded to the checkpoint's num
 passes straight through the rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -317,11 +317,17 @@ def _train_tables(model: nn.Module) -> None:
         parameter.requires_grad_(parameter.dim() == 1 or name.endswith("centroids"))
 
 
+def with_scale_of(layers: Iterable[PalettizedLinear], clustering: Clustering) -> Clustering:
+    """float8 tables keep their scale where all have one, as some runtimes need it."""
+    scales = {float(scale) for m in layers if (scale := m._buffers.get("lut_scale")) is not None and scale.numel() == 1}
+    one = len(scales) == 1 and clustering.lut_dtype.startswith("float8")
+    return replace(clustering, lut_scale=scales.pop() if one else None)
+
+
 def hold_packed(model: nn.Module, clustering: Clustering) -> None:
-    """`hold` for packed linears. float8 tables keep their scale where all have one, as some runtimes need it."""
+    """`hold` for packed linears."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PalettizedLinear)}
-    scales = {float(scale) for m in layers.values() if (scale := m._buffers.get("lut_scale")) is not None}
-    clustering = replace(clustering, lut_scale=scales.pop() if len(scales) == 1 else None)
+    clustering = with_scale_of(layers.values(), clustering)
     for name, layer in layers.items():
         own = replace(clustering, bits=layer.bits, granularity=layer.granularity)
         model.set_submodule(name, HeldLinear(layer, layer.indices, parameters_of(layer), own, name=name))

@@ -19,12 +19,10 @@ _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of `template`.jinja."""
     return _environment().get_template(f"{template}.jinja").render(values)
 
 
 def chart(name: str, **values: Any) -> Markup:
-    """A chart by the macro of that name in charts.jinja."""
     return Markup(getattr(_environment().get_template("charts.jinja").module, name)(**values).strip())
 
 
@@ -46,7 +44,6 @@ def figure(value: float) -> str:
 
 
 def fixed(value: float) -> str:
-    """A perplexity as text."""
     return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
 
 

@@ -60,11 +60,9 @@ class EdkmVllmConfig(QuantizationConfig):
             raise refused(str(error), remedy="") from None
 
     def get_name(self) -> str:
-        """The method's name in config.json."""
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What `--dtype` may be."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     @classmethod
@@ -74,7 +72,6 @@ class EdkmVllmConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Files beside config.json that are read: none."""
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:

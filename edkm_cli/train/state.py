@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from edkm_cli.config import CHECKPOINTS
 from edkm_cli.distributed import ALONE, World, assign, local
 from edkm_cli.errors import UserError
-from edkm_cli.files import sha256_of, sync, write_json
+from edkm_cli.files import sha256_of, sync, whole_record, write_json
 from edkm_cli.initialize.kept import read_whole
 from edkm_cli.model_files import save_tensors
 
@@ -54,8 +54,8 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
         save_tensors(unfinished / "state.safetensors", tensors, self._world)
         if self._world.main:
-            sha256 = sha256_of(unfinished / "state.safetensors")
-            write_json(unfinished / "state.json", {"step": step, "sha256": sha256, "numbers": numbers})
+            files = {"state.safetensors": sha256_of(unfinished / "state.safetensors")}
+            write_json(unfinished / "state.json", {"step": step, "files": files, "numbers": numbers})
             sync(unfinished)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(unfinished, target)
@@ -73,13 +73,9 @@ class Checkpoints:
 
     def _newest(self) -> dict[str, Any]:
         """state.json of the newest whole checkpoint, with its path; step 0 where there is none."""
-        for candidate in reversed(self._all()):
-            try:
-                state = json.loads((candidate / "state.json").read_text(encoding="utf-8"))
-                if sha256_of(candidate / "state.safetensors") == state["sha256"]:
-                    return {**state, "step": int(state["step"]), "path": str(candidate / "state.safetensors")}
-            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue  # damaged: an older one will do
+        for candidate in reversed(self._all()):  # where one is damaged, an older one will do
+            if (state := whole_record(candidate / "state.json")) and isinstance(state.get("step"), int):
+                return {**state, "path": str(candidate / "state.safetensors")}
         return {"step": 0}
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -13,7 +13,6 @@ run keeps its own.
 """
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.data.cache import locked
+from edkm_cli.data.store import disk_error
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.files import require_room, sha256_of, write_json
+from edkm_cli.files import require_room, sha256_of, whole_record, write_json
 from edkm_cli.models import cache_directory
 from edkm_cli.nn.hooks import evaluating
 from edkm_cli.nn.parts import Parts
@@ -125,7 +125,7 @@ def remember(
         together = world if world.sharded else ALONE
         with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together):
             _forget_unused(path, say)
-            if not _whole(path, facts):
+            if whole_record(facts) is None:
                 path.unlink(missing_ok=True)
                 # The same sequences pass together after a kill as without one: sums depend on what is multiplied with what.
                 passes = [places[first : first + at_once] for first in range(0, len(places), at_once)]
@@ -145,27 +145,18 @@ def remember(
                             file.flush()
                             os.fsync(file.fileno())
                 os.replace(partial, path)
-                write_json(facts, {"sha256": sha256_of(path)})
+                write_json(facts, {"files": {path.name: sha256_of(path)}})
             elif world.sharded:
                 for _ in range(world.largest(0)):
                     compute(places[:at_once])
             os.utime(path)
     except OSError as error:
-        raise UserError(
-            f"the uncompressed model's states are kept in {path.parent}, which cannot be written to "
-            f"({error.strerror or error}); free some room there, or set EDKM_CACHE to another directory"
-        ) from error
+        what = "the uncompressed model's states"
+        raise disk_error(error, path.parent, what=what, variable="EDKM_CACHE") from error
     parts.release()
     if mixed_precision == "bf16":
         parts.round_linears()
     return RememberedTeacher(path, rows, shape, dtype, parts)
-
-
-def _whole(path: Path, facts: Path) -> bool:
-    try:
-        return bool(json.loads(facts.read_text(encoding="utf-8"))["sha256"] == sha256_of(path))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def _forget_unused(path: Path, say: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ A method is written `name` or `name:option=value:option=value`, in YAML also as 
 Nothing here imports torch.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,8 +135,10 @@ class Entry:
 
     @property
     def slug(self) -> str:
-        """The label as the name of a file."""
-        return re.sub(r"[^A-Za-z0-9.=_]+", "-", self.label.replace(":", "_"))
+        """The label as the name of a file; where that loses something, with a digest."""
+        label = self.label.replace(":", "_")
+        name = re.sub(r"[^A-Za-z0-9.=_]+", "-", label)
+        return name if name == label else f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
 
 
 def _text(value: Any) -> str:
