@@ -25,6 +25,8 @@ def train_adapter(
     model = edkm_cli.load(directory, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    if len(ids) < length:
+        sys.exit(f"the text must have at least {length} tokens, but has {len(ids)}")
     blocks = ids[: len(ids) // length * length].view(-1, length)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.train()

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 import edkm_cli
+from edkm_cli.errors import UserError
 
 
 def continue_text(directory: str | Path, prompt: str, *, max_new_tokens: int = 40) -> str:
@@ -29,4 +30,7 @@ def continue_text(directory: str | Path, prompt: str, *, max_new_tokens: int = 4
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(f"usage: {sys.argv[0]} DIRECTORY PROMPT")
-    print(continue_text(sys.argv[1], sys.argv[2]))
+    try:
+        print(continue_text(sys.argv[1], sys.argv[2]))
+    except UserError as error:  # one line: the rule, the value, the remedy
+        sys.exit(str(error))

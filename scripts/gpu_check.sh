@@ -5,7 +5,7 @@
 #     PARTS="kernels held" scripts/gpu_check.sh   some parts only
 #     DEVICE=cpu scripts/gpu_check.sh out/check   the same steps on a CPU, with tiny shapes
 #
-# Models are random, of LLaMA's shape; nothing is downloaded. A part that fails or that this machine cannot run does not
+# Paths are relative to the checkout. Models are random, of LLaMA's shape; nothing is downloaded. A part that fails or that this machine cannot run does not
 # stop the others. The summary is gpu_check_MACHINE_DATE.json; the exit status is 1 if a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2

@@ -5,7 +5,7 @@
 #     scripts/llama_7b_node.sh
 #     CONFIG=configs/paper_llama7b_3bit.yaml scripts/llama_7b_node.sh       the paper's recipe, sharded
 #
-# Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
+# Paths are relative to the checkout. Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
 # `accelerate launch --num-processes 8 -m edkm_cli compress ...` does the same as torchrun does here.
 set -euo pipefail
 cd "$(dirname "$0")/.."

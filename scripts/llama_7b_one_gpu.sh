@@ -5,7 +5,7 @@
 #     scripts/llama_7b_one_gpu.sh
 #     MODEL=meta-llama/Llama-2-7b-hf OUTPUT=out/llama-2 scripts/llama_7b_one_gpu.sh --steps 1000
 #
-# Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
+# Paths are relative to the checkout. Arguments go to `edkm compress`. Started again after a stop, it continues from the newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

@@ -48,13 +48,18 @@ def main() -> None:
     """Parse, build, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", help="that of an alias of configs/models.yaml, such as llama-7b")
+    shapes = {name: known["architecture"] for name, known in aliases().items() if "architecture" in known}
+    parser.add_argument("--shape", choices=shapes, metavar="ALIAS", help="of configs/models.yaml, such as llama-7b")
     parser.add_argument("--hidden", type=int, default=64, help="without --shape: a multiple of 8")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.hidden <= 0 or arguments.hidden % 8 or arguments.layers <= 0:
+        parser.error(
+            f"--hidden must be a multiple of 8 and --layers positive, got {arguments.hidden}, {arguments.layers}"
+        )
     generator = torch.Generator().manual_seed(arguments.seed)
-    shape = aliases()[arguments.shape]["architecture"] if arguments.shape else small(arguments.hidden)
+    shape = shapes[arguments.shape] if arguments.shape else small(arguments.hidden)
     hidden = shape["hidden_size"]
     config = LlamaConfig(
         **{key: value for key, value in shape.items() if key != "model_type"} | {"num_hidden_layers": arguments.layers},
