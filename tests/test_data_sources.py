@@ -2,9 +2,9 @@
 
 import pytest
 
-from edkm_cli.data import load_documents, parse_source, parse_sources, require_held_out
+from edkm_cli.data import load_documents, parse_source, parse_sources
 from edkm_cli.data.sources import repeated
-from edkm_cli.data.training import measured_split
+from edkm_cli.data.training import measured_split, require_held_out
 from edkm_cli.errors import UserError
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.config import CHECKPOINTS, TextSettings
+from edkm_cli.data.training import overlaps, require_held_out, unchanged
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
 from edkm_cli.errors import UserError
@@ -88,7 +89,7 @@ class Session:
         what a model is yet to write. Raises UserError where a text cannot be had, or changes while it is read."""
         config, say = part_of(TextSettings, self.config), self.watch.say
         self._token_limit = token_limit
-        with data.unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
+        with unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
             self._documents = evaluation_documents(config, self.sources, self.tokenizer)
             self.measured = Measurements(
                 {name: data.tokenize(text, self.tokenizer) for name, text in self._documents.items()},
@@ -100,7 +101,7 @@ class Session:
             about: dict[str, Any] = {"options": config, "token_limit": token_limit, "say": say}
             about["written"] = NOT_WRITTEN if self.writes_text else None
             self.data = data.open_training_data(self.sources, self.tokenizer, **about)
-        self._overlap = data.overlaps(self.data, self._documents, say=say)
+        self._overlap = overlaps(self.data, self._documents, say=say)
 
     def lay_out(self) -> None:
         """Divide the training text into blocks. Raises UserError where it is too short."""
@@ -147,7 +148,7 @@ class Session:
             sha256 = (self.unfinished or {}).get("text_sha256")
             self.text = self._new_text(layers) if sha256 is None else self._kept_text(sha256)
             self.data = self.data.with_written(data.store_of(self.text.numpy()))
-            self._overlap = data.overlaps(self.data, self._documents, say=lambda line: None)
+            self._overlap = overlaps(self.data, self._documents, say=lambda line: None)
             self.lay_out()
 
     def _new_text(self, layers: Layers) -> Tensor:
@@ -270,7 +271,7 @@ def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tok
         held_out = name != text
         source = data.parse_source(text, "--data" if held_out else "--eval-data")
         if not held_out:
-            data.require_held_out(list(texts), source)
+            require_held_out(list(texts), source)
         documents[name] = data.load_documents(
             source, "test" if held_out else None, tokenizer=tokenizer, options=config, characters=needed
         )
