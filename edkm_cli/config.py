@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, palette_faults
+from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, table_faults
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
@@ -55,7 +55,7 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
     if config.lut_scale is not None and config.lut_dtype != "float8_e4m3fn":
         found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {config.lut_dtype}; leave it out")
-    found += palette_faults(config.palette, config.bits, Granularity.parse(config.granularity), config.lut_dtype)
+    found += table_faults(config.palette, config.bits, Granularity.parse(config.granularity), config.lut_dtype)
     if config.palette != FREE and (config.mode != "straight-through" or config.method != "edkm"):
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
     found += _about_bits(config)
@@ -90,7 +90,7 @@ def _about_bits(config: Any) -> list[str]:
         found.append(f"target {target} says what its tables are; leave {given} out")
     for override in map(Override.parse, config.overrides):
         about = override.bits or bits, override.granularity or Granularity.parse(config.granularity)
-        faults = palette_faults(config.palette, *about, config.lut_dtype)
+        faults = table_faults(config.palette, *about, config.lut_dtype)
         found += [f"overrides of {override.pattern}: {fault}" for fault in faults]
     if config.target_size and config.allocation == "uniform":
         found.append("target_size is met by an average number of bits; use allocation sensitivity")

@@ -44,12 +44,12 @@ def named(error: BaseException, most: int = 160) -> str:
 
 @contextmanager
 def explained(rule: str, remedy: str = "") -> Iterator[None]:
-    """Whatever fails inside, in a library that has errors of its own, is `rule (what it was)remedy`; a UserError and a lack
-    of memory or disk say more by themselves."""
+    """Whatever fails inside, in a library that has errors of its own, is `rule (what it was)remedy`; errors of ours and a
+    lack of memory or disk say more by themselves."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or shortage(error) is not None:
+        if isinstance(error, (UserError, PeerLost, Preempted)) or shortage(error) is not None:
             raise
         raise UserError(f"{rule} ({named(error)}){remedy}") from error
 

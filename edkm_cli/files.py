@@ -104,7 +104,8 @@ def whole_record(path: Path) -> dict[str, Any] | None:
     """A record of ours with `files`, the sha256 by name of files beside it; None where it or one of them is damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(sha256_of(path.with_name(name)) == sha256 for name, sha256 in record["files"].items())
+        files = record.get("files") or {f"{path.stem}.safetensors": record["sha256"]}  # as it was before
+        whole = all(sha256_of(path.with_name(name)) == sha256 for name, sha256 in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return record if whole else None

@@ -16,16 +16,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.files import read_json
-from edkm_cli.granularity import (
-    E3M4,
-    FREE,
-    LARGEST,
-    LUT_DTYPES,
-    SUPER_BLOCK,
-    Granularity,
-    palette_faults,
-    table_numbers,
-)
+from edkm_cli.granularity import E3M4, FREE, LARGEST, LUT_DTYPES, SUPER_BLOCK, Granularity, table_faults, table_numbers
 from edkm_cli.packing import MAX_BITS, MIN_BITS, Part, packed_width, parts_faults, parts_of, stored_dtype
 
 QUANT_METHOD = "edkm"
@@ -113,7 +104,7 @@ class QuantizationSpec:
                 raise UserError("module_granularity must map module names to tiles")
             tiles = {self.granularity, *map(Granularity.parse, self.module_granularity.values())}
             for bits, granularity in product({self.bits, *self.module_bits.values()}, tiles) if not faults else ():
-                faults += palette_faults(self.palette, bits, granularity, self.lut_dtype)
+                faults += table_faults(self.palette, bits, granularity, self.lut_dtype)
         except UserError as error:
             faults.append(str(error))
         if faults:

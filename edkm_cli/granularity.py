@@ -50,7 +50,7 @@ def table_numbers(palette: str, bits: int) -> int:
     return 2**bits if palette == FREE else 2 if palette == AFFINE else 1
 
 
-def palette_faults(palette: str, bits: float, granularity: "Granularity", lut_dtype: str) -> list[str]:
+def table_faults(palette: str, bits: float, granularity: "Granularity", lut_dtype: str) -> list[str]:
     """What keeps tables of a palette from being stored: one sentence each."""
     if not isinstance(palette, str) or palette not in PALETTES:
         return [f"palette must be one of {', '.join(PALETTES)}, got {palette!r:.60}"]

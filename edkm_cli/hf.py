@@ -93,7 +93,8 @@ class EdkmQuantizer(HfQuantizer):
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
         dequantize_model(model, getattr(torch, name))
         if name != str(model.config.dtype).removeprefix("torch."):  # the rest, too, where another one was asked for
-            nn.Module.to(model, getattr(torch, name))
+            for tensor in model.state_dict(keep_vars=True).values():  # not what is computed, as rotary frequencies are
+                tensor.data = tensor.data.to(getattr(torch, name)) if tensor.is_floating_point() else tensor.data
             model.config.dtype = getattr(torch, name)
         model.__dict__.pop("_weight_conversions", None)  # it has the names of its family again
         return model

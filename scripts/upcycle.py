@@ -68,7 +68,7 @@ def train_routers(model: Any, ids: torch.Tensor, args: argparse.Namespace) -> di
         losses.append(float(loss.detach()))
         if step % 20 == 19:
             print(f"step {step + 1}: {sum(losses[-20:]) / 20:.4f}", flush=True)
-    return {"first_loss": fmean(losses[:10]), "last_loss": fmean(losses[-10:])}
+    return {"first_loss": fmean(losses[:10] or [0.0]), "last_loss": fmean(losses[-10:] or [0.0])}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edkm_cli.cli import runs as command
-from edkm_cli.errors import UserError, explained, shortage
+from edkm_cli.errors import PeerLost, UserError, explained, shortage
 from families import family
 from helpers import byte_tokenizer, run
 
@@ -74,6 +74,6 @@ def test_what_a_library_raises_is_explained_and_a_shortage_is_not_blamed_on_the_
         explained("it does not load", "; fetch it again"),
     ):
         raise KeyError("a")
-    for error in (UserError("clear"), MemoryError(), RuntimeError("CUDA out of memory")):
+    for error in (UserError("clear"), MemoryError(), RuntimeError("CUDA out of memory"), PeerLost("gone")):
         with pytest.raises(type(error), match=re.escape(str(error))), explained("it does not load"):
             raise error

@@ -61,4 +61,7 @@ def test_a_container_s_limit_counts_as_the_machine_s_memory(tmp_path):
     assert list(group_limits("0::/jobs/7\n", tmp_path)) == [4096]
     assert list(group_limits("5:cpu:/\n4:memory:/docker/a\n", tmp_path)) == [8192]
     assert list(group_limits("0::/\n", tmp_path)) == []
+    (tmp_path / "slice:cri:12").mkdir()
+    (tmp_path / "slice:cri:12" / "memory.max").write_text("512\n")
+    assert list(group_limits("0::/slice:cri:12\n", tmp_path)) == [512]
     assert physical_bytes() <= psutil.virtual_memory().total

@@ -1,5 +1,6 @@
 """A GGUF file is the checkpoint it was made from, whoever gave its tokenizer, and reads back with its scaled positions."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,27 @@ def test_biases_that_are_not_read_are_refused(tmp_path):
     export_model(directory, "gguf", tmp_path / "out", options=Options())
     with pytest.raises(UserError, match=r"must have no biases, but has blk\.0.*safetensors"):
         models.load_config(models.resolve(str(tmp_path / "out" / "model.gguf")))
+
+
+def test_biases_of_norms_are_read(tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "x.gguf", "nemotron")
+    for name, value in (
+        ("context_length", 64),
+        ("embedding_length", 8),
+        ("block_count", 1),
+        ("feed_forward_length", 8),
+    ):
+        writer.add_uint32(f"nemotron.{name}", value)
+    writer.add_uint32("nemotron.attention.head_count", 2)
+    writer.add_tensor("blk.0.ffn_norm.bias", np.zeros(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = models.load_config(models.resolve(str(tmp_path / "x.gguf")))
+    assert (config.model_type, config.attention_bias) == ("nemotron", False)
 
 
 def test_options_that_a_format_has_no_use_for_are_refused(tmp_path):

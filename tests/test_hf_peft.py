@@ -153,3 +153,13 @@ def test_transformers_trainer_trains_it(packed, ids, tmp_path, checkpointing):
     assert all(not torch.equal(parameter, before[name]) for name, parameter in adapters(model).items())
     with pytest.raises(ValueError, match="purely quantized"):
         Trainer(edkm_cli.load(packed), options, train_dataset=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_decoded_to_another_dtype_is_as_if_loaded_in_it(packed, ids, dtype):
+    model, wanted = edkm_cli.load(packed, dtype=torch.float32), edkm_cli.load(packed, dtype=dtype)
+    model.dequantize(dtype)
+    wanted.dequantize()
+    assert model.dtype == model.config.dtype == dtype
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model(ids).logits, wanted(ids).logits)

@@ -182,13 +182,17 @@ def test_a_run_killed_in_the_teachers_pass_resumes_to_the_same_weights(
 
 def test_of_processes_that_work_together_none_has_its_lock_before_the_first_has(tmp_path):
     class Together:  # two threads in place of two processes
-        barrier = Barrier(2)
+        barrier, outcome = Barrier(2), []
 
         def __init__(self, main):
             self.main = main
 
         def on_main(self, work):
+            self.outcome += [work()] if self.main else []
             self.barrier.wait(60)
+            value = self.outcome[-1]
+            self.barrier.wait(60)
+            return value
 
     def process(rank):
         with locked(tmp_path / f"{rank}.lock", said.put, "busy", Together(rank == 0)):

@@ -45,7 +45,6 @@ def require_finite(tensor: Tensor, *, layer: str = "weight") -> None:
 
 
 def non_finite(layer: str) -> UserError:
-    """The error for NaN or Inf in a weight."""
     return UserError(
         f"weights must be finite, but {layer} or its centroids hold NaN or Inf; "
         "the checkpoint is damaged or training diverged: lower the learning rate or load an earlier checkpoint"

@@ -52,7 +52,7 @@ def cached_store(
     root = token_cache_directory()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     directory = root / key
-    with locked(root / f"{key}.lock", say):
+    with locked(root / f"{key}.lock", say, "tokenizing the same data"):
         store = None if options.rebuild_cache else open_store(directory, settings)
         if store is not None:
             return store
@@ -164,25 +164,32 @@ def _encode(part: Part) -> Encoded:
 
 
 @contextmanager
-def locked(path: Path, say: Say, doing: str = "tokenizing the same data", world: World = ALONE) -> Iterator[None]:
+def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends. Where the file system has none, two runs may do the work
     twice; the rename then lets the first one win. Processes of a `world` that work together take theirs after the first one
-    has its own, so that of two runs one has all."""
-    lock = FileLock(path)
-    if not world.main:
-        world.on_main(lambda: None)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    has its own, so that of two runs one has all. `cache`: how `disk_error` calls what is kept there."""
+    lock, told = FileLock(path), iter([f"another run is {doing}; waiting for it"])
+
+    def taken() -> bool:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
         except Timeout:
-            say(f"another run is {doing}; waiting for it")
-            lock.acquire()
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise disk_error(error, path.parent) from error
-    if world.main:
-        world.on_main(lambda: None)
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise disk_error(error, path.parent, **cache) from error
+        return True
+
+    def wait() -> None:
+        for line in told:  # once
+            say(line)
+        time.sleep(0.1)
+
+    while not world.on_main(taken):  # not inside a collective, which would time out
+        wait()
+    while not (world.main or taken()):
+        wait()
     try:
         yield
     finally:

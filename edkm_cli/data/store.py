@@ -124,7 +124,6 @@ class StoreWriter:
         sync(self._directory)
 
     def abandon(self) -> None:
-        """Close the files as they are."""
         for file in self._files.values():
             file.close()
 

@@ -212,8 +212,8 @@ def _require_same(source: Source, identity: dict[str, Any]) -> None:
 def _identity(source: Source) -> dict[str, Any]:
     """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
     folder, files = Path(source.repository or ""), []  # on this machine, it has the hub's layout
-    here = sorted(path for path in folder.rglob("*") if path.is_file()) if source.repository and folder.is_dir() else []
-    for path in source.files or here:
+    here = sorted(folder.rglob("[!.]*")) if source.repository and folder.is_dir() else []
+    for path in source.files or [path for path in here if path.is_file() and "/." not in str(path.relative_to(folder))]:
         samples = hashlib.sha256()
         with refusing(source.option, path), open(path, "rb") as file:
             facts = path.stat()

@@ -72,7 +72,7 @@ def physical_bytes() -> int:
     """Memory that this process may take: the machine's, or less where Linux limits its container or job."""
     total = psutil.virtual_memory().total
     try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:  # not Linux
         return total
     return min(total, *group_limits(groups, Path("/sys/fs/cgroup")))
@@ -80,11 +80,12 @@ def physical_bytes() -> int:
 
 def group_limits(groups: str, root: Path) -> Iterator[int]:
     """Limits on memory of control groups, of both versions, from what the kernel says of a process and the root of all."""
-    for group in {line.rpartition(":")[2].strip("/") for line in groups.splitlines()}:
-        for top, name in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
-            for folder in (top / group, *(top / group).parents):
-                with suppress(OSError, ValueError):  # without a limit version 2 says "max", version 1 a huge number
-                    yield int((folder / name).read_text(encoding="ascii"))
+    for _, controllers, group in (line.split(":", 2) for line in groups.splitlines()):
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        own = top / group.strip("/")
+        for folder in (own, *own.parents) if controllers in ("", "memory") else ():
+            with suppress(OSError, ValueError):  # without a limit version 2 says "max", version 1 a huge number
+                yield int((folder / name).read_text(encoding="ascii"))
 
 
 @dataclass(frozen=True)

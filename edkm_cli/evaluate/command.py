@@ -135,8 +135,7 @@ def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
         return least_seconds(run, ids.device, runs)
 
     seconds(2, 1)  # caches and kernels warm up
-    first = seconds(1)
-    return new_tokens / max(seconds(new_tokens + 1) - first, 1e-9)
+    return new_tokens / max(seconds(new_tokens + 1) - seconds(1), 1e-9)
 
 
 @torch.no_grad()

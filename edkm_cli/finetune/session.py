@@ -2,6 +2,7 @@
 added, saved, loaded), and the uncompressed model that it may learn from.
 """
 
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,20 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     scaled: Any = alpha  # peft says int
     config = LoraConfig(r=rank, lora_alpha=scaled, target_modules=named, bias="none", task_type="CAUSAL_LM")
     try:
-        return get_peft_model(model, config)
+        with _placed(model):
+            return get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--target-modules cannot be adapted: {brief(error, 300)}") from error
+
+
+def _placed(model: Any) -> ExitStack:
+    """As long as it is open, peft knows where a model is; it asks the first parameter, which packed ones of some families
+    lack."""
+    after = ExitStack()
+    if next(model.parameters(), None) is None:
+        model.hf_device_map = {"": model.device}
+        after.callback(delattr, model, "hf_device_map")
+    return after
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -88,7 +100,7 @@ def load_adapter(model: Any, directory: Path) -> PeftModel:
     Raises UserError for files that are none, or that belong to another model.
     """
     check_adapter(directory)
-    with explained(f"--adapter {directory} does not fit"):
+    with explained(f"--adapter {directory} does not fit"), _placed(model):
         adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=False).eval()
         stored = {name for name, *_ in header(directory / WEIGHTS)}
         needed, known = (get_peft_model_state_dict(adapted, save_embedding_layers=all).keys() for all in (False, True))

@@ -50,7 +50,6 @@ class Layers:
 
     @contextmanager
     def whole(self, path: str) -> Iterator[nn.Module]:
-        """A layer with its weights."""
         layer = self.model.get_submodule(path)
         if self._read is None or path in self._stays:
             yield layer

@@ -55,7 +55,6 @@ class Swap:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the output embedding is the input embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, embeddings.PalettizedHead):
         return head.tied_to is not None
@@ -249,10 +248,6 @@ def _keep_dtype_and_device(model: Any) -> None:
         asked = {
             "dtype": property(lambda self: self.get_input_embeddings().weight.dtype),
             "device": property(lambda self: self.get_input_embeddings().weight.device),
-            "hf_device_map": property(  # which peft asks before it asks a parameter
-                lambda self: self.__dict__.get("_device_map", {"": self.device}),
-                lambda self, value: self.__dict__.update(_device_map=value),
-            ),
         }
         part.__class__ = type(kind.__name__, (kind,), {**asked, "__module__": kind.__module__})
 

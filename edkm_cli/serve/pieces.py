@@ -52,7 +52,6 @@ class Piece:
 
     @property
     def bytes_a_row(self) -> int:
-        """Packed bytes of a row of the piece."""
         return packed_width(len(self.columns), self.bits)
 
     @property

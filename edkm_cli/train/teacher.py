@@ -120,10 +120,11 @@ def remember(
             raise UserError(f"{rule}; its weights are broken, or it needs --dtype bfloat16", everywhere=True)
         return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
+    cache = {"what": "the uncompressed model's states", "variable": "EDKM_CACHE"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         together = world if world.sharded else ALONE
-        with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together):
+        with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together, **cache):
             _forget_unused(path, say)
             if whole_record(facts) is None:
                 path.unlink(missing_ok=True)
@@ -151,8 +152,7 @@ def remember(
                     compute(places[:at_once])
             os.utime(path)
     except OSError as error:
-        what = "the uncompressed model's states"
-        raise disk_error(error, path.parent, what=what, variable="EDKM_CACHE") from error
+        raise disk_error(error, path.parent, **cache) from error
     parts.release()
     if mixed_precision == "bf16":
         parts.round_linears()
