@@ -173,7 +173,8 @@ def check_model(
     if form in (*KNOWN, "mlx") and architecture.model_type in GGUF_FAMILIES:  # these engines have one for each family
         used = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", "silu")
         gemma = architecture.model_type == "gemma3_text"
-        facts.append(("activation", ("gelu_pytorch_tanh",) if gemma else ("silu", "swish"), used))
+        used = "silu" if used == "swish" else used  # the same by another name
+        facts.append(("activation", ("gelu_pytorch_tanh" if gemma else "silu",), used))
         kinds = getattr(architecture, "layer_types", None) or []
         every = 6 if form == "gguf" or not gemma else [*kinds, "full_attention"].index("full_attention") + 1
         in_turn = [f"{'sliding' if gemma and n % every else 'full'}_attention" for n in range(1, len(kinds) + 1)]

@@ -24,6 +24,7 @@ def gemma(*kinds):
 def test_gemma_fits_with_windows_where_the_engine_has_them(name):
     check_model(name, gemma(*["sliding"] * 5, "full", "sliding"), LAYERS, lut_scale=1.0)
     check_model(name, architecture("gemma3_text"), LAYERS, lut_scale=1.0)
+    check_model(name, architecture(hidden_act="swish"), LAYERS, lut_scale=1.0)
 
 
 @pytest.mark.parametrize("name", ["squeezellm", "any-precision", "coreml", "lut-b"])
