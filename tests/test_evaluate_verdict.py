@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from edkm_cli.errors import UserError
+from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.layers import compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import by_position, distribution, perplexity
-from edkm_cli.evaluate.writing import MOST, compare_writing, prompts, write
+from edkm_cli.evaluate.writing import compare_writing, prompts, write
 from edkm_cli.report.verdict import verdict_page
 from families import family
 from helpers import byte_tokenizer, cluster, export, logits_of, refused, run, tiny_llama
@@ -99,7 +101,10 @@ def test_matrices_are_compared_beside_routers_that_give_more_than_products(model
 def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():
     model, tokenizer, asked = tiny_llama(), byte_tokenizer(), prompts(10)
     assert len({prompt.kind for prompt in asked}) == 8
-    assert len(prompts(MOST)) == MOST
+    most = EvalConfig().prompts
+    assert len(prompts(most)) == most
+    with pytest.raises(UserError, match=f"prompts must be at most {most}"):
+        EvalConfig(prompts=most + 1)
     texts = write(model, tokenizer, asked)
     for prompt, text in zip(asked[:3], texts, strict=False):
         ids = tokenizer(prompt.text)["input_ids"]
