@@ -231,7 +231,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     lut_dtype: str = setting("auto",
         "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e3m4 where rows "
         "are so short that the room is worth more.", COMPRESSION, choices=("auto", *LUT_DTYPES))
-    lut_scale: float | None = setting(None, "Scale of all float8 tables, a power of two; default: one for each matrix.",
+    lut_scale: float | None = setting(None, "Scale of all float8_e4m3fn tables, a power of two; default: one a matrix.",
         COMPRESSION, positive=True)
     palette: str = setting(FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION,
         choices=PALETTES)

@@ -277,13 +277,9 @@ def _take_rest(source: ModelSource, config: Any) -> None:
 
     with _loading(source):
         reader = GGUFReader(str(source.path))
-        said = {
-            name.split(".")[-1]: field.contents() for name, field in reader.fields.items() if ".rope.scaling." in name
-        }
+        said = {name.split(".")[-1]: one.contents() for name, one in reader.fields.items() if ".rope.scaling." in name}
         factors = [torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"]
-    biases = [
-        one.name for one in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", one.name)
-    ]
+    biases = [t.name for t in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", t.name)]
     remedy = "which are not read from GGUF files; give the directory with its safetensors files"
     if biases and getattr(config, "attention_bias", None) is False:
         raise UserError(f"--model {source.name} must have no biases, but has {biases[0]} and others, {remedy}")

@@ -19,7 +19,8 @@ _Config = TypeVar("_Config")
 
 def option(panel: str | None, help: str, *flags: str, metavar: str = "") -> Any:
     """What `Annotated` takes for an option of a command, under the heading `panel` of its help; a switch has no metavar."""
-    return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+    words = help.replace("[", r"\[")  # which rich reads as markup
+    return typer.Option(*flags, metavar=metavar, help=words, rich_help_panel=panel, show_default=False)
 
 
 JsonFile = Annotated[Path | None, option(OUTPUT, "Write the result as JSON to this file.", "--json", metavar="FILE")]

@@ -105,7 +105,9 @@ def merge_command(
 def export_command(
     options: Options,
     directory: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.")],
-    to: Annotated[str, typer.Option("--to", help=f"Format: {', '.join(FORMATS)}.", rich_help_panel=OUTPUT)],
+    to: Annotated[
+        str, typer.Option("--to", help=f"Format: {', '.join(FORMATS)}; or a target, as mlx:4.", rich_help_panel=OUTPUT)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the export.", rich_help_panel=OUTPUT)],
     overwrite: Overwrite = False,
     json_file: JsonFile = None,

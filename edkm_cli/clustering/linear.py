@@ -102,7 +102,7 @@ def clustered_linear(
     temperature: float = 1.0,
     iterations: int = 1,
     mode: str = "soft",
-    lut_dtype: str | torch.dtype | None = None,
+    lut_dtype: str | None = None,
     lut_scale: float | None = None,
     new_centroids: Tensor | None = None,
     importance: Tensor | None = None,

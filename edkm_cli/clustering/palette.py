@@ -59,15 +59,14 @@ def kmeans_starts(
     return [centroids.to(home) for centroids in kernels.kmeans(kernels.to_groups(values, tile), masses, ks)]
 
 
-def parse_lut_dtype(lut_dtype: str | torch.dtype | None) -> str | None:
-    """The name of a LUT dtype (`float8_e4m3fn`), given by name or as torch's dtype. Raises UserError for any other."""
-    name = None if lut_dtype is None else str(lut_dtype).removeprefix("torch.")
-    if name is not None and name not in LUT_DTYPES:
+def parse_lut_dtype(lut_dtype: str | None) -> str | None:
+    """The name of a LUT dtype (`float8_e4m3fn`). Raises UserError for any other."""
+    if lut_dtype is not None and lut_dtype not in LUT_DTYPES:
         raise UserError(f"lut_dtype must be one of {', '.join(LUT_DTYPES)}, got {lut_dtype}")
-    return name
+    return lut_dtype
 
 
-def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: float | None = None) -> Tensor | None:
+def lut_scale(centroids: Tensor, lut_dtype: str | None, fixed: float | None = None) -> Tensor | None:
     """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
 
     float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie;
@@ -86,7 +85,7 @@ def lut_scale(centroids: Tensor, lut_dtype: str | torch.dtype | None, fixed: flo
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
 
 
-def round_lut(centroids: Tensor, lut_dtype: str | torch.dtype | None, scale: float | None = None) -> Tensor:
+def round_lut(centroids: Tensor, lut_dtype: str | None, scale: float | None = None) -> Tensor:
     """The centroids as a LUT of `lut_dtype` stores them, as float32 (float64 stays if `lut_dtype` is None).
 
     Rounds to nearest; what is beyond the dtype's range becomes its largest finite value. float8 tables are scaled (see
@@ -137,7 +136,7 @@ def snap(
     centroids: Tensor,
     *,
     granularity: str | Granularity,
-    lut_dtype: str | torch.dtype | None = None,
+    lut_dtype: str | None = None,
     scale: float | None = None,
     name: str = "weight",
 ) -> Tensor:

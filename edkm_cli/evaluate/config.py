@@ -15,7 +15,7 @@ class EvalConfig:
 
     # fmt: off
     data: tuple[str, ...] = setting((),
-        "Text to measure on: wikitext2, builtin, builtin-prose or a file. Default: wikitext2, or none with --tasks.",
+        "Text to measure on: wikitext2, builtin, builtin-prose or a file. Default: wikitext2; with --tasks none.",
         DATA, "--data", "--eval-data")
     context: int = setting(2048, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int | None = setting(None, "Number of windows, from the first; default: all.", DATA, minimum=1)

@@ -1,1 +1,1 @@
-"""LoRA on a compressed model: `edkm finetune` trains an adapter, `edkm merge` makes it part of the tables and indices."""
+"""A compressed model goes on training: `edkm finetune` (an adapter, or tables), `edkm distill` (tables), `edkm merge`."""

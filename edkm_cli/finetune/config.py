@@ -49,6 +49,9 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     gradient_checkpointing: bool | None = as_in_compress("gradient_checkpointing",
         help="Save memory: compute activations again in the backward pass; default: with --train tables.")
     steps: int = as_in_compress("steps", help="Optimizer steps.", minimum=1)
+    learning_rate: float = as_in_compress("learning_rate", help="Highest learning rate of updates, norms and biases.")
+    lut_learning_rate: float = as_in_compress("lut_learning_rate", help="Highest learning rate with --train tables.")
+    weight_decay: float = as_in_compress("weight_decay", help="Weight decay of an adapter's updates.")
     dtype: str = as_in_compress("dtype", help="Number format of activations; updates and tables keep theirs.",
         choices={"auto": "bfloat16 on a GPU, else float32", **dict.fromkeys(("float32", "bfloat16", "float16"), "")})
     trust_remote_code: bool = as_in_compress("trust_remote_code", help="Run code that comes with the model.")
@@ -87,7 +90,8 @@ class MergeConfig:
     streaming: bool | None = as_in_compress("streaming")
     train_on: str | None = as_in_compress("train_on", None)
     packing: bool | None = as_in_compress("packing", None)
-    start_tokens: int | None = as_in_compress("start_tokens", help="Tokens that the merged model is fitted on.")
+    start_tokens: int | None = as_in_compress("start_tokens",
+        help="Tokens that the merged model is fitted on; default: as many as train, 20480 to 61440.")
     start_passes: int = as_in_compress("start_passes",
         help="How often the fit of each decoder layer goes over these tokens; 0 only compensates rounding errors.")
     steps: int = as_in_compress("steps", 20,
@@ -99,7 +103,8 @@ class MergeConfig:
     label_weight: float | None = as_in_compress("label_weight",
         help="Weight of the next-token loss beside the adapted model's predictions; default: 1, or 0 (these only) "
         "with --data self.")
-    gradient_checkpointing: bool = as_in_compress("gradient_checkpointing")
+    gradient_checkpointing: bool = as_in_compress("gradient_checkpointing",
+        help="Save memory: compute activations again in the backward pass.")
     eval_data: tuple[str, ...] = as_in_compress("eval_data", help=_MEASURED)
     eval_windows: int = as_in_compress("eval_windows")
     context: int = as_in_compress("context")

@@ -62,8 +62,7 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
 
 
 def _placed(model: Any) -> ExitStack:
-    """As long as it is open, peft knows where a model is; it asks the first parameter, which packed ones of some families
-    lack."""
+    """As long as it is open, peft, which asks the first parameter, knows where a model is that has none."""
     after = ExitStack()
     if next(model.parameters(), None) is None:
         model.hf_device_map = {"": model.device}

@@ -53,7 +53,6 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
     by_size = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
     passed_on = (factor / factor.diagonal()[:, None]).float()
-
     effect = factor.diagonal()[by_size.argsort()].pow(-2).float()
 
     def rounded(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:

@@ -143,9 +143,7 @@ def bars(
     stacked = any(len(parts) > 1 for _, parts, _ in rows)
     log = not stacked and wants_log(totals, ratio=8.0) and min(totals) > 1
     after = max(_wide(show(total) + "  " + note) for total, (_, _, note) in zip(totals, rows, strict=True)) + 20
-    names = [
-        label if _wide(label) < _WIDTH / 2 else label[: int(_WIDTH / 2 / _wide("m"))] + "…" for label, _, _ in rows
-    ]
+    names = [name if _wide(name) < _WIDTH / 2 else name[: int(_WIDTH / 2 / _wide("m"))] + "…" for name, _, _ in rows]
     x = Axis(1.0 if log else 0.0, max(totals), max(map(_wide, names)) + 16, _WIDTH - after, log)
     tall, thick = (56, 40) if stacked else (34, 23)
     line = None if reference is None else x(reference)

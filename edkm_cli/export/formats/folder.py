@@ -41,9 +41,7 @@ def require_fit(name: str, source: Compressed) -> None:
     if spec.module_bits and not TARGETS[name].mixes:
         faults.append("the matrices differ in bits, and the format has one number for all; use --allocation uniform")
     if TARGETS[name].mixes and not spec.module_bits and spec.bits != TARGETS[name].settings["bits"]:
-        faults.append(
-            f"{name} holds {TARGETS[name].settings['bits']} bits, got {spec.bits}; export to what was trained"
-        )
+        faults.append(f"{name} holds {TARGETS[name].settings['bits']} bits, got {spec.bits}; export what was trained")
     if spec.module_granularity:
         faults.append("the matrices differ in granularity, and the format has one for all; use --to dense")
     if faults:

@@ -57,7 +57,7 @@ class CompareConfig:
     bits: int = setting(3, "Bits per weight.", COMPRESSION, minimum=1, maximum=8)
     group_size: int = setting(64, "Weights of a row that share a scale; 0: the whole row.", COMPRESSION, minimum=0)
     data: tuple[str, ...] = setting(("builtin",), "Text to calibrate and train on: wikitext2, builtin or a file.", DATA)
-    eval_data: tuple[str, ...] = as_in_compress("eval_data")
+    eval_data: tuple[str, ...] = as_in_compress("eval_data", help="Text that is measured; default: a part of --data.")
     context: int = as_in_compress("context")
     eval_windows: int = as_in_compress("eval_windows", 8)
     calibration_samples: int = setting(128, "Sequences that the baselines calibrate on.", DATA, minimum=1)
