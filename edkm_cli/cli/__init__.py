@@ -23,9 +23,7 @@ bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_hel
 
 app.command("compress")(runs.compress_command)
 app.command("finetune")(runs.finetune_command)
-app.command("distill", help="finetune --train tables --data self, towards the uncompressed model (--reference).")(
-    runs.distill_command
-)
+app.command("distill", help="finetune --train tables --data self, towards the --reference.")(runs.distill_command)
 app.command("merge")(runs.merge_command)
 app.command("eval")(checkpoint.eval_command)
 app.command("generate")(checkpoint.generate_command)

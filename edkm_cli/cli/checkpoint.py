@@ -30,7 +30,7 @@ def eval_command(
     check_target(json_file, inputs)
     if page is not None and settings.reference is None:
         raise UserError("--page shows a comparison with --reference, which is not given")
-    check_target(page, [*inputs, *(("--json", file) for file in [json_file] if file)], "--page")
+    check_target(page, [*inputs, ("--json", json_file)], "--page")
     from edkm_cli.evaluate.command import evaluate_model
     from edkm_cli.evaluate.limits import require_passed
     from edkm_cli.report.verdict import verdict_page
@@ -81,8 +81,7 @@ def report_command(
     json_file: JsonFile = None,
 ) -> None:
     """One self-contained HTML page about a run: perplexity, training curves, size, errors, weights and tables."""
-    inputs = input_paths("DIRECTORY", directory)
-    check_target(json_file, [*inputs, *(("--output", file) for file in [output] if file)])
+    check_target(json_file, [*input_paths("DIRECTORY", directory), ("--output", output)])
     from edkm_cli.report.document import build_report
 
     result = build_report(

@@ -126,9 +126,9 @@ def rank() -> str:
 
 
 def check_target(
-    json_file: Path | None, inputs: Iterable[tuple[str, Path]] = (), option: str = "--json", *, output: Any = None
+    json_file: Path | None, inputs: Iterable[tuple[str, Any]] = (), option: str = "--json", *, output: Any = None
 ) -> None:
-    """Fail before the work, not after it. `inputs` are (option, path) of what the command reads, `output` its --output."""
+    """Fail before the work, not after it. `inputs` are (option, path or None) of what else is named, `output` --output."""
     if json_file is None or ownership.is_stream(json_file):
         return
     target = Path(os.path.realpath(json_file))  # what a link leads to is written, the link stays
@@ -138,7 +138,9 @@ def check_target(
         raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
-    ownership.require_apart(option, target, [*inputs, *ownership.cache_paths()])
+    ownership.require_apart(
+        option, target, [pair for pair in (*inputs, *ownership.cache_paths()) if pair[1] is not None]
+    )
     ownership.require_replaceable(option, target)
 
 

@@ -44,14 +44,14 @@ def export_model(
     nothing is left behind.
     """
     form = find(to)
+    for name, of in _ONLY_OF.items():
+        if to.partition(":")[0] != of and getattr(options, name) != getattr(Options, name):
+            raise UserError(f"{name} is for --to {of}, but not for --to {to}; leave it out")
     begin = time.perf_counter()
     source = Compressed(directory, trust_remote_code=options.trust_remote_code)
     if to != "dense":
         require_fit(to, source)
     form.check(source, options)
-    for name, of in _ONLY_OF.items():
-        if to.partition(":")[0] != of and getattr(options, name) != getattr(Options, name):
-            raise UserError(f"{name} is for --to {of}, but not for --to {to}; leave it out")
     written = form.facts(source, options).get("dtype", "number formats of its own")
     if options.dtype not in ("auto", written):
         raise UserError(f"--to {to} writes {written}, whatever --dtype {options.dtype} says; leave it out")

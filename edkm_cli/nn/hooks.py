@@ -121,7 +121,7 @@ class Reached(Exception):
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states that a decoder layer, or a part of one, is called with."""
-    return args[0] if args else kwargs["hidden_states"]
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
 def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[LayerCall]:
@@ -130,8 +130,8 @@ def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[Lay
 
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        named = "hidden_states" in kwargs
-        calls[layer] = LayerCall(kwargs["hidden_states"] if named else args[0], args if named else args[1:], rest)
+        others = args if "hidden_states" in kwargs else args[1:]
+        calls[layer] = LayerCall(entering(args, kwargs), others, rest)
         if len(calls) == len(layers):
             raise Reached
 
