@@ -243,22 +243,14 @@ def test_several_matrices_share_a_call():
 
 
 @pytest.mark.parametrize("shape", [(72,), (1, 72), (2, 3, 72)], ids=str)
-def test_results_are_tensors_as_new_empty_makes_them_with_and_without_torchs_c_functions(shape, monkeypatch):
+def test_results_are_tensors_as_new_empty_makes_them(shape):
     if lut_linear_c._calls() is None:
         pytest.skip("no extension module here")
-    products = dispatch.products([random_packed("row:2", 18, 72, 3)], 72)
+    packed = random_packed("row:2", 18, 72, 3)
+    products, prepared = dispatch.products([packed], 72), lut_linear_c.prepare([packed], 72)
     for dtype in DTYPES:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(6)).to(dtype)
-        (found,) = products(x)
-        try:
-            monkeypatch.setattr(lut_linear_c, "_OF_TORCH", ("no_such_function",))
-            lut_linear_c._calls.cache_clear()
-            lut_linear_c._calls()
-            (plain,) = products(x)
-        finally:
-            monkeypatch.undo()
-            lut_linear_c._calls.cache_clear()
-            lut_linear_c._calls()
+        (found,), (plain,) = products(x), lut_linear_c.linears(x, prepared)
         assert torch.equal(found, plain)
         for out in (found, plain):
             assert type(out) is torch.Tensor
@@ -266,6 +258,35 @@ def test_results_are_tensors_as_new_empty_makes_them_with_and_without_torchs_c_f
             assert (out.shape, out.dtype, out.device) == ((*shape[:-1], 18), dtype, x.device)
         found.mul_(2)
         assert torch.equal(found, plain * 2)
+
+
+def test_another_way_is_taken_where_x_is_not_plain_or_a_matrix_has_moved():
+    if lut_linear_c._calls() is None:
+        pytest.skip("no extension module here")
+    packed = random_packed("row:2", 18, 72, 3)
+    products, x = dispatch.products([packed], 72), torch.ones(2, 72)
+    learnt, batch = x.clone().requires_grad_(), []
+    assert products(learnt) is None
+    with torch.no_grad():
+        assert products(learnt)[0].requires_grad is False
+    others = [
+        x.t().contiguous().t(),
+        x[:, :71].contiguous(),
+        x[:0],
+        x.double(),
+        x.to("meta"),
+        x.to_sparse(),
+        torch.tensor(1.0),
+    ]
+    others += [torch.nn.Parameter(x, requires_grad=False), x.numpy(), None]
+    assert [products(other) for other in others] == [None] * len(others)
+    torch.func.vmap(lambda row: batch.append(products(row)) or row)(x)
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        batch.append(products(x))
+    packed.table.data = packed.table.clone()
+    assert [*batch, products(x)] == [None] * 3
+    with pytest.raises(TypeError, match="one argument"):
+        products(x, x)
 
 
 def test_the_number_of_threads_changes_no_bit():

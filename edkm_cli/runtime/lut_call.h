@@ -140,6 +140,15 @@ int edkm_may_use_tiles(void);
 int edkm_tiles_multiply(Strip *s);
 #endif
 
+/* What a kind of codes has: `decode_row`, and `few` with each number of tokens, as functions of their own, so that accumulators
+ * get all registers. */
+typedef void Decode(const Strip *, int64_t row, float *to);
+typedef void Few(const Strip *, const float *x, vf y[]);
+#define DECODE_OF(kind) NOINLINE decode_##kind(const Strip *s, int64_t row, float *to) { decode_row(kind, s, row, to); }
+#define FEW_TOKENS_OF(kind, n) NOINLINE few_##kind##_##n(const Strip *s, const float *x, vf y[]) { few(kind, n, s, x, y); }
+#define FEW_OF(kind) FEW_TOKENS_OF(kind, 1) FEW_TOKENS_OF(kind, 2) FEW_TOKENS_OF(kind, 3) FEW_TOKENS_OF(kind, 4)
+#define FEW_NAMES(kind) {few_##kind##_1, few_##kind##_2, few_##kind##_3, few_##kind##_4}
+
 #if NARROW
 /* `decode_row`, `few` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
 void edkm_narrow_decode(const Strip *s, int64_t row, float *to);

@@ -1,7 +1,7 @@
 /* y = x W^T + b with W packed: b-bit indices into tables, or signed levels with one scale a row. W is never written out.
  *
- * Few rows of x: each row of W is decoded in registers and multiplied with up to four rows of x at once. More rows: 16 rows
- * of W at a time are decoded into the L1 cache, up to 256 columns of them, and multiplied with panels of 16 rows of x,
+ * Few rows of x: each row of W is decoded in registers and multiplied with up to four rows of x at once. More rows, and where tiles
+ * cut vectors: 16 rows of W at a time are decoded into the L1 cache, up to 256 columns of them, and multiplied with panels of 16 rows of x,
  * which lie column by column, so that a lane is a row of x and nothing has to be summed across lanes.
  *
  * Sums are float32 in an order that depends on shapes only, so that the number of threads changes no result.
@@ -9,7 +9,7 @@
 #include "lut_call.h"
 #include "threads.h"
 
-#define DEPTH 512        /* columns of a row decoded at a time where tiles cut vectors */
+#define DEPTH 512        /* columns of a row that are decoded at a time for `edkm_packed_rows` */
 #define SHARED_PANELS 64 /* panels of x that share a decoding */
 #ifdef __AVX512F__
 #define TOGETHER UNIT /* rows whose sums are in registers */
@@ -49,6 +49,7 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     }
 }
 
+#if NARROW == 0
 /* y[n]: all rows of a strip times token n, for up to four tokens; x is padded with zeros to whole vectors. */
 INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf y[]) {
     const Call *call = s->call;
@@ -56,14 +57,12 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
     const Unpacker *u = s->u;
     Table *table = s->table;
     int64_t step = call->bits, stride = call->x_stride, tile = part->tile_columns;
-    int even = even_tiles(call, part);
-    float decoded[DEPTH + LANES] __attribute__((aligned(64)));
     vf sums[4][UNIT] = {};
     for (int r = 0; r < s->count; r++) {
         const uint8_t *bytes = part->indices + (s->row + r) * row_bytes(call);
         vf acc[4][4] = {}, w[4];
         int64_t group = group_at(call, part, s->row + r, 0);
-        for (int64_t from = 0; even && from < call->columns; from += tile, group++) {
+        for (int64_t from = 0; from < call->columns; from += tile, group++) {
             const uint8_t *p = bytes + from * step / 8;
             const float *at = x + from, *stop = at + tile;
             use_table(meaning, table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
@@ -78,38 +77,24 @@ INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf 
                 for (int n = 0; n < tokens; n++) acc[n][0] += w[0] * load_x(at + n * stride);
             }
         }
-        for (int64_t from = 0; !even && from < call->columns; from += DEPTH) { /* tiles cut vectors: decode first */
-            Strip part_of = *s;
-            part_of.from = from, part_of.end = smaller(from + DEPTH, call->columns);
-            decode_row(meaning, &part_of, s->row + r, decoded);
-            for (int64_t i = part_of.end - from; i % LANES; i++) decoded[i] = 0;
-            for (int64_t i = 0; i < part_of.end - from; i += LANES)
-                for (int n = 0; n < tokens; n++) acc[n][0] += load_x(decoded + i) * load_x(x + n * stride + from + i);
-        }
         for (int n = 0; n < tokens; n++) sums[n][r] = (acc[n][0] + acc[n][1]) + (acc[n][2] + acc[n][3]);
     }
     for (int n = 0; n < tokens; n++) y[n] = sum_lanes(sums[n]);
 }
 
-/* A function of its own for each meaning and number of tokens, so that accumulators get all registers. */
-typedef void Decode(const Strip *, int64_t row, float *to);
-typedef void Few(const Strip *, const float *x, vf y[]);
-#define FEW_OF(meaning, tokens) \
-    NOINLINE few_##meaning##_##tokens(const Strip *s, const float *x, vf y[]) { few(meaning, tokens, s, x, y); }
-#define LOOPS_OF(meaning)                                                                                         \
-    NOINLINE decode_##meaning(const Strip *s, int64_t row, float *to) { decode_row(meaning, s, row, to); }        \
-    FEW_OF(meaning, 1) FEW_OF(meaning, 2) FEW_OF(meaning, 3) FEW_OF(meaning, 4)
-#define NAMES_OF(meaning) {few_##meaning##_1, few_##meaning##_2, few_##meaning##_3, few_##meaning##_4}
-LOOPS_OF(SMALL) LOOPS_OF(LARGE) LOOPS_OF(LEVEL) LOOPS_OF(BYTE)
+FEW_OF(SMALL) FEW_OF(LARGE) FEW_OF(LEVEL) FEW_OF(BYTE)
+static Few *const FEW[][4] = {FEW_NAMES(SMALL), FEW_NAMES(LARGE), FEW_NAMES(LEVEL), FEW_NAMES(BYTE)};
+#endif
 
+DECODE_OF(SMALL) DECODE_OF(LARGE) DECODE_OF(LEVEL) DECODE_OF(BYTE)
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
+
 static void decode(const Strip *s, int64_t row, float *to) {
 #if NARROW
     if (even_tiles(s->call, s->part)) return edkm_narrow_decode(s, row, to);
 #endif
     DECODE[s->call->meaning](s, row, to);
 }
-static Few *const FEW[][4] = {NAMES_OF(SMALL), NAMES_OF(LARGE), NAMES_OF(LEVEL), NAMES_OF(BYTE)};
 
 /* A strip with all tokens, up to four at a time. */
 static void few_floats(Strip *s) {
@@ -119,10 +104,10 @@ static void few_floats(Strip *s) {
         int tokens = (int)smaller(4, call->tokens - token);
         const float *x = (const float *)call->x + token * call->x_stride;
 #if NARROW
-        if (even_tiles(call, s->part)) edkm_narrow_few(s, tokens, x, y);
-        else
+        edkm_narrow_few(s, tokens, x, y);
+#else
+        FEW[call->meaning][tokens - 1](s, x, y);
 #endif
-            FEW[call->meaning][tokens - 1](s, x, y);
         for (int n = 0; n < tokens; n++) finish(call, s->part, s->row, s->count, token + n, y[n]);
     }
 }
@@ -269,14 +254,18 @@ int edkm_lut_linear(
     Call call = call_of(packed, dtype);
     call.given = x, call.given_row = x_row;
     call.outs = outs, call.tokens = tokens, call.out_stride = out_row, call.x_stride = (call.columns + 127) / 128 * 128;
+    int64_t rows = 0;
+    int failed = 0, even = 1;
+    for (int64_t p = 0; p < call.count; p++) {
+        rows += call.parts[p].rows, call.units += (call.parts[p].rows + UNIT - 1) / UNIT;
+        even &= even_tiles(&call, call.parts + p);
+    }
     /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
-    call.few = tokens < (call.meaning == LARGE ? 5 : 13) ? few_floats : NULL;
+    call.few = even && tokens < (call.meaning == LARGE ? 5 : 13) ? few_floats : NULL;
     call.lay_out_few = lay_out_rows, call.lay_out = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
 #if NARROW
     call.add = edkm_narrow_add;
 #endif
-    int64_t rows = 0;
-    int failed = 0;
     call.short_of_memory = &failed;
 #if HAS_PAIRS
     Part parts[MOST_PARTS];
@@ -287,8 +276,6 @@ int edkm_lut_linear(
     call.x = own, divide(&call);
     if (call.few) call.lay_out_few(&call, own);
     else share(lay_out_blocks, &call, panels_of(&call) * call.x_stride / 128, tokens * call.columns >= SHARED_WEIGHTS);
-    for (int64_t p = 0; p < call.count; p++)
-        rows += call.parts[p].rows, call.units += (call.parts[p].rows + UNIT - 1) / UNIT;
     int64_t groups = call.few ? 1 : (panels_of(&call) + call.group - 1) / call.group;
     share(multiply_units, &call, call.units * groups, rows * call.columns * tokens >= SHARED_PRODUCTS);
     return failed;

@@ -3,7 +3,7 @@
 A call must cost microseconds: a small model makes a hundred of them for a token. So all that the kernel needs to know of
 matrices is one block of bytes, made once, calls go through a small extension module where Python's headers are (calls.c),
 and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as many as `torch.set_num_threads` says.
-Results do not depend on how many. merged.c gives the operator edkm::merged_linear, without Python between a graph and the
+Results do not depend on how many. tensors.c gives the operator edkm::merged_linear, without Python between a graph and the
 kernel.
 """
 
@@ -23,7 +23,8 @@ from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.runtime.packed import Packed, check
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
-_HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of lut_linear.c
+_HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of packed.h
+_MOST_PARTS = 8
 
 
 @functools.cache
@@ -38,15 +39,13 @@ def library() -> Any:
         compiled.edkm_decoder_step.argtypes = (block, address, number, address)
         compiled.edkm_merged_keep.argtypes = (block,)
         compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
-        compiled.edkm_merged_count.restype = number
     return compiled
 
 
 @functools.cache
 def level() -> int:
     """What the compiled kernels can do: 0 plain or NEON; 1 AVX2 or AVX-512; 2 AVX-512 BF16."""
-    compiled = library()
-    return 0 if compiled is None else int(compiled.edkm_lut_linear_level())
+    return 0 if library() is None else int(library().edkm_lut_linear_level())
 
 
 def supports(packed: Packed) -> bool:
@@ -105,41 +104,50 @@ ORDER = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in DT
 _DISPATCH_DEPTH = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
-# PyTorch's stable C functions, and the one that makes a Python object of a tensor: extensions link it by this name.
-_OF_TORCH = (
-    "aoti_torch_empty_strided",
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_delete_tensor_object",
-    "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+# PyTorch's functions for extensions in C, in the order of tensors.c and of calls.c; C++ extensions link those with a _Z.
+_TENSORS = "get_dim get_sizes get_dtype get_device_type is_contiguous get_data_ptr empty_strided delete_tensor_object"
+_OF_TENSORS = tuple(f"aoti_torch_{name}" for name in _TENSORS.split())
+_OF_OPERATORS = (
+    *("aoti_torch_get_numel", "aoti_torch_library_init_impl", "aoti_torch_library_impl", "aoti_torch_call_dispatcher"),
+    *("torch_delete_stable_ivalue", "torch_delete_list", "torch_exception_get_what_without_backtrace"),
+    "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
 )
+_OF_CALLS = (*_OF_TENSORS[5::2], "aoti_torch_grad_mode_is_enabled", "_Z16THPVariable_WrapRKN2at10TensorBaseE")
 
 
-def of_torch(names: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """What C makes tensors with: addresses of PyTorch's functions `names`, its numbers of the dtypes `ORDER` and of host
-    memory. None where this PyTorch has not all of them."""
-    try:
-        loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
-        found = tuple(ctypes.cast(loaded[name], ctypes.c_void_p).value or 0 for name in names)
-        numbers = tuple(int(loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]()) for dtype in ORDER)
-        return found, numbers, int(loaded.aoti_torch_device_type_cpu())
-    except (OSError, AttributeError):
-        return None
+def _addresses(names: Sequence[str]) -> list[int]:
+    """Of PyTorch's functions. Raises AttributeError or OSError where this PyTorch has not all of them."""
+    loaded = ctypes.CDLL(torch._C.__file__)  # in the process already; its symbols and those of what it needs
+    return [ctypes.cast(loaded[name], ctypes.c_void_p).value or 0 for name in names]
+
+
+def _tell_torch(names: Sequence[str]) -> None:
+    """Give tensors.c PyTorch's functions `names`, and its numbers of the dtypes `ORDER` and of host memory."""
+    functions, loaded = _addresses(names), ctypes.CDLL(torch._C.__file__)
+    numbers = [loaded[f"aoti_torch_dtype_{str(dtype)[6:]}"]() for dtype in ORDER]
+    known = (ctypes.c_int32 * 4)(*numbers, loaded.aoti_torch_device_type_cpu())
+    library().edkm_torch((ctypes.c_uint64 * len(names))(*functions), len(names), known)
 
 
 @functools.cache
 def _calls() -> ModuleType | None:
-    found = of_torch(_OF_TORCH)
-    module = None if found is None else build.calls(Path(__file__).parent)
-    if module is not None and found is not None:
-        module.setup(Tensor, ORDER, torch.is_grad_enabled, _DISPATCH_DEPTH, *found)
+    module, tensor, word = build.calls(Path(__file__).parent), torch.empty(0), ctypes.c_void_p
+    places = range(object.__basicsize__, Tensor.__basicsize__, 8)
+    if module is None:
+        return None
+    try:
+        _tell_torch(_OF_TENSORS)
+        offset = next(at for at in places if word.from_address(id(tensor) + at).value == tensor._cdata)
+        product = ctypes.cast(library().edkm_product, word).value
+        module.setup(Tensor, _DISPATCH_DEPTH, offset, product, *_addresses(_OF_CALLS))
+    except (OSError, AttributeError, StopIteration):
+        return None
     return module
 
 
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:
     """No gradient, no tracing: then the dispatcher, which costs more than a small product, is left out."""
-    if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling():
-        return False
-    if _DISPATCH_DEPTH is not None and _DISPATCH_DEPTH():
+    if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling() or (_DISPATCH_DEPTH and _DISPATCH_DEPTH()):
         return False
     return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
 
@@ -152,10 +160,9 @@ def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Product
     """
     tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
     module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)
-    if module is None or len(prepared.rows) > 8:
-        return None
-    address = ctypes.cast(library().edkm_lut_linear, ctypes.c_void_p).value
-    return module.products(address, prepared.block, tensors, prepared.columns, prepared.rows, most)
+    return (
+        None if module is None or len(prepared.rows) > _MOST_PARTS else module.products(prepared.block, tensors, most)
+    )
 
 
 def _decode(
@@ -191,27 +198,20 @@ def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Ten
     return sums
 
 
-_MOST_PARTS = 8
-_MERGED = struct.Struct("2Q8q")  # struct Merged of merged.c, up to its parts
-_TENSORS = "get_dim get_numel get_sizes get_dtype get_device_type is_contiguous get_data_ptr empty_strided"
-_OF_MERGED = (
-    *(f"aoti_torch_{name}" for name in ("library_init_impl", "library_impl", "call_dispatcher", *_TENSORS.split())),
-    *("aoti_torch_delete_tensor_object", "torch_delete_stable_ivalue", "torch_delete_list"),
-    "torch_exception_get_what_without_backtrace",
-    "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
-)
+_MERGED = struct.Struct("2Q8q")  # struct Merged of tensors.c, up to its parts
 
 
 @functools.cache
 def register(name: str, otherwise: str) -> bool:
-    """Make merged.c the operator `name` of edkm on a CPU; it calls `otherwise` (with its namespace) where it is not the way.
+    """Make tensors.c the operator `name` of edkm on a CPU; where that is not the way, it calls `otherwise` (with its namespace).
     False where there is no compiler, or this PyTorch has not what it needs."""
-    compiled, found = library(), of_torch(_OF_MERGED)
-    if compiled is None or found is None:
+    if library() is None:
         return False
-    addresses, numbers = found[0], (*found[1], found[2])
-    functions, known = (ctypes.c_uint64 * len(addresses))(*addresses), (ctypes.c_int32 * len(numbers))(*numbers)
-    return not compiled.edkm_merged_register(functions, known, name.encode(), otherwise.encode())
+    try:
+        _tell_torch((*_OF_TENSORS, *_OF_OPERATORS))
+    except (OSError, AttributeError):
+        return False
+    return not library().edkm_merged_register(name.encode(), otherwise.encode())
 
 
 def keep(matrices: Sequence[Packed], columns: int, most_tokens: dict[torch.dtype, int]) -> int | None:
@@ -233,6 +233,6 @@ def keep(matrices: Sequence[Packed], columns: int, most_tokens: dict[torch.dtype
     return None if library().edkm_merged_keep(head + room) else first.indices.data_ptr()
 
 
-def forget(key: int) -> None:
-    """Hold nothing more of what `keep` prepared."""
-    library().edkm_merged_forget(key)
+def forget(key: int) -> bool:
+    """Hold nothing more of what `keep` prepared; whether there was something."""
+    return bool(library().edkm_merged_forget(key))

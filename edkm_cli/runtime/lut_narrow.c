@@ -15,6 +15,9 @@
 #define READ 24               /* bytes that loads of 16 weights may take */
 #define VECTORS (16 / NARROW) /* that 16 weights are */
 
+/* A loop whose bounds are known where it is compiled, so that what it works on stays in registers. */
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
+
 typedef float vn __attribute__((vector_size(4 * NARROW)));
 
 /* How codes become weights: by tables of 8 (AVX2) or 16 entries, of so many, by gathering, or as levels. */
@@ -200,7 +203,8 @@ INLINE const uint8_t *copied(const Strip *s, const uint8_t *p, uint8_t copy[READ
     return copy;
 }
 
-INLINE void decode_narrow(Kind kind, const Strip *s, const Codes *c, int64_t row, float *to) {
+INLINE void decode_row(Kind kind, const Strip *s, int64_t row, float *to) {
+    const Codes codes = codes_of(s->call), *c = &codes;
     const uint8_t *bytes = s->part->indices + row * row_bytes(s->call), *p;
     uint8_t copy[READ];
     Entries entries;
@@ -213,7 +217,7 @@ INLINE void decode_narrow(Kind kind, const Strip *s, const Codes *c, int64_t row
         for (int64_t i = 0; i < steps; i++, p += 2 * s->bits) {
             vn w[VECTORS];
             sixteen(kind, c, &entries, __builtin_expect(i < quick, 1) ? p : copied(s, p, copy), w);
-            memcpy(to + 16 * i, w, sizeof w);
+            EACH(v, VECTORS) memcpy(to + 16 * i + NARROW * v, w + v, sizeof *w); /* one of all goes through memory */
         }
         to += stop - from;
     }
@@ -224,14 +228,11 @@ INLINE void add_sixteen(
     Kind kind, int tokens, const Codes *c, const Entries *entries, const uint8_t *const p[ROWS], int64_t at,
     const float *x, int64_t stride, vn acc[ROWS][4][VECTORS]
 ) {
-#pragma GCC unroll 2
-    for (int r = 0; r < ROWS; r++) {
+    EACH(r, ROWS) {
         vn w[VECTORS];
         sixteen(kind, c, entries + r, p[r] + at, w);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 4
-            for (int n = 0; n < tokens; n++)
+        EACH(v, VECTORS)
+            EACH(n, tokens)
                 acc[r][n][v % (tokens == 1 ? VECTORS : VECTORS / 2)] += w[v] * *(const vn *)(x + n * stride + NARROW * v);
     }
 }
@@ -239,17 +240,15 @@ INLINE void add_sixteen(
 /* Every 512 columns, or tile, sums of several tokens start anew, which keeps rounding errors small; one token's are in twice as
  * many. */
 INLINE void add_up(int tokens, vn acc[ROWS][4][VECTORS], vn sums[ROWS][4]) {
-#pragma GCC unroll 2
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int n = 0; n < tokens; n++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][n] += acc[r][n][v], acc[r][n][v] = (vn){};
+    EACH(r, ROWS)
+        EACH(n, tokens)
+            EACH(v, VECTORS) sums[r][n] += acc[r][n][v], acc[r][n][v] = (vn){};
 }
 
 /* y[n][r] = row r of a strip times token n, for all its rows and up to four tokens; x is padded with zeros. */
-INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, const float *x, float y[4][UNIT]) {
+INLINE void few(Kind kind, int tokens, const Strip *s, const float *x, vf y[]) {
     const Call *call = s->call;
+    const Codes codes = codes_of(call), *c = &codes;
     int64_t tile = s->part->tile_columns, stride = call->x_stride, size = row_bytes(call), bits = s->bits;
     Entries entries[ROWS];
     uint8_t copy[ROWS][READ];
@@ -283,30 +282,19 @@ INLINE void few_narrow(Kind kind, int tokens, const Strip *s, const Codes *c, co
     }
 }
 
-typedef void Decode(const Strip *, const Codes *, int64_t row, float *to);
-typedef void Few(const Strip *, const Codes *, const float *x, float y[4][UNIT]);
-#define FEW_OF(kind, tokens)                                                                         \
-    NOINLINE few_##kind##_##tokens(const Strip *s, const Codes *c, const float *x, float y[4][UNIT]) { \
-        few_narrow(kind, tokens, s, c, x, y);                                                        \
-    }
-#define LOOPS_OF(kind)                                                                                                 \
-    NOINLINE decode_##kind(const Strip *s, const Codes *c, int64_t row, float *to) { decode_narrow(kind, s, c, row, to); } \
-    FEW_OF(kind, 1) FEW_OF(kind, 2) FEW_OF(kind, 3) FEW_OF(kind, 4)
-#define NAMES_OF(kind) {few_##kind##_1, few_##kind##_2, few_##kind##_3, few_##kind##_4}
-LOOPS_OF(ONE) LOOPS_OF(TWO) LOOPS_OF(FOUR) LOOPS_OF(GATHERED) LOOPS_OF(SIGNED) LOOPS_OF(SIGNED_BYTES)
-
-static Decode *const DECODE[] = {decode_ONE, decode_TWO, decode_FOUR, decode_GATHERED, decode_SIGNED, decode_SIGNED_BYTES};
-static Few *const FEW[][4] = {NAMES_OF(ONE),      NAMES_OF(TWO),    NAMES_OF(FOUR),
-                              NAMES_OF(GATHERED), NAMES_OF(SIGNED), NAMES_OF(SIGNED_BYTES)};
+#define FOR_KINDS(of) of(ONE) of(TWO) of(FOUR) of(GATHERED) of(SIGNED) of(SIGNED_BYTES)
+FOR_KINDS(DECODE_OF) FOR_KINDS(FEW_OF)
 
 void edkm_narrow_decode(const Strip *s, int64_t row, float *to) {
-    Codes c = codes_of(s->call);
-    DECODE[kind_of(s->call)](s, &c, row, to);
+#define DECODE_NAME(kind) decode_##kind,
+    static Decode *const DECODE[] = {FOR_KINDS(DECODE_NAME)};
+    DECODE[kind_of(s->call)](s, row, to);
 }
 
 void edkm_narrow_few(const Strip *s, int tokens, const float *x, vf y[4]) {
-    Codes c = codes_of(s->call);
-    FEW[kind_of(s->call)][tokens - 1](s, &c, x, (float(*)[UNIT])y);
+#define NAMES_OF(kind) FEW_NAMES(kind),
+    static Few *const FEW[][4] = {FOR_KINDS(NAMES_OF)};
+    FEW[kind_of(s->call)][tokens - 1](s, x, y);
 }
 
 /* sums[r] += `rows` rows of W times 16 tokens; every 64 columns a sum starts anew, as in add_floats. */
@@ -315,19 +303,14 @@ INLINE void add_rows(int rows, const float *w, const float *x, int64_t vectors, 
         vn acc[SUMS][VECTORS] = {};
         for (int64_t k = from; k < smaller(from + 64, vectors); k++) {
             vn part[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) part[v] = *(const vn *)(x + LANES * k + NARROW * v);
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) {
+            EACH(v, VECTORS) part[v] = *(const vn *)(x + LANES * k + NARROW * v);
+            EACH(r, rows) {
                 vn one = w[r * PANEL_ROW + k] - (vn){};
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) acc[r][v] += one * part[v];
+                EACH(v, VECTORS) acc[r][v] += one * part[v];
             }
         }
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) *(vn *)(sums + LANES * r + NARROW * v) += acc[r][v];
+        EACH(r, rows)
+            EACH(v, VECTORS) *(vn *)(sums + LANES * r + NARROW * v) += acc[r][v];
     }
 }
 

@@ -267,7 +267,7 @@ INLINE __m512i wide_entries(const __m512i table[8], __m512i codes, int vectors) 
     return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(128)), found, high);
 }
 
-/* Levels 16 * i to 16 * i + 15 as float32. */
+/* 16 levels as float32. */
 INLINE __m512 sixteen(__m128i levels) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)); }
 
 /* 64 weights, or the `left` that are there, by a table of `vectors` or, with 0, levels of eight bits. */
@@ -276,17 +276,13 @@ INLINE void decode_wide(
 ) {
     __m512i codes = _mm512_maskz_loadu_epi8(left < 64 ? first_bytes((left * bits + 7) / 8) : u->bytes[1], p);
     if (bits != 8) codes = _mm512_multishift_epi64_epi8(u->shift_one, _mm512_permutexvar_epi8(u->spread_one, codes));
-    if (vectors) {
-        w[0] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(codes)), vectors);
-        w[1] = wide_entries(table, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(codes, 1)), vectors);
-    } else {
-        codes = _mm512_sub_epi8(codes, _mm512_set1_epi8(-128));
-        __m512 first = sixteen(_mm512_castsi512_si128(codes)), second = sixteen(_mm512_extracti32x4_epi32(codes, 1));
-        w[0] = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-        first = sixteen(_mm512_extracti32x4_epi32(codes, 2)), second = sixteen(_mm512_extracti32x4_epi32(codes, 3));
-        w[1] = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    if (!vectors) codes = _mm512_sub_epi8(codes, _mm512_set1_epi8(-128));
+    for (int v = 0; v < 2; v++) {
+        __m256i half = v ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
+        if (vectors) w[v] = wide_entries(table, _mm512_cvtepu8_epi16(half), vectors);
+        else w[v] = (__m512i)_mm512_cvtne2ps_pbh(sixteen(_mm256_extracti128_si256(half, 1)), sixteen(_mm256_castsi256_si128(half)));
+        if (left < 64) w[v] = _mm512_maskz_mov_epi16(first_words(left - 32 * v), w[v]);
     }
-    for (int v = 0; left < 64 && v < 2; v++) w[v] = _mm512_maskz_mov_epi16(first_words(left - 32 * v), w[v]);
 }
 
 /* The tables of a strip's rows: WHOLE those of all rows, prepared together; HALVES those of a row's blocks; wider codes the one
@@ -433,15 +429,15 @@ INLINE void few(int half, int kind, int rows, int tokens, const Strip *of, vf su
 }
 
 /* A function of its own for each number of rows and tokens, so that accumulators get all registers. */
-typedef void Few(const Strip *, vf sums[][UNIT]);
-#define FEW_OF(half, kind, rows, tokens) \
+typedef void FewPairs(const Strip *, vf sums[][UNIT]);
+#define SOME_OF(half, kind, rows, tokens) \
     NOINLINE few_##half##_##kind##_##rows##_##tokens(const Strip *s, vf sums[][UNIT]) { few(half, kind, rows, tokens, s, sums); }
-#define ALL_OF(half, kind) FEW_OF(half, kind, 1, 1) FEW_OF(half, kind, 1, 2) FEW_OF(half, kind, 1, 4) FEW_OF(half, kind, 1, 8)
+#define ALL_OF(half, kind) SOME_OF(half, kind, 1, 1) SOME_OF(half, kind, 1, 2) SOME_OF(half, kind, 1, 4) SOME_OF(half, kind, 1, 8)
 #define PAIRS_OF(kind) ALL_OF(0, kind)
-#define HALVES_OF(kind) ALL_OF(1, kind) FEW_OF(1, kind, 1, 16)
-FOR_LOOKUPS(PAIRS_OF) FOR_WIDE(PAIRS_OF) FEW_OF(0, WHOLE, 2, 1) FEW_OF(0, HALVES, 2, 1)
+#define HALVES_OF(kind) ALL_OF(1, kind) SOME_OF(1, kind, 1, 16)
+FOR_LOOKUPS(PAIRS_OF) FOR_WIDE(PAIRS_OF) SOME_OF(0, WHOLE, 2, 1) SOME_OF(0, HALVES, 2, 1)
 #if HAS_HALVES
-FOR_LOOKUPS(HALVES_OF) FEW_OF(1, WHOLE, 2, 1) FEW_OF(1, HALVES, 2, 1)
+FOR_LOOKUPS(HALVES_OF) SOME_OF(1, WHOLE, 2, 1) SOME_OF(1, HALVES, 2, 1)
 #endif
 /* By the binary logarithm of tokens; the last: two rows, one token. */
 enum { TWO_ROWS = 5 };
@@ -449,7 +445,7 @@ enum { TWO_ROWS = 5 };
 #define NAMES_OF(half, kind) NAME_OF(half, kind, 1), NAME_OF(half, kind, 2), NAME_OF(half, kind, 4), NAME_OF(half, kind, 8)
 #define OF_PAIRS(kind) [kind] = {NAMES_OF(0, kind)},
 #define OF_HALVES(kind) [kind] = {NAMES_OF(1, kind), NAME_OF(1, kind, 16)},
-static Few *const FEW[][KINDS][TWO_ROWS + 1] = {
+static FewPairs *const FEW[][KINDS][TWO_ROWS + 1] = {
     {FOR_LOOKUPS(OF_PAIRS) FOR_WIDE(OF_PAIRS) [WHOLE][TWO_ROWS] = few_0_WHOLE_2_1, [HALVES][TWO_ROWS] = few_0_HALVES_2_1},
 #if HAS_HALVES
     {FOR_LOOKUPS(OF_HALVES) [WHOLE][TWO_ROWS] = few_1_WHOLE_2_1, [HALVES][TWO_ROWS] = few_1_HALVES_2_1},
@@ -628,9 +624,9 @@ INLINE int64_t decode_strip(int kind, const Strip *of, Decoded *w) {
 }
 
 typedef int64_t DecodeStrip(const Strip *, Decoded *);
-#define DECODE_OF(kind) \
+#define STRIP_OF(kind) \
     static __attribute__((noinline)) int64_t decode_##kind(const Strip *s, Decoded *w) { return decode_strip(kind, s, w); }
-FOR_LOOKUPS(DECODE_OF) FOR_WIDE(DECODE_OF)
+FOR_LOOKUPS(STRIP_OF) FOR_WIDE(STRIP_OF)
 #define DECODE_NAME(kind) decode_##kind,
 static DecodeStrip *const DECODE[KINDS] = {FOR_LOOKUPS(DECODE_NAME) FOR_WIDE(DECODE_NAME)};
 

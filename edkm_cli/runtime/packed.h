@@ -28,6 +28,9 @@ static inline int code_at(const uint8_t *row, int64_t column, int bits) {
     return code & ((1 << bits) - 1);
 }
 
+/* tensors.c: x and outs[p] are PyTorch's tensors. 1 where memory is short, -1 where this is not the way. */
+int edkm_product(void *x, const Packed *packed, const int64_t most[DTYPES], void *outs[MOST_PARTS]);
+
 /* lut_linear.c */
 int edkm_lut_linear(
     const Packed *packed, const void *x, int64_t dtype, int64_t x_row, int64_t tokens, void *const *outs, int64_t out_row

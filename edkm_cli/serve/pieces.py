@@ -8,7 +8,7 @@ the rows that share a table become fewer. Columns that share a table are never p
 q, k, v and gate, up have one input, so a server asks for their product at once. Packed alike they are one packed matrix,
 one below the other; a taller tile then counts as several with the same table. Otherwise the operator edkm::merged_linear
 takes what they have together: their indices in one tensor, their tables in another one, and numbers. On a CPU it is a
-function in C that finds what was prepared for the indices (runtime/merged.c); elsewhere, and where that is not possible, it
+function in C that finds what was prepared for the indices (runtime/tensors.c); elsewhere, and where that is not possible, it
 calls edkm::lut_linear for each matrix. It has no gradient.
 """
 

@@ -1,4 +1,5 @@
-/* The operator edkm::merged_linear on a CPU: packed matrices with one input, their products side by side.
+/* Products of PyTorch's tensors without Python: of matrices that Python prepared (calls.c), and the operator
+ * edkm::merged_linear on a CPU: packed matrices with one input, their products side by side.
  *
  * A compiled graph of a small model calls an operator a hundred times for a token, and what Python does around it costs as
  * much as the product. So the operator is registered from here, by the functions that PyTorch exports for extensions in C
@@ -21,7 +22,7 @@ typedef struct {
 } One; /* struct Packed with one matrix */
 
 /* Matrices one below the other; Python lays this struct out (lut_linear_c.py). The tensors' addresses and numbers of elements;
- * `rows` of all matrices; `most`: elements of x, by dtype, up to which the kernel is the way. */
+ * `rows` of all matrices; `most`: as for edkm_product. */
 typedef struct {
     uint64_t indices, luts;
     int64_t index_bytes, entries, columns, rows, count, most[DTYPES];
@@ -33,14 +34,10 @@ typedef struct Node {
     Merged merged;
 } Node;
 
-/* PyTorch's functions, in the order in which Python hands them over. Arguments of an operator are a stack of 64-bit values;
- * who is called owns the tensors, lists and boxes of optional arguments among them. */
+/* PyTorch's functions, in the order in which Python hands them over: those of tensors, then those of operators. Arguments of an
+ * operator are a stack of 64-bit values; who is called owns the tensors, lists and boxes of optional arguments among them. */
 static struct {
-    int32_t (*library)(const char *name, const char *key, const char *file, uint32_t line, void **library);
-    int32_t (*implement)(void *library, const char *name, void (*function)(uint64_t *, uint64_t, uint64_t));
-    int32_t (*call)(const char *name, const char *overload, uint64_t *stack);
     int32_t (*dimensions)(void *tensor, int64_t *);
-    int32_t (*elements)(void *tensor, int64_t *);
     int32_t (*sizes)(void *tensor, int64_t **);
     int32_t (*dtype)(void *tensor, int32_t *);
     int32_t (*device)(void *tensor, int32_t *);
@@ -48,12 +45,81 @@ static struct {
     int32_t (*address)(void *tensor, void **);
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t dtype, int32_t device, int32_t index, void **);
     int32_t (*drop)(void *tensor);
+    int32_t (*elements)(void *tensor, int64_t *);
+    int32_t (*library)(const char *name, const char *key, const char *file, uint32_t line, void **library);
+    int32_t (*implement)(void *library, const char *name, void (*function)(uint64_t *, uint64_t, uint64_t));
+    int32_t (*call)(const char *name, const char *overload, uint64_t *stack);
     int32_t (*drop_box)(uint64_t *);
     int32_t (*drop_list)(void *);
     const char *(*what)(void);
     void (*raise)(const char *message); /* a C++ exception */
 } torch;
 static int32_t dtype_numbers[DTYPES], cpu_number;
+
+/* `functions`: `count` addresses in the order of `torch`; `numbers`: PyTorch's of the dtypes and of host memory. */
+void edkm_torch(const uint64_t *functions, size_t count, const int32_t *numbers) {
+    memcpy(&torch, functions, count * sizeof *functions);
+    memcpy(dtype_numbers, numbers, sizeof dtype_numbers);
+    cpu_number = numbers[DTYPES];
+}
+
+static void *address_of(void *tensor) {
+    void *address;
+    return torch.address(tensor, &address) ? NULL : address;
+}
+
+/* The kernels' number of a tensor's dtype where it lies contiguously in host memory, or -1. */
+static int dtype_of(void *tensor) {
+    _Bool contiguous;
+    int32_t dtype, device;
+    if (torch.dtype(tensor, &dtype) || torch.device(tensor, &device) || torch.is_contiguous(tensor, &contiguous)) return -1;
+    for (int i = 0; contiguous && device == cpu_number && i < DTYPES; i++)
+        if (dtype == dtype_numbers[i]) return i;
+    return -1;
+}
+
+/* What an activation is; `elements` of it, `data` in host memory. */
+typedef struct {
+    const void *data;
+    int64_t dimensions, elements, sizes[MOST_DIMENSIONS];
+    int dtype;
+} Input;
+
+/* Whether a tensor is (..., columns), contiguous, of a dtype that kernels read, and not more than the `most` elements. */
+static int read_input(void *tensor, int64_t columns, const int64_t most[DTYPES], Input *x) {
+    int64_t *sizes;
+    x->dtype = dtype_of(tensor), x->elements = 1;
+    if (x->dtype < 0 || torch.dimensions(tensor, &x->dimensions) || torch.sizes(tensor, &sizes)) return 0;
+    if (x->dimensions < 1 || x->dimensions > MOST_DIMENSIONS || sizes[x->dimensions - 1] != columns) return 0;
+    for (int64_t i = 0; i < x->dimensions; i++) x->elements *= x->sizes[i] = sizes[i];
+    return x->elements > 0 && x->elements <= most[x->dtype] && (x->data = address_of(tensor));
+}
+
+/* A new tensor (..., rows) and its address, or NULL. */
+static void *result(Input *x, int64_t rows, void **address) {
+    int64_t strides[MOST_DIMENSIONS], stride = 1;
+    void *out;
+    x->sizes[x->dimensions - 1] = rows;
+    for (int64_t i = x->dimensions - 1; i >= 0; i--) strides[i] = stride, stride *= x->sizes[i];
+    if (torch.empty(x->dimensions, x->sizes, strides, dtype_numbers[x->dtype], cpu_number, 0, &out)) return NULL;
+    if ((*address = address_of(out))) return out;
+    torch.drop(out);
+    return NULL;
+}
+
+/* outs[p] = x @ W.T + bias for each matrix, new tensors; `most`: elements of x, by dtype, up to which the kernel is the way. */
+int edkm_product(void *tensor, const Packed *packed, const int64_t most[DTYPES], void *outs[MOST_PARTS]) {
+    Input x;
+    void *to[MOST_PARTS];
+    int64_t made = 0;
+    if (!read_input(tensor, packed->columns, most, &x)) return -1;
+    while (made < packed->count && (outs[made] = result(&x, packed->parts[made].rows, to + made))) made++;
+    int64_t tokens = x.elements / packed->columns;
+    if (made == packed->count && !edkm_lut_linear(packed, x.data, x.dtype, packed->columns, tokens, to, 0)) return 0;
+    while (made) torch.drop(outs[--made]);
+    return 1;
+}
+
 static const char *plain; /* the operator that is called otherwise */
 
 static Node *buckets[BUCKETS];
@@ -75,27 +141,15 @@ int edkm_merged_keep(const Merged *merged) {
     return !node;
 }
 
-/* Forgets it. Whoever is computing has a copy, and holds the tensors. */
-void edkm_merged_forget(uint64_t indices) {
+/* Forgets it; whether there was something. Whoever is computing has a copy, and holds the tensors. */
+int edkm_merged_forget(uint64_t indices) {
     pthread_mutex_lock(&lock);
     Node **at = find(indices), *node = *at;
-    if (node) *at = node->next;
+    const int found = node != NULL;
+    if (found) *at = node->next;
     pthread_mutex_unlock(&lock);
     free(node);
-}
-
-int64_t edkm_merged_count(void) {
-    int64_t count = 0;
-    pthread_mutex_lock(&lock);
-    for (int i = 0; i < BUCKETS; i++)
-        for (Node *node = buckets[i]; node; node = node->next) count++;
-    pthread_mutex_unlock(&lock);
-    return count;
-}
-
-static void *address_of(void *tensor) {
-    void *address;
-    return torch.address(tensor, &address) ? NULL : address;
+    return found;
 }
 
 static int has(void *tensor, int64_t elements) {
@@ -111,16 +165,6 @@ static int recall(void *indices, void *luts, Merged *merged) {
     pthread_mutex_unlock(&lock);
     return node && has(indices, merged->index_bytes) && has(luts, merged->entries) &&
            (uint64_t)(uintptr_t)address_of(luts) == merged->luts;
-}
-
-/* The kernels' number of a tensor's dtype where it lies contiguously in host memory, or -1. */
-static int dtype_of(void *tensor) {
-    _Bool contiguous;
-    int32_t dtype, device;
-    if (torch.dtype(tensor, &dtype) || torch.device(tensor, &device) || torch.is_contiguous(tensor, &contiguous)) return -1;
-    for (int i = 0; contiguous && device == cpu_number && i < DTYPES; i++)
-        if (dtype == dtype_numbers[i]) return i;
-    return -1;
 }
 
 static int64_t bytes_of(int dtype) { return dtype == 0 ? 4 : 2; }
@@ -141,34 +185,22 @@ static int add_bias(Merged *merged, void *bias) {
 }
 
 /* (..., rows) for x (..., columns), or NULL where this is not the way. */
-static void *product(void *x, void *indices, void *luts, void *bias) {
+static void *merged_product(void *tensor, void *indices, void *luts, void *bias) {
     Merged merged;
-    void *from = address_of(x), *out, *to, *outs[1];
-    int64_t dimensions, *shape, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS], elements = 1, stride = 1;
-    int dtype = dtype_of(x), failed = 0;
-    if (!from || dtype < 0 || torch.dimensions(x, &dimensions) || torch.sizes(x, &shape)) return NULL;
-    if (dimensions < 1 || dimensions > MOST_DIMENSIONS || !recall(indices, luts, &merged)) return NULL;
-    if (shape[dimensions - 1] != merged.columns) return NULL;
+    Input x;
+    void *to;
+    if (!recall(indices, luts, &merged) || !read_input(tensor, merged.columns, merged.most, &x)) return NULL;
     if (bias && !add_bias(&merged, bias)) return NULL;
-    for (int64_t i = dimensions - 1; i >= 0; i--) {
-        elements *= shape[i];
-        sizes[i] = i + 1 < dimensions ? shape[i] : merged.rows;
-        strides[i] = stride;
-        stride *= sizes[i];
+    void *out = result(&x, merged.rows, &to);
+    for (int64_t p = 0; out && p < merged.count; p++) {
+        const Packed *packed = (const Packed *)(merged.parts + p);
+        if (edkm_lut_linear(packed, x.data, x.dtype, merged.columns, x.elements / merged.columns, &to, merged.rows)) {
+            torch.drop(out);
+            return NULL;
+        }
+        to = (char *)to + packed->parts->rows * bytes_of(x.dtype);
     }
-    if (elements < 1 || elements > merged.most[dtype]) return NULL;
-    if (torch.empty(dimensions, sizes, strides, dtype_numbers[dtype], cpu_number, 0, &out)) return NULL;
-    to = address_of(out);
-    for (int64_t p = 0; to && !failed && p < merged.count; p++) {
-        outs[0] = to;
-        failed = edkm_lut_linear(
-            (const Packed *)(merged.parts + p), from, dtype, merged.columns, elements / merged.columns, outs, merged.rows
-        );
-        to = (char *)to + merged.parts[p].part.rows * bytes_of(dtype);
-    }
-    if (to && !failed) return out;
-    torch.drop(out);
-    return NULL;
+    return out;
 }
 
 /* merged_linear(Tensor x, Tensor indices, Tensor luts, Tensor? bias, int[] numbers) -> Tensor */
@@ -178,7 +210,7 @@ static void merged_linear(uint64_t *stack, uint64_t arguments, uint64_t outputs)
     void *tensors[4];
     for (int i = 0; i < 3; i++) tensors[i] = (void *)(uintptr_t)stack[i];
     tensors[3] = box ? (void *)(uintptr_t)*box : NULL;
-    void *out = product(tensors[0], tensors[1], tensors[2], tensors[3]);
+    void *out = merged_product(tensors[0], tensors[1], tensors[2], tensors[3]);
     if (!out) {
         if (torch.call(plain, "", stack)) torch.raise(torch.what());
         return;
@@ -190,12 +222,9 @@ static void merged_linear(uint64_t *stack, uint64_t arguments, uint64_t outputs)
     stack[0] = (uint64_t)(uintptr_t)out;
 }
 
-/* Makes this the operator for the CPU. `functions`: addresses in the order of `torch`; `numbers`: PyTorch's of the dtypes
- * and of host memory. Not 0 where PyTorch refuses. */
-int edkm_merged_register(const uint64_t *functions, const int32_t *numbers, const char *name, const char *otherwise) {
+/* Makes this the operator for the CPU. Not 0 where PyTorch refuses. */
+int edkm_merged_register(const char *name, const char *otherwise) {
     void *library;
-    memcpy(&torch, functions, sizeof torch);
-    memcpy(dtype_numbers, numbers, sizeof dtype_numbers);
-    cpu_number = numbers[DTYPES], plain = strdup(otherwise);
+    plain = strdup(otherwise);
     return !plain || torch.library("edkm", "CPU", __FILE__, __LINE__, &library) || torch.implement(library, name, merged_linear);
 }
