@@ -203,7 +203,7 @@ _MERGED = struct.Struct("2Q8q")  # struct Merged of tensors.c, up to its parts
 
 @functools.cache
 def register(name: str, otherwise: str) -> bool:
-    """Make tensors.c the operator `name` of edkm on a CPU; where that is not the way, it calls `otherwise` (with its namespace).
+    """Make tensors.c the operator `name` of edkm on a CPU; what it does not take it gives to the operator `otherwise`.
     False where there is no compiler, or this PyTorch has not what it needs."""
     if library() is None:
         return False
