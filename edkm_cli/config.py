@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edkm_cli.granularity import FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, table_faults
+from edkm_cli.granularity import FOURS, FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, table_faults
 from edkm_cli.settings import (
     COMPRESSION,
     DATA,
@@ -55,6 +55,8 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
     if config.lut_scale is not None and config.lut_dtype != "float8_e4m3fn":
         found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {config.lut_dtype}; leave it out")
+    if config.lut_dtype == "int8" and config.target is None:
+        found.append("lut_dtype int8 is of targets gguf:q2_k to gguf:q6_k; give one of them in its place")
     found += table_faults(config.palette, config.bits, Granularity.parse(config.granularity), config.lut_dtype)
     if config.palette != FREE and (config.mode != "straight-through" or config.method != "edkm"):
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
@@ -102,8 +104,9 @@ def _about_bits(config: Any) -> list[str]:
     if average and target is not None and TARGETS[target].mixes:
         if not 3 <= bits <= 4:  # others reach for 1 or 7 bits
             found.append(f"target {target} mixes 2 to 6 bits, 3 to 4 on average, got {bits:g}; use bits 3.5")
-    elif average and target is not None:
-        found.append(f"target {target} holds one number of bits for all matrices; use allocation uniform")
+    elif average and (target is not None or config.palette in FOURS):
+        kind = f"target {target} holds" if target else f"palette {config.palette} has"
+        found.append(f"{kind} one number of bits for all matrices; use allocation uniform")
     return found
 
 
@@ -249,7 +252,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     overrides: tuple[str, ...] = setting((),
         "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
         COMPRESSION, "--override", check=Override.parse)
-    target_size: str | None = setting(None, "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
+    target_size: str | None = setting(None, "Size of its tensors, such as 2.5GiB: sets --bits to the average that fits.",
         COMPRESSION, check=parse_bytes)
     experts: str = setting("compressed", "What becomes of the experts of a mixture-of-experts model.", COMPRESSION,
         choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full and vLLM"})

@@ -28,6 +28,7 @@ PALETTES = {
     "iq4_nl": "scale * llama.cpp's 16 levels",
     "e2m1": "scale * the 16 numbers of FP4",
 }
+FOURS = ("iq4_nl", "e2m1")  # palettes of 16 entries
 # (palette, bits) -> (tile's columns, least, largest multiple) of llama.cpp's super-blocks: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K.
 MULTIPLES = {
     (AFFINE, 2): (16, 0, 15),
@@ -55,7 +56,7 @@ def table_faults(palette: str, bits: float, granularity: "Granularity", lut_dtyp
     if not isinstance(palette, str) or palette not in PALETTES:
         return [f"palette must be one of {', '.join(PALETTES)}, got {palette!r:.60}"]
     faults = []
-    if palette in ("iq4_nl", "e2m1") and bits != 4:
+    if palette in FOURS and bits != 4:
         faults.append(f"palette {palette} has 4 bits, got {bits}; use bits 4")
     if palette != FREE and granularity.rows != 1:
         faults.append(f"palette {palette} is for tiles of one row, got {granularity}; use block:1x32 or row:1")

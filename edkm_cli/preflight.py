@@ -237,7 +237,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     check_geometry(swaps, Granularity.parse(config.granularity), config.overrides)
     if config.target is not None:
         shapes = {swap.name: swap.shape for swap in swaps if swap.clustered}
-        experts = any(map(is_expert, shapes))
+        experts = any(is_expert(swap.name) for swap in swaps)
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0, experts=experts)
     dense_dtype = choose_dtype(asked.dtype, world.device)
     few = allocation.choose_embedding_bits(config, swaps)

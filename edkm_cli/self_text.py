@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -237,7 +237,7 @@ def keep_text(path: Path, text: Tensor) -> None:
     """Write a text in one step. Raises OSError where that fails; nothing is left then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path, f".{os.getpid()}") as partial:
-        save_file({"tokens": text.contiguous()}, partial)
+        partial.write_bytes(save({"tokens": text.contiguous()}))
 
 
 # Stands for the text of a run that the model is yet to write.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from edkm_cli import data as texts
 from edkm_cli import model_files, models
@@ -25,7 +26,7 @@ from edkm_cli.evaluate.verdict import Study, text_row
 from edkm_cli.format import read_spec
 from edkm_cli.hf import load_any
 from edkm_cli.integrity import check_checkpoint, stored_skeleton
-from edkm_cli.nn.hooks import evaluating
+from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.preflight import choose_device
 from edkm_cli.progress import Track, no_progress
@@ -149,14 +150,15 @@ def prefill_speed(model: Any, tokens: Tensor) -> float:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers in memory, shared ones once."""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    """Bytes of all parameters and buffers in memory, shared ones once, and of tables as they are multiplied with."""
+    tables = (t for module in model.modules() if (t := vars(module).get("_table")) is not None)
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *tables)}
     return sum(tensors.values())
 
 
 def measure_speed(model: Any, tokens: Tensor) -> dict[str, float | int]:
     """The keys that `edkm eval --speed` adds, for a text (n,) of token ids."""
-    with evaluating(model):
+    with evaluating(model), changed(model, generation_config=GenerationConfig()):
         return {
             "prefill_tokens_per_second": prefill_speed(model, tokens),
             "decode_tokens_per_second": decode_speed(model, tokens[:32]),

@@ -56,8 +56,9 @@ class Recorder:
             kept = {"hidden": states}
         else:
             lowest = torch.finfo(torch.float16).min
-            chunks = (parts.logits(some[None])[0].float().log_softmax(1) for some in states.split(CHUNK_TOKENS))
-            kept = {"log_probabilities": torch.cat([chunk.clamp_min(lowest).half() for chunk in chunks])}
+            chunks = (parts.logits(some[None])[0].float() for some in states.split(CHUNK_TOKENS))
+            below = (chunk - chunk.amax(1, keepdim=True) for chunk in chunks)  # so that the likeliest one stays it
+            kept = {"logits": torch.cat([chunk.clamp_min(lowest).half() for chunk in below])}
         self._save(kept, _file_of(ids))
 
     def _explains(self, states: Tensor, parts: Parts) -> bool:
@@ -93,7 +94,7 @@ class RememberedPredictions:
         """The logits of a window that was seen; KeyError for another."""
         kept = self._tensors(_file_of(ids))
         if "hidden" not in kept:
-            yield from kept["log_probabilities"].split(CHUNK_TOKENS)
+            yield from kept["logits"].split(CHUNK_TOKENS)
             return
         head = {name: tensor.to(ids.device) for name, tensor in self._tensors(_HEAD).items()}
         for hidden in kept["hidden"].split(CHUNK_TOKENS):

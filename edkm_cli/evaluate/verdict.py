@@ -117,7 +117,7 @@ class Study:
     def _longest_window(self, model: Any) -> list[Pass]:
         """A window of the model's full context, where that is longer than those of the texts."""
         full = self.settings.positions or min(known_positions(model.config) or self.settings.context, _FULL_CONTEXT)
-        if min(full, len(self.tokens[0])) <= self.settings.context:
+        if not self.settings.positions and min(full, len(self.tokens[0])) <= self.settings.context:
             return []
         return [("positions", self.tokens[0], full, 1)]
 

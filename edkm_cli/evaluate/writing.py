@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from edkm_cli.nn.hooks import changed
 from edkm_cli.progress import Track, no_progress
 
 _NEW_TOKENS = 48
@@ -57,7 +58,8 @@ def write(model: Any, tokenizer: Any, asked: Sequence[Prompt], *, track: Track =
         rows = [[0] * (width - len(ids[index])) + ids[index] for index in batch]
         mask = [[0] * (width - len(ids[index])) + [1] * len(ids[index]) for index in batch]
         given, attended = (torch.tensor(value, device=model.device) for value in (rows, mask))
-        output = model.generate(given, attention_mask=attended, generation_config=plain)
+        with changed(model, generation_config=plain):  # transformers fills in from the model's own what is not given
+            output = model.generate(given, attention_mask=attended)
         for index, row in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(row) if token in ends), len(row))
             written[index] = row[: end + 1]

@@ -31,7 +31,7 @@ _WRITTEN = re.compile(
     r"|model\.safetensors\.index)\.json(\.tmp)?"
     r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|merges\.txt"
     r"|tokenizer[\w.-]*|(vocab|chat_template)\.\w+|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py|model\.gguf"
-    r"|checkpoints/([\w.-]+/)*[\w.-]+\.(safetensors|json|jsonl)(\.tmp)?|(edkm|wandb|[\w-]+\.mlpackage)/.+"
+    r"|checkpoints/([\w.-]+/)*[\w.-]+\.(safetensors|jsonl?|tmp)|(edkm|wandb|[\w-]+\.mlpackage)/.+"
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save
 from torch import nn
 
 from edkm_cli import data, models
@@ -77,9 +78,10 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 def save_adapter(model: PeftModel, directory: Path, *, base: str) -> None:
     """Write adapter_config.json and adapter_model.safetensors into an existing directory, for the model at `base`."""
-    model.peft_config["default"].base_model_name_or_path = base
-    model.save_pretrained(str(directory), save_embedding_layers=False)
-    (directory / "README.md").unlink(missing_ok=True)  # peft's has nothing but headings
+    config, tensors = model.peft_config["default"], get_peft_model_state_dict(model, save_embedding_layers=False)
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(directory))  # not the model's, whose writer leaves a file of its own where it is killed
+    (directory / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
 
 
 def check_adapter(directory: Path) -> dict[str, Any]:

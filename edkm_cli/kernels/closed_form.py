@@ -41,7 +41,7 @@ def relative_temperature(mean: Tensor, variance: Tensor, temperature: float) -> 
     """tau = temperature * variance, kept above TAU_FLOOR."""
     tau = temperature * variance
     held = tau < TAU_FLOOR
-    return Spread(mean, tau.clamp_min(TAU_FLOOR), torch.where(held, 0.0, temperature).to(tau.dtype))
+    return Spread(mean, tau.clamp_min(TAU_FLOOR), torch.where(held, torch.zeros_like(tau), temperature))
 
 
 def step(centroids: Tensor, shift: Tensor, mass: Tensor) -> Tensor:

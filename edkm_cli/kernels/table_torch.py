@@ -165,11 +165,8 @@ class TablePasses(Passes):
 
 def narrowed(values: Tensor) -> Tensor | None:
     """Float32 values as bfloat16 or float16 where that changes none of them, else None."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = values.to(dtype)
-        if torch.equal(narrow.float(), values):
-            return narrow
-    return None
+    narrow = (values.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+    return next((some for some in narrow if torch.equal(some.float(), values)), None)
 
 
 def distinct(values: Tensor, importance: Tensor | None, kernels: ModuleType) -> tuple[Tensor, Tensor]:

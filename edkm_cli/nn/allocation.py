@@ -21,7 +21,7 @@ from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
-from edkm_cli.granularity import E3M4, FREE, Granularity, Override
+from edkm_cli.granularity import E3M4, FOURS, FREE, Granularity, Override
 from edkm_cli.nn.swap import OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width, parts_of
 from edkm_cli.runtime.experts import is_expert
@@ -51,7 +51,7 @@ def choose_allocation(config: CompressConfig, start: str) -> str:
         return config.allocation
     if config.target_size:
         return SENSITIVITY
-    suits = config.importance == "gradient" and config.target is None
+    suits = config.importance == "gradient" and config.target is None and config.palette not in FOURS
     best = suits and start == "reconstructed" and config.bits <= _MOST_BITS
     return SENSITIVITY if best or not isinstance(config.bits, int) else UNIFORM
 
@@ -175,9 +175,12 @@ def bits_for_size(
 
     Raises UserError for a size that no average gives.
     """
-    config = replace(config, overrides=())
-    spec, _ = planned_spec(config, swaps, asked=config)
     linears = [swap for swap in swaps if swap.clustered]
+    if all(Override.of(config.overrides, swap.name).bits for swap in linears):
+        raise UserError("--target-size is met by bits that --override leaves open, but it gives all; leave one out")
+    tiles = [(one.pattern, one.granularity) for one in map(Override.parse, config.overrides) if one.granularity]
+    config = replace(config, overrides=tuple(f"{pattern}: granularity={tile}" for pattern, tile in tiles))
+    spec, _ = planned_spec(config, swaps, asked=config)
     others = other_bytes(skeleton, swaps, spec, itemsize)
     least, most = (others + sum(size_bits(swap, spec, bits) for swap in linears) / 8 for bits in (MIN_BITS, MAX_BITS))
     if not least <= target_bytes <= most:

@@ -80,12 +80,8 @@ def thin(points: Sequence[Point]) -> list[Point]:
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
-    kept = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        extremes = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted(extremes)
-    return kept
+    stretches = (sorted(points[start : start + size], key=lambda p: p[1]) for start in range(0, len(points), size))
+    return [extreme for stretch in stretches for extreme in sorted({stretch[0], stretch[-1]})]
 
 
 def line_chart(

@@ -266,7 +266,7 @@ def _points(metrics: list[dict[str, float]], key: str) -> list[tuple[float, floa
 
 
 def _window(points: Sequence[tuple[float, float]]) -> int:
-    return max(5, len(points) // 20)
+    return max(5, len(points) // 20) | 1
 
 
 def _running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

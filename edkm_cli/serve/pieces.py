@@ -122,11 +122,9 @@ def stacked_tile(pieces: Sequence[Piece]) -> Tile:
 def stacked_table(pieces: Sequence[Piece], tables: Sequence[Tensor]) -> list[Tensor]:
     """The tables of each piece, as often as tiles of the common height need them; joined they are those of the stack."""
     height, width = stacked_tile(pieces)
-    joined = []
-    for piece, table in zip(pieces, tables, strict=True):
-        rows = table.unflatten(0, (-1, len(piece.columns) // width))
-        joined.append(rows.repeat_interleave(piece.tile[0] // height, dim=0).flatten(0, 1))
-    return joined
+    rows = [table.unflatten(0, (-1, len(one.columns) // width)) for one, table in zip(pieces, tables, strict=True)]
+    copies = [one.tile[0] // height for one in pieces]
+    return [row.repeat_interleave(copy, dim=0).flatten(0, 1) for row, copy in zip(rows, copies, strict=True)]
 
 
 class Rows(NamedTuple):

@@ -49,19 +49,15 @@ def _planes(indices: Tensor, bits: int) -> Tensor:
     """(bits, out, in / 32) int32 from (out, in) uint8 indices."""
     out, columns = indices.shape
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-    order = _byte_order(columns // 8)
+    # Of each 128 bytes (or of what is left) thread t gets t, T + t, 2T + t and 3T + t, the first as the highest of its word.
+    parts = torch.arange(columns // 8).split(4 * _WARP)
+    order = torch.cat([some.view(4, -1).flip(0).t().flatten() for some in parts])
     planes = torch.empty(bits, out, columns // _WORD, dtype=torch.int32)
     for plane in range(bits):
         bit = (indices >> (bits - 1 - plane)) & 1
         octets = (bit.view(out, -1, 8) * weights).sum(-1, dtype=torch.uint8)
         planes[plane] = octets[:, order].contiguous().view(torch.int32)
     return planes
-
-
-def _byte_order(count: int) -> Tensor:
-    """Which byte of a row each stored byte is: of each 128 (or of what is left) thread t gets bytes t, T + t, 2T + t and
-    3T + t, the first as the highest byte of its little-endian word."""
-    return torch.cat([some.view(4, -1).flip(0).t().flatten() for some in torch.arange(count).split(4 * _WARP)])
 
 
 def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:

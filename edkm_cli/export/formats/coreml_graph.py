@@ -77,7 +77,9 @@ class _Decoder:
         for layer in range(config.num_hidden_layers):
             path = f"model.layers.{layer}"
             x = mb.add(x=x, y=self._attention(layer, self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn"))
-            x = mb.add(x=x, y=self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp"))
+            y = self._norm(x, f"{path}.post_attention_layernorm")
+            y = mb.mul(x=mb.silu(x=self._linear(y, f"{path}.mlp.gate_proj")), y=self._linear(y, f"{path}.mlp.up_proj"))
+            x = mb.add(x=x, y=self._linear(y, f"{path}.mlp.down_proj"))
         if not config.tie_word_embeddings:
             embedding, factors = (self.weight(f"lm_head.{leaf}") for leaf in ("weight", "factors"))
         return mb.linear(x=self._times(self._norm(x, "model.norm"), factors), weight=embedding, name="logits")
@@ -143,7 +145,3 @@ class _Decoder:
         mixed = mb.reshape(x=mixed, shape=[1, self.heads, -1, self.head_size])
         joined = mb.reshape(x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, -1, self.heads * self.head_size])
         return self._linear(joined, f"{path}.o_proj")
-
-    def _mlp(self, x: Any, path: str) -> Any:
-        gate = self.mb.silu(x=self._linear(x, f"{path}.gate_proj"))
-        return self._linear(self.mb.mul(x=gate, y=self._linear(x, f"{path}.up_proj")), f"{path}.down_proj")
