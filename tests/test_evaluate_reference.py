@@ -57,6 +57,9 @@ def test_logits_that_are_more_than_a_product_are_kept_themselves(tmp_path, model
     later = perplexity(model, TOKENS, context=16, reference=kept)
     assert now.kl_per_token > 1e-3
     assert later.kl_per_token == pytest.approx(now.kl_per_token, rel=0.05)
+    same = perplexity(original, TOKENS, context=16, reference=kept)
+    assert same.top1_agreement == 1
+    assert same.kl_per_token < 1e-6
 
 
 def test_a_window_that_was_not_seen_is_an_error(tmp_path):

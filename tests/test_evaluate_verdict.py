@@ -106,6 +106,11 @@ def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():
     with pytest.raises(UserError, match=f"prompts must be at most {most}"):
         EvalConfig(prompts=most + 1)
     texts = write(model, tokenizer, asked)
+    model.generation_config.update(
+        repetition_penalty=5.0, num_beams=2, return_dict_in_generate=True, stop_strings=["e"]
+    )
+    assert write(model, tokenizer, asked) == texts
+    assert model.generation_config.num_beams == 2
     for prompt, text in zip(asked[:3], texts, strict=False):
         ids = tokenizer(prompt.text)["input_ids"]
         for token in text:  # one full pass a token

@@ -209,6 +209,14 @@ def test_an_output_that_holds_is_or_lies_inside_an_input_is_refused(
     assert contents(home) == before
 
 
+def test_what_a_killed_run_had_begun_to_write_is_its_own(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ownership.MARKER).write_text("{}")
+    for name in ("self-text.safetensors.7327.tmp", "self-text.safetensors", "step-000001.tmp", ".tmpjJfzxI"):
+        (tmp_path / "checkpoints" / name).write_text("begun")
+    assert ownership.foreign(tmp_path) == ["checkpoints/.tmpjJfzxI"]  # safetensors' own: we let it write nothing
+
+
 def test_a_link_stays_and_what_it_leads_to_is_replaced(commands, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "result")

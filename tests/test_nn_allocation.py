@@ -155,6 +155,8 @@ def test_a_linear_without_squared_gradients_is_named():
         ({"bits": 3.5, "allocation": "uniform"}, "3.5 is an average"),
         ({"bits": 3.5, "importance": "none"}, "importance is none"),
         ({"bits": 3.5, "target": "any-precision"}, "one number of bits for all matrices"),
+        ({"bits": 4, "palette": "e2m1", "allocation": "sensitivity"}, "palette e2m1 has one number of bits for all"),
+        ({"bits": 4, "palette": "affine", "granularity": "block:1x32", "lut_dtype": "int8"}, "int8 is of targets"),
         ({"allocation": "sensitivity", "importance": "activation"}, "importance is activation"),
         ({"temperature": 1e-4}, "0.0001 is below 0.0005"),
         ({"bits": 8.5, "allocation": "sensitivity"}, "at most 8"),

@@ -109,7 +109,7 @@ def test_a_run_with_overrides_reloads_as_it_was_asked_for(allocation, moe, text_
 
 
 @pytest.mark.parametrize("size", ["64MB", "80 MB", "55MiB"])
-@pytest.mark.parametrize("overrides", [(), ("*.down_proj: bits=4",)])
+@pytest.mark.parametrize("overrides", [(), ("*.down_proj: bits=4",), ("*.o_proj: granularity=block:1x32",)])
 def test_a_size_that_is_asked_for_is_met(size, overrides):
     plan = plan_run(CompressConfig(model="smollm2-135m", target_size=size, overrides=overrides), World())
     wanted = float(size[:2]) * (2**20 if size.endswith("MiB") else 10**6)
@@ -120,5 +120,7 @@ def test_a_size_that_is_asked_for_is_met(size, overrides):
 def test_a_size_that_cannot_be_is_refused_with_those_that_can():
     with pytest.raises(UserError, match=r"--target-size must be \d+\.\d to \d+\.\d MB"):
         plan_run(CompressConfig(model="smollm2-135m", target_size="1GB"), World())
+    with pytest.raises(UserError, match="leave one out"):
+        plan_run(CompressConfig(model="smollm2-135m", target_size="64MB", overrides=("*.layers.*: bits=6",)), World())
     with pytest.raises(UserError, match="allocation sensitivity"):
         CompressConfig(model="m", target_size="1GB", allocation="uniform")
