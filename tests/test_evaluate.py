@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+import edkm_cli
 from edkm_cli.errors import UserError
-from edkm_cli.evaluate.command import decode_speed
+from edkm_cli.evaluate.command import decode_speed, resident_bytes
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
 from helpers import cluster, export, logits_of, tiny_llama
@@ -78,7 +79,6 @@ def test_footprint_of_a_dense_model(tied):
 
 
 def test_footprint_of_a_compressed_model_counts_tables_and_scales(tmp_path):
-
     from edkm_cli.hf import load
 
     model = tiny_llama()
@@ -91,5 +91,17 @@ def test_footprint_of_a_compressed_model_counts_tables_and_scales(tmp_path):
     assert size.parameters == parameters
 
 
-def test_decode_speed_is_a_rate():
-    assert decode_speed(tiny_llama(), torch.arange(8), new_tokens=4) > 0
+def test_decode_speed_is_a_rate_whatever_the_model_s_own_settings():
+    model = tiny_llama()
+    model.generation_config.update(stop_strings=["e"], num_beams=2, num_return_sequences=2)
+    assert decode_speed(model, torch.arange(8), new_tokens=4) > 0
+    assert model.generation_config.num_beams == 2
+
+
+def test_resident_bytes_are_those_of_tables_that_were_made_too(tmp_path):
+    model = edkm_cli.load(export(*cluster(tiny_llama(), lut_dtype="float8_e4m3fn"), tmp_path))
+    before = resident_bytes(model)
+    model(torch.arange(8)[None])
+    made = [module._table for module in model.modules() if getattr(module, "_table", None) is not None]
+    assert made
+    assert resident_bytes(model) == before + sum(table.nbytes for table in made)

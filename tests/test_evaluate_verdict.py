@@ -143,6 +143,8 @@ def test_noise_in_one_matrix_fails_and_is_named_and_the_model_in_bfloat16_passes
     }
     assert 0 < result["noise_floor"]["kl_per_token"] < 1e-3
     assert result["positions"]["context"] == 64
+    assert run("eval", rounded, *common, "--positions", 16, "--prompts", 0, "--json", tmp_path / "p.json")[0] == 0
+    assert json.loads((tmp_path / "p.json").read_text())["positions"]["context"] == 16
     page = (tmp_path / "r.html").read_text()
     for heading in ("Limits", "By confidence", "By layer", "By matrix", "By position", "Writing"):
         assert f"<h2>{heading}</h2>" in page

@@ -202,9 +202,7 @@ def render_chat(tokenizer: Any, chat: _Chat, tools: Any) -> list[Document]:
     messages = chat.messages
     whole = render_text(tokenizer, messages, tools)
     assistant = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    said = ("content", "tool_calls", "reasoning_content", "thinking")  # what there is to learn
-    answers = {index for index, turn in enumerate(messages) if any(map(turn.get, said)) and turn.get("weight") != 0}
-    turns = [index for index in assistant if index >= chat.first_answer and index in answers]
+    turns = [index for index in assistant if index >= chat.first_answer and _is_answer(messages[index])]
     marked = _generation_spans(tokenizer, messages, tools, whole)
     if marked is not None and (len(marked) == len(assistant) or len(turns) == len(assistant)):
         if len(turns) < len(assistant):
@@ -218,6 +216,12 @@ def render_chat(tokenizer: Any, chat: _Chat, tools: Any) -> list[Document]:
     if all(whole.startswith(text) for text in texts):
         return [Document(whole, tuple(spans), templated=True)]
     return [Document(text, (span,), templated=True) for text, span in zip(texts, spans, strict=True)]
+
+
+def _is_answer(turn: dict[str, Any]) -> bool:
+    """Whether there is something to learn in a turn, and it is not to be left out (`weight`, as OpenAI's format has it)."""
+    said = ("content", "tool_calls", "reasoning_content", "thinking")
+    return any(turn.get(name) for name in said) and turn.get("weight") != 0
 
 
 def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, text: str) -> int:

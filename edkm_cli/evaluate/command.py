@@ -135,8 +135,9 @@ def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
         run = partial(model.generate, ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
         return least_seconds(run, ids.device, runs)
 
-    seconds(2, 1)  # caches and kernels warm up
-    return new_tokens / max(seconds(new_tokens + 1) - seconds(1), 1e-9)
+    with changed(model, generation_config=GenerationConfig()):  # nothing that the model's own settings add
+        seconds(2, 1)  # caches and kernels warm up
+        return new_tokens / max(seconds(new_tokens + 1) - seconds(1), 1e-9)
 
 
 @torch.no_grad()
@@ -150,7 +151,7 @@ def prefill_speed(model: Any, tokens: Tensor) -> float:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers in memory, shared ones once, and of tables as they are multiplied with."""
+    """Bytes of all parameters and buffers in memory, shared ones once, and of tables that `PalettizedLinear` has made."""
     tables = (t for module in model.modules() if (t := vars(module).get("_table")) is not None)
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *tables)}
     return sum(tensors.values())
@@ -158,7 +159,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 def measure_speed(model: Any, tokens: Tensor) -> dict[str, float | int]:
     """The keys that `edkm eval --speed` adds, for a text (n,) of token ids."""
-    with evaluating(model), changed(model, generation_config=GenerationConfig()):
+    with evaluating(model):
         return {
             "prefill_tokens_per_second": prefill_speed(model, tokens),
             "decode_tokens_per_second": decode_speed(model, tokens[:32]),

@@ -80,8 +80,8 @@ def thin(points: Sequence[Point]) -> list[Point]:
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
-    stretches = (sorted(points[start : start + size], key=lambda p: p[1]) for start in range(0, len(points), size))
-    return [extreme for stretch in stretches for extreme in sorted({stretch[0], stretch[-1]})]
+    stretches = (points[start : start + size] for start in range(0, len(points), size))
+    return [p for part in stretches for p in sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})]
 
 
 def line_chart(

@@ -102,7 +102,12 @@ INLINE int64_t group_at(const Call *call, const Part *part, int64_t row, int64_t
     return tile_of(part, row) * (call->columns / part->tile_columns) + column / part->tile_columns;
 }
 
-/* Whether whole vectors of 16 weights have one table: the fast loops need it. */
+/* Whether tiles begin at whole bytes: what is decoded behind the end of one is overwritten by the next. */
+INLINE int whole_bytes(const Call *call, const Part *part) {
+    return part->tile_columns == call->columns || part->tile_columns * call->bits % 8 == 0;
+}
+
+/* Whether whole vectors of 16 weights have one table: products in registers need it. */
 INLINE int even_tiles(const Call *call, const Part *part) {
     return part->tile_columns == call->columns || part->tile_columns % LANES == 0;
 }
@@ -150,7 +155,7 @@ typedef void Few(const Strip *, const float *x, vf y[]);
 #define FEW_NAMES(kind) {few_##kind##_1, few_##kind##_2, few_##kind##_3, few_##kind##_4}
 
 #if NARROW
-/* `decode_row`, `few` and `add_floats` of lut_linear.c; the first two for tiles of whole vectors. */
+/* `decode_row`, `few` and `add_floats` of lut_linear.c; the first for tiles of whole bytes, the second of whole vectors. */
 void edkm_narrow_decode(const Strip *s, int64_t row, float *to);
 void edkm_narrow_few(const Strip *s, int tokens, const float *x, vf y[4]);
 void edkm_narrow_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);

@@ -25,12 +25,12 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     const Part *part = s->part;
     const uint8_t *bytes = part->indices + row * row_bytes(call);
     int64_t step = call->bits;
-    int even = even_tiles(call, part);
+    int whole = whole_bytes(call, part);
     int64_t group = group_at(call, part, row, s->from);
     for (int64_t from = s->from; from < s->end; group++) {
         int64_t stop = smaller(s->end, (from / part->tile_columns + 1) * part->tile_columns), i = from;
         use_table(meaning, s->table, part->lut, part->lut_dtype, call->out_dtype, group, call->bits);
-        if (even) {
+        if (whole) {
             const uint8_t *p = bytes + from * step / 8;
             vf w[4];
             for (; i + 64 <= stop; i += 64, p += 8 * step) {
@@ -49,7 +49,7 @@ INLINE void decode_row(Meaning meaning, const Strip *s, int64_t row, float *to) 
     }
 }
 
-#if NARROW == 0
+#if !NARROW
 /* y[n]: all rows of a strip times token n, for up to four tokens; x is padded with zeros to whole vectors. */
 INLINE void few(Meaning meaning, int tokens, const Strip *s, const float *x, vf y[]) {
     const Call *call = s->call;
@@ -91,7 +91,7 @@ static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decod
 
 static void decode(const Strip *s, int64_t row, float *to) {
 #if NARROW
-    if (even_tiles(s->call, s->part)) return edkm_narrow_decode(s, row, to);
+    if (whole_bytes(s->call, s->part)) return edkm_narrow_decode(s, row, to);
 #endif
     DECODE[s->call->meaning](s, row, to);
 }

@@ -105,14 +105,14 @@ _DISPATCH_DEPTH = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
 # PyTorch's functions for extensions in C, in the order of tensors.c and of calls.c; C++ extensions link those with a _Z.
-_TENSORS = "get_dim get_sizes get_dtype get_device_type is_contiguous get_data_ptr empty_strided delete_tensor_object"
+_TENSORS = "get_dim get_sizes get_dtype get_device_type is_contiguous empty_strided get_data_ptr delete_tensor_object"
 _OF_TENSORS = tuple(f"aoti_torch_{name}" for name in _TENSORS.split())
 _OF_OPERATORS = (
     *("aoti_torch_get_numel", "aoti_torch_library_init_impl", "aoti_torch_library_impl", "aoti_torch_call_dispatcher"),
     *("torch_delete_stable_ivalue", "torch_delete_list", "torch_exception_get_what_without_backtrace"),
     "_ZSt21__throw_runtime_errorPKc",  # of the C++ runtime: what is raised in C is a RuntimeError in Python
 )
-_OF_CALLS = (*_OF_TENSORS[5::2], "aoti_torch_grad_mode_is_enabled", "_Z16THPVariable_WrapRKN2at10TensorBaseE")
+_OF_CALLS = (*_OF_TENSORS[-2:], "aoti_torch_grad_mode_is_enabled", "_Z16THPVariable_WrapRKN2at10TensorBaseE")
 
 
 def _addresses(names: Sequence[str]) -> list[int]:
@@ -160,9 +160,9 @@ def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Product
     """
     tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
     module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)
-    return (
-        None if module is None or len(prepared.rows) > _MOST_PARTS else module.products(prepared.block, tensors, most)
-    )
+    if module is None or len(prepared.rows) > _MOST_PARTS:
+        return None
+    return module.products(prepared.block, tensors, most)
 
 
 def _decode(

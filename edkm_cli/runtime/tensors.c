@@ -42,8 +42,8 @@ static struct {
     int32_t (*dtype)(void *tensor, int32_t *);
     int32_t (*device)(void *tensor, int32_t *);
     int32_t (*is_contiguous)(void *tensor, _Bool *);
-    int32_t (*address)(void *tensor, void **);
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t dtype, int32_t device, int32_t index, void **);
+    int32_t (*address)(void *tensor, void **);
     int32_t (*drop)(void *tensor);
     int32_t (*elements)(void *tensor, int64_t *);
     int32_t (*library)(const char *name, const char *key, const char *file, uint32_t line, void **library);
@@ -57,8 +57,8 @@ static struct {
 static int32_t dtype_numbers[DTYPES], cpu_number;
 
 /* `functions`: `count` addresses in the order of `torch`; `numbers`: PyTorch's of the dtypes and of host memory. */
-void edkm_torch(const uint64_t *functions, size_t count, const int32_t *numbers) {
-    memcpy(&torch, functions, count * sizeof *functions);
+void edkm_torch(const uint64_t *functions, int count, const int32_t *numbers) {
+    memcpy(&torch, functions, (size_t)count * sizeof *functions);
     memcpy(dtype_numbers, numbers, sizeof dtype_numbers);
     cpu_number = numbers[DTYPES];
 }
