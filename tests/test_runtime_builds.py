@@ -96,11 +96,13 @@ def test_builds_for_other_processors_give_the_same(flags, use):
     many = (20, 70, 300) if flags == EMULATED else (20, 70)  # tiles divide tokens and columns otherwise
     for bits, dtype, tokens in itertools.product(range(1, 9), dtypes, (1, 3, *many)):
         for columns, packed in matrices(bits):
-            x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(8)).to(dtype)
+            # few tokens several times: one sum that F.linear happens to hit says nothing
+            x = torch.randn(max(tokens, 12), columns, generator=torch.Generator().manual_seed(8)).to(dtype)
             packed = packed._replace(bias=None if packed.bias is None else packed.bias.to(dtype))
             bias = None if packed.bias is None else packed.bias.double()
             exact = torch.nn.functional.linear(x.double(), lut_linear_torch.dense(packed, columns, torch.float64), bias)
-            plain, found = lut_linear_torch.linear(x, packed), product(x, packed)
+            plain = torch.cat([lut_linear_torch.linear(part, packed) for part in x.split(tokens)])
+            found = torch.cat([product(part, packed) for part in x.split(tokens)])
             error, allowed = (found.double() - exact).abs(), (plain.double() - exact).abs()
             rounding = exact.abs().max() * torch.finfo(dtype).eps
             assert error.max() <= 2 * allowed.max() + rounding

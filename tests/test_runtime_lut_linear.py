@@ -94,8 +94,9 @@ def test_products_are_as_exact_as_dense_ones(granularity, rows, columns, bits, p
     packed = random_packed(granularity, rows, columns, bits)
     for dtype in DTYPES:
         for tokens in TOKENS if path == "kernel" else (1, 16):
-            x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-            assert_as_exact_as_dense(x, packed, call(x, packed))
+            # few tokens several times: a handful of sums that F.linear happens to hit says nothing
+            x = torch.randn(max(tokens, 12), columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+            assert_as_exact_as_dense(x, packed, torch.cat([call(part, packed) for part in x.split(tokens)]))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -33,7 +33,9 @@
 #define TILED_PANELS 16
 #define TILED 32
 #define SUM_TILES 4
-#define AHEAD 3072 /* bytes of W to fetch ahead: rows follow one another, but computing is too quick for the hardware's own */
+/* Bytes of W to fetch ahead, into the L1 and the L2 cache: rows follow one another, but computing is too quick for the hardware. */
+#define AHEAD 3072
+#define FAR_AHEAD 16384
 #define PANEL_DEPTH 256              /* columns of W that are decoded at a time for panels: 8 or 16 KiB */
 #define PANEL_ROW (PANEL_DEPTH + 32) /* floats: an odd number of cache lines, a power of two would share few sets */
 #define TILED_DEPTH 640              /* the same where many panels are multiplied by AMX: sums wait for memory less often */
@@ -125,14 +127,6 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
     }
     int64_t stride = call->out_stride ? call->out_stride : part->rows;
     write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
-}
-
-/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
-INLINE void prefetch_next(const Strip *s) {
-    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
-    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
-    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
-        __builtin_prefetch(bytes + at);
 }
 
 #if HAS_PAIRS

@@ -414,7 +414,7 @@ INLINE void few(int half, int kind, int rows, int tokens, const Strip *of, vf su
     }
         for (int64_t block = 1; column < whole; column += RUN, at += RUN * tokens, block++) {
             ADD_BLOCK(4, RUN)
-            for (int i = 0; i < rows; i++) p[i] += step, __builtin_prefetch(p[i] + ahead);
+            for (int i = 0; i < rows; i++) p[i] += step, __builtin_prefetch(p[i] + ahead), __builtin_prefetch(p[i] + FAR_AHEAD, 0, 2);
             if (kind == HALVES) of_block++;
             if (half && block % (MOST_HALVES * ways / 4) == 0)
                 for (int n = 0; n < rows * tokens; n++) flush(half, ways, acc[n], &sums[n % tokens][r + n / tokens]);
@@ -610,6 +610,7 @@ INLINE int64_t decode_strip(int kind, const Strip *of, Decoded *w) {
         __m512i out[4], own = next_table(kind, &tables, s, row, 1), *table = kind == WHOLE ? &own : tables.of_row;
         for (; to < whole; p += RUN * bits / 8, to += RUN, table += kind == HALVES) {
             decode_block(kind, 4, s, u, row, s->from + to, RUN, p, table, out);
+            __builtin_prefetch(p + UNIT * in_row), __builtin_prefetch(p + FAR_AHEAD, 0, 2); /* the next strip's, and later ones' */
             put_weights(fma, 4, out, w, r, to);
         }
         if (left > RUN / 2) {

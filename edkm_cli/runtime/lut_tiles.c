@@ -30,6 +30,7 @@ typedef struct {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } TileConfig;
+static const TileConfig ALL_WHOLE = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 typedef vf Sums[UNIT]; /* of 16 rows, each with 16 tokens */
 
@@ -97,7 +98,6 @@ INLINE void multiply_strip(int panels, Strip *s, Decoded w[2]) {
     for (s->from = 0; s->from < call->columns; s->from = s->end, part = !part) {
         s->end = smaller(s->from + call->depth, call->columns);
         int64_t next = call->decode(s, w + part);
-        prefetch_next(s);
         add_part(panels, w + !part, x, pairs, apart);
         x = panel_at(call, s->panel, s->from), pairs = next, apart = apart_at(call, s->from);
     }
@@ -147,8 +147,7 @@ static void multiply_squares(Strip *s, Decoded w[2], Sums *all) {
             for (int64_t i = 0; i < strips; i++) {
                 s->row = row + i * UNIT, s->count = (int)smaller(UNIT, end - s->row);
                 pairs = call->decode(s, w + i);
-                prefetch_next(s);
-            }
+                    }
             for (int64_t p = 0; p < s->panels; p += 2) {
                 const char *x = panel_at(call, s->panel + p, s->from);
                 const int64_t panels = smaller(2, s->panels - p);
@@ -168,12 +167,10 @@ static void multiply_squares(Strip *s, Decoded w[2], Sums *all) {
 }
 
 int edkm_tiles_multiply(Strip *s) {
-    TileConfig config = {.palette = 1};
     const int64_t end = s->row + s->count, panels = s->panels;
     Decoded *w = (Decoded *)scratch((2 * sizeof *w + (panels > SUM_TILES) * TILED * TILED_PANELS * sizeof(Sums)) / sizeof(float));
     if (!w) return 0;
-    for (int t = 0; t < 8; t++) config.rows[t] = UNIT, config.row_bytes[t] = 64;
-    _tile_loadconfig(&config);
+    _tile_loadconfig(&ALL_WHOLE);
     if (panels > SUM_TILES) multiply_squares(s, w, (Sums *)(w + 2));
     for (int64_t row = s->row; panels <= SUM_TILES && row < end; row += UNIT) {
         s->row = row, s->count = (int)smaller(UNIT, end - row);
