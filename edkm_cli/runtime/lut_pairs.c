@@ -101,8 +101,8 @@ __attribute__((constructor)) static void prepare_words(void) {
     }
 }
 
-/* Code k of every word in its low bits. Where shifts of 512 bits wait for the one port that permutes, too (Intel's processors
- * with products of float16), the upper half of a product is the shift; where products take that of `vdpbf16ps`, it is not. */
+/* Code k of every word in its low bits. Where shifts of 512 bits have one port and products two (Intel's processors with
+ * products of float16), the upper half of a product is the shift; where products take the port of `vdpbf16ps`, it is not. */
 INLINE __m512i codes_of(const Words *u, int codes, int k, __m512i bytes) {
     int two = codes == 2;
     if (!HAS_HALVES) return _mm512_srlv_epi16(bytes, u->shift[two][k]);
