@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+from edkm_cli import precision
 from edkm_cli.cli import main
 from edkm_cli.compress import compress
 from edkm_cli.environment import peak_memory_bytes
@@ -25,6 +26,8 @@ def compress_together(rank, size, port, log, configs, resume, environment=()):
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(environment)
+    if os.environ.get("EXACT_PRODUCTS") == "1":  # as the fixture `exact_products` does in the test's own process
+        precision.multiplies_bfloat16 = lambda device: False
     log_layers(f"{log}.{rank}.layers", stop=os.environ.get("STOP_AFTER_A_LAYER") == "1")
     with open(f"{log}.{rank}", "w", encoding="utf-8", buffering=1) as sys.stderr:
         try:
