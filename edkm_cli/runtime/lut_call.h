@@ -129,6 +129,14 @@ INLINE void finish(const Call *call, const Part *part, int64_t row, int count, i
     write_lanes(call->outs[part - call->parts], call->out_dtype, token * stride + row, y, count);
 }
 
+/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
+INLINE void prefetch_next(const Strip *s) {
+    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
+    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
+    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
+        __builtin_prefetch(bytes + at);
+}
+
 #if HAS_PAIRS
 /* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` stay. */
 int edkm_pairs_take(Call *call, Part parts[MOST_PARTS]);

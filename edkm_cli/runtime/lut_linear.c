@@ -163,14 +163,6 @@ static void divide(Call *call) {
     call->group = ((panels + groups - 1) / groups + 1) / 2 * 2;
 }
 
-/* Fetch the part of the next strip that stands for the columns of this one, which is multiplied meanwhile. */
-INLINE void prefetch_next(const Strip *s) {
-    const uint8_t *bytes = s->part->indices + (s->row + UNIT) * row_bytes(s->call);
-    int64_t rows = smaller(UNIT, s->part->rows - s->row - UNIT), size = rows * row_bytes(s->call);
-    for (int64_t at = s->from * size / s->call->columns; at < s->end * size / s->call->columns; at += 64)
-        __builtin_prefetch(bytes + at);
-}
-
 /* A strip of whole rows with a group of panels. */
 static void many_tokens(Strip *s) {
     const Call *call = s->call;
@@ -181,7 +173,7 @@ static void many_tokens(Strip *s) {
     for (s->from = 0; s->from < call->columns; s->from = s->end) {
         s->end = smaller(s->from + call->depth, call->columns);
         int64_t vectors = call->decode(s, &w);
-        if (!call->pairs) prefetch_next(s);
+        prefetch_next(s);
         call->add(&w, panel_at(call, s->panel, s->from), vectors, apart_at(call, s->from), s->panels, sums);
     }
     for (int64_t p = 0; p < s->panels; p++) {

@@ -610,7 +610,9 @@ INLINE int64_t decode_strip(int kind, const Strip *of, Decoded *w) {
         __m512i out[4], own = next_table(kind, &tables, s, row, 1), *table = kind == WHOLE ? &own : tables.of_row;
         for (; to < whole; p += RUN * bits / 8, to += RUN, table += kind == HALVES) {
             decode_block(kind, 4, s, u, row, s->from + to, RUN, p, table, out);
-            __builtin_prefetch(p + UNIT * in_row), __builtin_prefetch(p + FAR_AHEAD, 0, 2); /* the next strip's, and later ones' */
+            /* The next strip's, and later ones'; with more tokens multiplying takes longer, and `prefetch_next` does it. */
+            for (int line = 0; s->panels <= SUM_TILES && line <= (kind > HALVES) * 64; line += 64)
+                __builtin_prefetch(p + UNIT * in_row + line), __builtin_prefetch(p + FAR_AHEAD + line, 0, 2);
             put_weights(fma, 4, out, w, r, to);
         }
         if (left > RUN / 2) {

@@ -147,7 +147,8 @@ static void multiply_squares(Strip *s, Decoded w[2], Sums *all) {
             for (int64_t i = 0; i < strips; i++) {
                 s->row = row + i * UNIT, s->count = (int)smaller(UNIT, end - s->row);
                 pairs = call->decode(s, w + i);
-                    }
+                prefetch_next(s);
+            }
             for (int64_t p = 0; p < s->panels; p += 2) {
                 const char *x = panel_at(call, s->panel + p, s->from);
                 const int64_t panels = smaller(2, s->panels - p);
