@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 where float32 buys nothing: in what fits weights or samples text, never in what measures.
+"""Matrix products in bfloat16 where float32 buys nothing: to train weights or sample text, never to solve or measure.
 
 What it costs: rounding a factor changes it by at most 2^-8 of itself, so a product of rounded factors A and B is off by at
 most 2^-7 (|A| |B|), and one whose result is rounded, too, by half as much again. Which products a library rounds differs
@@ -24,11 +24,12 @@ def multiplies_bfloat16(device: str) -> bool:
 def bfloat16_products() -> AbstractContextManager[None]:
     """float32 matrix products from bfloat16 factors (TF32 on a GPU), added up in float32, where the processor has
     instructions for that: 2.3 times as fast on an AMD EPYC with AVX-512 BF16. Elsewhere nothing changes."""
-    return _products("medium") if multiplies_bfloat16("cpu") or torch.cuda.is_available() else nullcontext()
+    return float32_products("medium") if multiplies_bfloat16("cpu") or torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager
-def _products(precision: str) -> Iterator[None]:
+def float32_products(precision: str = "highest") -> Iterator[None]:
+    """float32 matrix products of a precision, whatever is set outside: inverses make the errors of rounded factors large."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -126,7 +127,7 @@ def float32_attention(model: Any) -> Iterator[None]:
     from transformers.masking_utils import sdpa_mask
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        with _products("highest"):
+        with float32_products():
             return sdpa_attention_forward(*args, **kwargs)
 
     AttentionInterface.register(_ATTENTION, attention)

@@ -33,7 +33,7 @@ from edkm_cli.granularity import Granularity
 from edkm_cli.initialize import build, compensate, corrections, importance, reconstruct
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.swap import plan_swaps
-from edkm_cli.precision import bfloat16_products, multiplies_bfloat16
+from edkm_cli.precision import multiplies_bfloat16
 from edkm_cli.preflight import choose_dtype
 
 # Part -> what is timed as that part: (where its name is looked up, the name).
@@ -48,6 +48,7 @@ TIMED: dict[str, list[tuple[Any, str]]] = {
     "tables": [(compensate, "fitted_tables")],
     "descent": [(compensate.kernels, "descend")],
 }
+FLOAT32 = ("factors", "rounding", "tables", "descent")  # all others multiply bfloat16 where that is faster
 
 
 class Stopwatch:
@@ -153,13 +154,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             model, recipe, **options, world=World(device=device), steps=build.Steps(collect=collect, tables=tables)
         )
     needed, speed = operations(hidden, intermediate, tokens), speeds(device)
-    with bfloat16_products():
-        rounds = torch.get_float32_matmul_precision() == "medium"
     plain = speed["float32_operations_per_second"]
-    fast = speed.get("bfloat16_operations_per_second", plain) if rounds else plain
+    fast = speed.get("bfloat16_operations_per_second", plain)
     parts = []
     for part, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
-        limit = needed.get(part, 0.0) / (plain if part == "factors" else fast)
+        limit = needed.get(part, 0.0) / (plain if part in FLOAT32 else fast)
         row = {"part": part, "seconds": round(seconds, 3), "cpu_seconds": round(watch.cpu_seconds[part], 3)}
         parts.append({**row, "operations": needed.get(part), "limit_seconds": round(limit, 3)})
     return {

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from edkm_cli.errors import UserError
+from edkm_cli.initialize import compensate as compensation
 from edkm_cli.initialize import reconstruct as reconstructing
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.reconstruct import _picks, reconstruct, relative_error
 from edkm_cli.nn.clustered import clustered_layers
+from edkm_cli.precision import float32_products
 from helpers import cluster, tiny_llama, tiny_qwen
 
 
@@ -94,3 +96,22 @@ def test_weights_that_are_not_finite_are_refused():
     model.model.layers[0].input_layernorm.weight.data.fill_(float("inf"))
     with pytest.raises(UserError, match="finite"):
         reconstruct(model, texts(), passes=1)
+
+
+@pytest.mark.parametrize("start", [compensate, reconstruct])
+def test_what_solves_for_weights_multiplies_in_float32_whatever_is_set_outside(start, monkeypatch):
+    """Rounded, the products with the inverse cost a fifth of the KL on a Xeon with AMX."""
+    seen = []
+    for name in ("inverse_factor", "compensated", "fitted_tables"):
+        function = getattr(compensation, name)
+
+        def noted(*args, function=function, **options):
+            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            return function(*args, **options)
+
+        monkeypatch.setattr(compensation, name, noted)
+    monkeypatch.setattr("edkm_cli.precision.multiplies_bfloat16", lambda device: True)
+    with float32_products("medium"):
+        start(clustered(tiny_llama()), texts())
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert set(seen) == {("highest", False)}

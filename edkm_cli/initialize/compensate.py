@@ -20,6 +20,7 @@ from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.nn.clustered import ClusteredLinear, LutLayer, clustered_layers, lut_layers
 from edkm_cli.nn.hooks import evaluating, hooked
+from edkm_cli.precision import float32_products
 from edkm_cli.progress import Track, no_progress
 
 _COLUMNS = 512  # whose codes are 64-bit numbers at a time
@@ -185,7 +186,7 @@ class Compensation:
         if layer.tokens is not None:
             layer.tokens.fill_(inputs[0].numel() // layer.in_features)
         if not gets_too_few(layer):
-            with torch.autocast(layer.weight.device.type, enabled=False):
+            with torch.autocast(layer.weight.device.type, enabled=False), float32_products():
                 self._compensate(layer, inputs)
         next(self._progress, None)
 

@@ -23,7 +23,7 @@ from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
 from edkm_cli.nn.hooks import LayerCall, changed, evaluating, hooked
-from edkm_cli.precision import bfloat16_autocast, bfloat16_products
+from edkm_cli.precision import bfloat16_autocast
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import Experts
 
@@ -75,7 +75,7 @@ def reconstruct(
     """
     layers = layers or Layers(model)
     texts = [batch.to(world.device) for batch in batches]
-    with evaluating(model), torch.no_grad(), bfloat16_products():
+    with evaluating(model), torch.no_grad():
         calls = layers.calls(texts[0])
         exact = HiddenStates(layers.calls(text)[0].hidden for text in texts)
         compressed = exact.some()  # (texts, sequence, hidden)
