@@ -29,7 +29,7 @@ def bfloat16_products() -> AbstractContextManager[None]:
 
 @contextmanager
 def float32_products(precision: str = "highest") -> Iterator[None]:
-    """float32 matrix products of a precision, whatever is set outside: inverses make the errors of rounded factors large."""
+    """float32 matrix products of a precision, whatever is set outside: choices that make up for one another need it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("start", [compensate, reconstruct])
 def test_what_solves_for_weights_multiplies_in_float32_whatever_is_set_outside(start, monkeypatch):
-    """Rounded, the products with the inverse cost a fifth of the KL on a Xeon with AMX."""
+    """Rounded, products in the choice of entries cost a fifth of the KL on a Xeon with AMX."""
     seen = []
     for name in ("inverse_factor", "compensated", "fitted_tables"):
         function = getattr(compensation, name)
