@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 TOKENS_A_SUM = 2048
-_ATTENTION = "edkm_float32_sdpa"
 
 
 def multiplies_bfloat16(device: str) -> bool:
@@ -21,17 +20,11 @@ def multiplies_bfloat16(device: str) -> bool:
     return torch.cpu._is_avx512_bf16_supported() if device == "cpu" else device == "cuda"
 
 
-def bfloat16_products() -> AbstractContextManager[None]:
-    """float32 matrix products from bfloat16 factors (TF32 on a GPU), added up in float32, where the processor has
-    instructions for that: 2.3 times as fast on an AMD EPYC with AVX-512 BF16. Elsewhere nothing changes."""
-    return float32_products("medium") if multiplies_bfloat16("cpu") or torch.cuda.is_available() else nullcontext()
-
-
 @contextmanager
-def float32_products(precision: str = "highest") -> Iterator[None]:
-    """float32 matrix products of a precision, whatever is set outside: choices that make up for one another need it."""
+def float32_products() -> Iterator[None]:
+    """float32 matrix products as they are, whatever is set outside: choices that make up for one another need them."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
@@ -39,8 +32,7 @@ def float32_products(precision: str = "highest") -> Iterator[None]:
 
 
 def bfloat16_autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Linears on bfloat16 tensors in half the time of `bfloat16_products`, which convert both factors of each product; where
-    the device has no such instructions, or `dtype` is not float32, nothing changes."""
+    """Linears on bfloat16 tensors, where `dtype` is float32 and the device multiplies them faster."""
     kind = device.partition(":")[0]
     rounds = dtype == torch.float32 and multiplies_bfloat16(kind)
     return torch.autocast(kind, torch.bfloat16) if rounds else nullcontext()
@@ -57,7 +49,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """left^T right, (n, m) float32, of matrices (tokens, n) and (tokens, m): a sum over tokens.
 
     Where the processor has instructions for it, from bfloat16 factors, some thousand tokens at a time, so that rounding
-    the parts' sums to bfloat16 averages out: off by a thousandth, at 1.6 times the speed of `bfloat16_products`.
+    the parts' sums to bfloat16 averages out: off by a thousandth.
     """
     if not _rounds_faster(left):
         return _with_itself(left) if left is right else left.t().to(right.dtype) @ right
@@ -84,9 +76,10 @@ def bfloat16_linears(model: nn.Module, *, alone: bool = False) -> Iterator[None]
     """Inside, the `nn.Linear` layers of a float32 model on a CPU multiply in bfloat16, with a copy of the weights that is
     rounded once; everything else stays in float32.
 
-    For many passes with the same weights: `bfloat16_products` round them in each, and reach half the speed (180 against
-    350 GFLOP/s a core of an AMD EPYC with AVX-512 BF16, for 64 rows). Logits are rounded, too. Where the processor has no
-    such instructions, nothing changes. `alone`: the float32 weights are let go.
+    For many passes with the same weights: rounding them in each reaches half the speed (180 against 350 GFLOP/s a core of an
+    AMD EPYC with AVX-512 BF16, for 64 rows), and attention to one token in bfloat16 takes ten times as long (44 against 4 ms
+    for 128 sequences of 200 tokens and 9 heads). Logits are rounded, too. Where the processor has no such instructions,
+    nothing changes. `alone`: the float32 weights are let go.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear and _rounds_faster(module.weight)]
     for module in linears:
@@ -109,31 +102,3 @@ def _rounded(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight = ops._reorder_linear_weight(linear.weight.detach().bfloat16())
     bias = None if linear.bias is None else linear.bias.detach().bfloat16()
     return lambda x: ops._linear_pointwise(x.bfloat16(), weight, bias, "none", [], "").to(x.dtype)
-
-
-@contextmanager
-def float32_attention(model: Any) -> Iterator[None]:
-    """Inside of `bfloat16_products`, keep a transformers model's scaled dot product attention in float32.
-
-    For one token at a time: on a CPU its kernel makes a product for each head of each sequence, and starting one in
-    bfloat16 costs ten times what it computes (44 ms against 4 ms for 128 sequences of 200 tokens and 9 heads). Models
-    with another attention stay as they are.
-    """
-    if getattr(model.config, "_attn_implementation", None) != "sdpa" or model.device.type != "cpu":
-        yield
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        with float32_products():
-            return sdpa_attention_forward(*args, **kwargs)
-
-    AttentionInterface.register(_ATTENTION, attention)
-    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")

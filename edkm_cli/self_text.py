@@ -28,7 +28,7 @@ from edkm_cli.data import store_of
 from edkm_cli.files import written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
-from edkm_cli.precision import bfloat16_linears, bfloat16_products, float32_attention
+from edkm_cli.precision import bfloat16_linears
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.settings import cache_directory
 
@@ -71,7 +71,7 @@ def write_text(
     batches = _evenly(sequences, at_once(model, length))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
-    with evaluating(model), bfloat16_products(), bfloat16_linears(model), float32_attention(model):
+    with evaluating(model), bfloat16_linears(model):
         for batch in batches:
             ids = torch.tensor([begins[row % len(begins)] for row in batch], device=device).view(len(batch), -1)
             written.append(write(model, ids, length, draws[batch], steps).cpu())

@@ -48,7 +48,7 @@ TIMED: dict[str, list[tuple[Any, str]]] = {
     "tables": [(compensate, "fitted_tables")],
     "descent": [(compensate.kernels, "descend"), (compensate.Compensation, "_rounded")],
 }
-FLOAT32 = ("factors", "rounding", "tables", "descent")  # all others multiply bfloat16 where that is faster
+FLOAT32 = ("factors", "corrections", "rounding", "tables", "descent")  # others multiply bfloat16 where that is faster
 
 
 class Stopwatch:

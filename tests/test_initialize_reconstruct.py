@@ -12,7 +12,6 @@ from edkm_cli.initialize import reconstruct as reconstructing
 from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.reconstruct import _picks, reconstruct, relative_error
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.precision import float32_products
 from helpers import cluster, tiny_llama, tiny_qwen
 
 
@@ -111,7 +110,11 @@ def test_what_solves_for_weights_multiplies_in_float32_whatever_is_set_outside(s
 
         monkeypatch.setattr(compensation, name, noted)
     monkeypatch.setattr("edkm_cli.precision.multiplies_bfloat16", lambda device: True)
-    with float32_products("medium"):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
         start(clustered(tiny_llama()), texts())
         assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert set(seen) == {("highest", False)}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from edkm_cli.precision import bfloat16_linears, bfloat16_products, sum_of_products
+from edkm_cli.precision import bfloat16_linears, sum_of_products
 
 
 @pytest.mark.parametrize("size", [8, 64, 300])
@@ -14,10 +14,7 @@ def test_rounding_costs_no_more_than_is_said(size):
         exact = ours.double().t() @ theirs.double()
         magnitude = ours.abs().double().t() @ theirs.abs().double()
         summed = sum_of_products(ours, theirs)
-        with bfloat16_products():
-            product = ours.t() @ theirs
-        assert summed.dtype == product.dtype == torch.float32
-        assert float(((product - exact).abs() / magnitude).max()) <= (2 * rounding + summing) * (1 + rounding)
+        assert summed.dtype == torch.float32
         assert float(((summed - exact).abs() / magnitude).max()) <= (3 * rounding + summing) * (1 + rounding)
         # Errors of single numbers average out: far below the bound.
         assert float((summed - exact).norm() / exact.norm()) < (2e-3 if theirs is left else 1e-2)
@@ -25,10 +22,7 @@ def test_rounding_costs_no_more_than_is_said(size):
 
 def test_without_instructions_products_are_exact(exact_products):
     left = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
-    expected = left.t() @ left
-    with bfloat16_products():
-        assert torch.equal(left.t() @ left, expected)
-    assert torch.equal(sum_of_products(left, left), expected)
+    assert torch.equal(sum_of_products(left, left), left.t() @ left)
 
 
 def test_sums_of_products_in_float64_are_exact():

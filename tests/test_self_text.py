@@ -11,7 +11,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.data import store_of
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.precision import bfloat16_linears, bfloat16_products
+from edkm_cli.precision import bfloat16_linears
 from edkm_cli.preflight import plan_run
 from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, write_text
 from families import family
@@ -35,7 +35,7 @@ def test_the_cache_of_keys_and_values_changes_nothing():
     text = write_text(model, [1, 2], sequences=3, length=20, seed=5)
     generator = torch.Generator().manual_seed(5)
     ids = torch.tensor([[1], [2], [1]])
-    with torch.no_grad(), bfloat16_products(), bfloat16_linears(model):
+    with torch.no_grad(), bfloat16_linears(model):
         while ids.shape[1] < 20:
             cumulative = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1).double().cumsum(-1)
             drawn = torch.rand(3, 1, generator=generator) * cumulative[:, -1:]
