@@ -26,8 +26,14 @@ def problem(seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(30, 16, generator=generator)
     inputs = torch.randn(200, 16, generator=generator) @ torch.randn(16, 16, generator=generator)
-    scale = (weight.abs().amax(1, keepdim=True) / 7).expand(-1, 16)
-    return weight, inputs.t() @ inputs / 200, scale
+    scale = weight.unflatten(1, (2, 8)).abs().amax(2) / 7
+    return weight, inputs.t() @ inputs / 200, (scale, torch.rand(16, generator=generator) + 0.7)
+
+
+def steps_of(about):
+    """The scale of each number, by those of a row's groups and the columns' factors."""
+    scale, factors = about
+    return scale.repeat_interleave(8, 1) * factors
 
 
 def one_by_one(weight, moment, scale, low, high, damping):
@@ -48,37 +54,37 @@ def one_by_one(weight, moment, scale, low, high, damping):
 
 @pytest.mark.parametrize(("tied", "damping"), [(False, 0.01), (True, 0.1)])
 def test_levels_are_those_of_the_reference(tied, damping):
-    weight, moment, scale = problem()
+    weight, moment, about = problem()
     swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
     rounding = compensating_rounding(swaps, {"lm_head": moment})
     assert list(rounding) == ["embed" if tied else "lm_head"]
-    found, _ = next(iter(rounding.values())).levels(weight, scale, -8, 7)
-    assert torch.equal(found, one_by_one(weight, moment, scale, -8, 7, damping))
+    found, _ = next(iter(rounding.values())).levels(weight, *about, -8, 7)
+    assert torch.equal(found, one_by_one(weight, moment, steps_of(about), -8, 7, damping))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_input_embedding_is_rounded_by_the_gradients_in_its_rows(tied):
-    weight, entering, scale = problem(4)
+    weight, entering, about = problem(4)
     leaving = problem(5)[1]
     swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
     rounding = compensating_rounding(swaps, {"embed": entering, "lm_head": leaving})
     assert set(rounding) == ({"embed"} if tied else {"embed", "lm_head"})
     cost = leaving + 2 * entering if tied else entering
-    found, errors = rounding["embed"].levels(weight, scale, -8, 7)
-    assert torch.equal(found, one_by_one(weight, cost, scale, -8, 7, 0.01))
-    difference = to_nearest(weight, scale, -8, 7)[0] * scale - weight
+    found, errors = rounding["embed"].levels(weight, *about, -8, 7)
+    assert torch.equal(found, one_by_one(weight, cost, steps_of(about), -8, 7, 0.01))
+    difference = to_nearest(weight, *about, -8, 7)[0] * steps_of(about) - weight
     assert float(errors.sum()) < 0.75 * float(((difference @ cost) * difference).sum())
 
 
 def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
-    weight, moment, scale = problem(1)
+    weight, moment, about = problem(1)
     (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
 
     def error(levels):
-        difference = levels * scale - weight
+        difference = levels * steps_of(about) - weight
         return float(((difference @ moment) * difference).sum())
 
-    assert error(rounding.levels(weight, scale, -8, 7)[0]) < 0.6 * error(to_nearest(weight, scale, -8, 7)[0])
+    assert error(rounding.levels(weight, *about, -8, 7)[0]) < 0.6 * error(to_nearest(weight, *about, -8, 7)[0])
 
 
 def test_without_inputs_or_with_a_dense_head_numbers_are_rounded_by_themselves():

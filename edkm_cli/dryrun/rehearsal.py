@@ -202,12 +202,14 @@ class Rehearsal:
         return found
 
     def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounding]:
-        """`compensating_rounding`: four float64 matrices factor the products; beside the weight and its scales, both are
-        held in another order, and the result twice."""
+        """`compensating_rounding`: four float64 matrices factor the products; the weight is held in units of its factors, in
+        another order, and as a result, the entries of its rows as they are sorted, with their places."""
 
-        def rounded(held: Tensor, weight: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
-            with self._ledger.more(3 * size_bytes([weight]), CLUSTERING):
-                return to_nearest(weight, *about)
+        def rounded(held: Tensor, weight: Tensor, scale: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
+            entries = 2 * (about[-1] + 1) * size_bytes([scale])
+            with self._ledger.more(3 * size_bytes([weight]) + 4 * entries, CLUSTERING):
+                pass
+            return to_nearest(weight, scale, *about)
 
         found: dict[str, Rounding] = {}
         for name, (moment, _) in cost_of_errors(swaps, moments).items():

@@ -22,7 +22,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.model_files import save_tensors
 from edkm_cli.nn.parts import Parts
 
-CHUNK_TOKENS = 128  # temporaries of a comparison then take less memory than the loss before it
+CHUNK_TOKENS = 64  # temporaries of a comparison then take less memory than the loss before it
 
 Reference = Callable[[Tensor], Iterable[Tensor]]
 """Token ids of a window (1, context) -> its logits or log-probabilities, (CHUNK_TOKENS, vocabulary) at a time."""

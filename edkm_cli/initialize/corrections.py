@@ -12,6 +12,7 @@ is what another module gets or what the layer returns, bit by bit.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class Corrections:
         self._block, self._layers = block, list(layers)
         self._adds_to: dict[ClusteredLinear, nn.Module] = {}
         self._exact: dict[nn.Module, HiddenStates] = {}  # what modules got in the uncompressed model
+        self._norms: WeakKeyDictionary[HiddenStates, list[Tensor]] = WeakKeyDictionary()  # of it, (1, sequence, 1) each
         self._now: dict[nn.Module, Tensor] = {}  # what they get in the compressed one
         self._by_output: Tensor | None = None  # (batch, sequence, 1)
         self._weights: Tensor | None = None  # the same, for the matrix at hand
@@ -86,6 +88,7 @@ class Corrections:
             elif given.dim() == 3:  # experts get a choice of the tokens, see `target`
                 last, kept = given, self._exact.setdefault(module, HiddenStates())
                 kept.push(given)
+                self._norms.setdefault(kept, []).append(given.float().norm(dim=-1, keepdim=True))
 
         with hooked([*self._layers, *set(self._adds_to.values())], keep, with_kwargs=True):
             yield
@@ -100,7 +103,7 @@ class Corrections:
         """X X^T, (in, in), of a matrix's inputs (..., in) as `_weighted` gives them from now on."""
         exact, self._weights = self._exact.get(layer), self._by_output
         if self._weights is not None and exact is not None and inputs.shape[:-1] == self._weights.shape[:-1]:
-            pairs = ((exact[text].float().norm(dim=-1, keepdim=True), inputs[text][None]) for text in range(len(exact)))
+            pairs = zip(self._norms[exact], inputs.split(1), strict=True)
             shares = [was / now.float().norm(dim=-1, keepdim=True).clamp_min_(1e-30) for was, now in pairs]
             self._weights = self._weights * torch.cat(shares).clamp_max_(1.0)
         return _sum(inputs, lambda some: (self._weighted(inputs[some], some),) * 2)
@@ -153,14 +156,15 @@ class Corrections:
         return (weight + change).to(layer.weight.dtype)
 
     def forget(self, layer: ClusteredLinear) -> None:
-        """Let go of what only this layer, which is corrected, has asked for; the pass over all texts, which goes on, needs
-        more memory than any other."""
-        stream = self._adds_to.pop(layer, None)
+        """Let go of what only this layer, which is corrected, has asked for; the pass over all texts, which goes on where
+        none is left with these inputs, needs more memory than any other."""
+        stream, exact = self._adds_to.pop(layer, None), self._exact.get(layer)
         for module in (layer, stream):
             if module is not None and module not in self._adds_to.values():
                 self._exact.pop(module, None)
                 self._now.pop(module, None)
-        return_free_blocks()
+        if exact not in self._exact.values():
+            return_free_blocks()
 
     def _by_tokens(
         self, weight: Tensor, inputs: Tensor, exact: HiddenStates, stream: nn.Module | None, damping: float

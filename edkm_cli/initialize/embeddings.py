@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edkm_cli.initialize.compensate import inverse_factor, rounded_in_order
+from edkm_cli.initialize.compensate import compensated, inverse_factor
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.runtime.embeddings import Rounding
 
-_LAZY_COLUMNS = 64
 _TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
 _POWERS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7)  # the fewer bits, the larger the best
 _DAMPING = 0.01
@@ -52,24 +51,18 @@ def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) 
 def _rounding(moment: Tensor, damping: float) -> Rounding:
     by_size = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[by_size][:, by_size], damping=damping)
-    passed_on = (factor / factor.diagonal()[:, None]).float()
     effect = factor.diagonal()[by_size.argsort()].pow(-2).float()
+    factor = factor.float()
 
-    def rounded(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Levels low..high of a weight, whose numbers each have a scale, all (rows, columns) float32; what they cost."""
-        passing, order = passed_on.to(weight.device), by_size.to(weight.device)
-        scales = scale.t()[order].contiguous()
-
-        def round_block(block: Tensor, at: slice) -> Tensor:
-            errors, passed = torch.empty_like(block), passing[at, at]
-            for j, steps in enumerate(scales[at]):
-                torch.sub(block[j], (block[j] / steps).round_().clamp_(low, high).mul_(steps), out=errors[j])
-                block[j + 1 :].addr_(passed[j, j + 1 :], errors[j], alpha=-1)
-            return errors
-
-        before = rounded_in_order(weight, passing, order, round_block, lazy_columns=_LAZY_COLUMNS)
-        levels = (before / scale).round_().clamp_(low, high)
-        errors = before.sub_(levels * scale).square_() @ effect.to(before.device)[:, None]
+    def rounded(weight: Tensor, scale: Tensor, factors: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Levels low..high of a weight (rows, columns) with a scale for each group of a row; what their errors cost."""
+        order = by_size.to(weight.device)
+        # All numbers of a group have one table when columns are in units of their factors.
+        entries = scale[..., None] * torch.arange(-high - 1, high + 1, device=weight.device).clamp_min(low)
+        before = compensated(weight / factors, entries, factor.to(weight.device) / factors[order], order)
+        steps = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+        levels = (before / steps).round_().clamp_(low, high)
+        errors = before.sub_(levels * steps).mul_(factors).square_() @ effect.to(before.device)[:, None]
         return levels, errors
 
     return Rounding(rounded, _POWERS, _TOPS)

@@ -9,14 +9,12 @@
 
 enum { ACROSS = 64, VECTORS = ACROSS / LANES, SUMS = 1 << 17 };
 
-/* products[a][code of j] of a row, and with `twice` its mirror image, too, from sums (k, ACROSS), which are zeroed. */
-static void add_columns(double *products, float *sums, const uint8_t *code, int64_t across, int64_t k, int twice) {
-    for (int64_t a = 0; a < k; a++)
-        for (int64_t j = 0; j < across; j++) {
-            const double sum = sums[a * ACROSS + j];
-            products[a * k + code[j]] += sum;
-            if (twice) products[code[j] * k + a] += sum;
-        }
+/* products[code of j][a] of a row from sums (k, ACROSS), which are zeroed; a block on the diagonal has both halves. */
+static void add_columns(double *products, float *sums, const uint8_t *code, int64_t across, int64_t k, double share) {
+    for (int64_t j = 0; j < across; j++) {
+        double *of = products + code[j] * k;
+        for (int64_t a = 0; a < k; a++) of[a] += share * sums[a * ACROSS + j];
+    }
     memset(sums, 0, k * ACROSS * sizeof(float));
 }
 
@@ -41,19 +39,24 @@ int edkm_sum_by_code(
                 for (int64_t r = 0; r < rows; r++) {
                     const uint8_t *code = indices + (top + r) * columns + from;
                     vf *of_row = (vf *)(sums + r * k * ACROSS);
-                    for (int64_t i = 0; i < down; i++)
-                        for (int v = 0; v < VECTORS; v++)
-                            of_row[code[i] * VECTORS + v] += ((const vf *)(block + i * ACROSS))[v];
+                    for (int64_t i = 0; i < down; i++) {
+                        vf *sum = of_row + code[i] * VECTORS;
+#pragma GCC unroll 8
+                        for (int v = 0; v < VECTORS; v++) sum[v] += ((const vf *)(block + i * ACROSS))[v];
+                    }
                 }
                 if (from > left && from + ACROSS < columns) continue; /* the diagonal block counts once, the sum of others twice */
                 for (int64_t r = 0; r < rows; r++)
                     add_columns(
                         products + (top + r) * k * k, sums + r * k * ACROSS, indices + (top + r) * columns + left, across, k,
-                        from > left
+                        from > left ? 1.0 : 0.5
                     );
             }
         }
     }
+    for (double *of = products + first * k * k; of < products + last * k * k; of += k * k)
+        for (int64_t a = 0; a < k; a++)
+            for (int64_t b = 0; b <= a; b++) of[a * k + b] = of[b * k + a] = of[a * k + b] + of[b * k + a];
     free(block);
     return 0;
 }

@@ -23,17 +23,16 @@ void edkm_round_columns(
     int64_t rows, int64_t k, int64_t first, int64_t last
 ) {
     vf w[MAX_COLUMNS];
-    const vi magnitude = splat_int(0x7fffffff);
     for (int64_t row = first * ROWS; row < smaller(last * ROWS, rows); row += LANES) {
         int64_t count = smaller(LANES, rows - row);
         for (int64_t j = 0; j < columns; j++) w[j] = some(block + j * rows + row, count);
         for (int64_t j = 0; j < columns; j++) {
             const float *c = luts + tiles[j] * k * rows + row;
-            vf entry = some(c, count), best = keep(w[j] - entry, magnitude);
+            vf entry = some(c, count), below = entry, twice = w[j] + w[j];
             for (int64_t i = 1; i < k; i++) {
-                vf other = some(c + i * rows, count), distance = keep(w[j] - other, magnitude);
-                entry = choose(distance < best, other, entry);
-                best = least(distance, best);
+                vf above = some(c + i * rows, count);
+                entry = choose(twice > below + above, above, entry);
+                below = above;
             }
             vf error = w[j] - entry;
             put(errors + j * rows + row, error, count);

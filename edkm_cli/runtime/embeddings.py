@@ -26,23 +26,24 @@ _MOST_APART = 64.0  # times the median that a column's size is taken for, or its
 _LEAST = 1e-30  # beside a mean error
 
 
-def to_nearest(weight: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+def to_nearest(weight: Tensor, scale: Tensor, factors: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Each number rounded by itself; the error is that of the weight."""
-    levels = (weight / scale).round_().clamp_(low, high)
-    return levels, (levels * scale).sub_(weight).square_().sum(1, keepdim=True)
+    steps = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1) * factors
+    levels = (weight / steps).round_().clamp_(low, high)
+    return levels, (levels * steps).sub_(weight).square_().sum(1, keepdim=True)
 
 
 class Rounding(NamedTuple):
     """How an embedding's weight (rows, columns) is rounded.
 
     Attributes:
-        levels: (some rows in float32, the scale of each of their numbers, the first level, the last) -> (levels, float32;
-            the error of each row, (rows, 1)).
+        levels: (some rows; the scales of their groups, (rows, groups); the factors of columns, (columns,); the first level,
+            the last) -> (levels; the error of each row, (rows, 1)), all in float32.
         powers: of the size of a column's numbers, one of which is the factor of its scales: that of the least error.
         tops: shares of the largest number that the first level is tried at; each row takes that of the least error.
     """
 
-    levels: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = to_nearest
+    levels: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = to_nearest
     powers: tuple[float, ...] = (0.0,)
     tops: tuple[float, ...] = (1.0,)
 
@@ -129,8 +130,7 @@ class _RowScaled(PackedModule):
         for share in dict.fromkeys((*rounding.tops, -bottom / top)):  # the last one gives the largest an opposite
             scale = (largest / bottom * share).to(self.scale_dtype).float()
             scale = torch.where(scale.abs() < tiny, tiny, scale)
-            steps = scale.repeat_interleave(self.columns // groups, 1) * factors
-            found = (scale, *rounding.levels(part, steps, bottom, top))
+            found = (scale, *rounding.levels(part, scale, factors, bottom, top))
             best = [torch.where(found[2] > best[2], *two) for two in zip(best, found, strict=True)]
         return best
 
