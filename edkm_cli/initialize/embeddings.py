@@ -14,6 +14,7 @@ from torch import Tensor
 
 from edkm_cli.initialize.compensate import compensated, inverse_factor
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
+from edkm_cli.precision import float32_products
 from edkm_cli.runtime.embeddings import Rounding
 
 _TOPS = (0.68, 0.74, 0.8, 0.86, 0.93, 1.0)  # the fewer bits, the smaller the best (docs/log.md)
@@ -59,7 +60,8 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
         order = by_size.to(weight.device)
         # All numbers of a group have one table when columns are in units of their factors.
         entries = scale[..., None] * torch.arange(-high - 1, high + 1, device=weight.device).clamp_min(low)
-        before = compensated(weight / factors, entries, factor.to(weight.device) / factors[order], order)
+        with float32_products():
+            before = compensated(weight / factors, entries, factor.to(weight.device) / factors[order], order)
         steps = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
         levels = (before / steps).round_().clamp_(low, high)
         errors = before.sub_(levels * steps).mul_(factors).square_() @ effect.to(before.device)[:, None]
