@@ -72,8 +72,6 @@ class Run(Session):
         super().__init__(resolved, plan.texts, world, watch, dtype=resolved.dtype, mixed=resolved.mixed_precision)
         self.few_tokens: dict[str, int] = {}  # of experts that few tokens of the start's reached
         self.rerouted: dict[str, float] = {}  # shares of these tokens that go to other experts than before
-        for warning in plan.warnings:
-            watch.say(f"WARNING: {warning}")
 
     @property
     def exports_start(self) -> bool:
@@ -119,7 +117,7 @@ class Run(Session):
         with self.clock.phase("load"):
             self.tokenizer = models.load_tokenizer(plan.source)
             model_files.check_tokenizer(config.model, self.tokenizer, plan.architecture)
-            self.open_texts(token_limit=needed_tokens(plan))
+            self.open_texts(plan.architecture, token_limit=needed_tokens(plan))
             if not plan.writes_text:  # too few tokens are refused before the model is read
                 self.lay_out()
 

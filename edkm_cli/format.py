@@ -30,7 +30,6 @@ ROWS_VERSION = 7  # where rows of embeddings differ in bits
 E3M4_VERSION = 8  # where tables are of E3M4
 COLUMNS_VERSION = 9  # where those factors are any positive numbers, and scales of embeddings have signs
 MOST_FACTORED_BITS = 6  # of such an embedding: with more they gain little
-FACTORS = (1, 2, 4)  # before version 9
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
 
@@ -201,9 +200,7 @@ class QuantizationSpec:
     def embedding_parts(self, rows: int) -> list[Part]:
         """The parts of an embedding's rows. Raises UserError where one begins behind the last row."""
         if self.embedding_rows and self.embedding_rows[-1][0] >= rows:
-            raise UserError(
-                f"quantization_config: embedding_rows must end before row {rows}, got {self.embedding_rows}"
-            )
+            raise UserError(f"quantization_config: embedding_rows must be before row {rows}, got {self.embedding_rows}")
         return parts_of(rows, self.embedding_rows, self.embedding_bits)
 
     def embedding_tensors(self, rows: int, columns: int) -> Stored:

@@ -1,5 +1,6 @@
 """`edkm generate`: load anything and let it write; tokens appear as they come."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import model_files, models
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.hf import load_any
 from edkm_cli.nn.swap import dequantize_model
 from edkm_cli.runtime import dispatch
@@ -96,12 +97,20 @@ _ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_genera
 def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
     """(answer, new tokens, seconds)."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": manner.max_new_tokens, **_ONE_ANSWER}
+
+    def numbers(_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool((scores < math.inf).all()):  # a NaN is not less, either
+            raise UserError(f"{writer.name}: logits must be numbers, but are NaN or Inf; use --dtype float32")
+        return scores
+
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
     streamer = _Stream(writer.tokenizer, manner.emit)
     try:
-        written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
+        written = writer.model.generate(
+            **inputs, streamer=streamer, tokenizer=writer.tokenizer, logits_processor=[numbers], **options
+        )[0, length:]
     except (TypeError, ValueError) as error:
         raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
     seconds = time.perf_counter() - start
@@ -116,11 +125,12 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
             given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
         raise UserError(f"{writer.name}: its chat template fails ({brief(error)}); leave --chat out") from error
-    inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
+    with explained("a prompt must be text in UTF-8 that the tokenizer takes", "; give another"):
+        inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]
     if not ids.numel() or int(ids.max()) >= rows:
         raise UserError(
-            f"a prompt must be tokens below {rows} of {writer.name}, got {ids.flatten().tolist()[:9]}; give another"
+            f"a prompt must be tokens below {rows} of {writer.name}, got {ids[0, :9].tolist()}; give another"
         )
     inputs.pop("token_type_ids", None)
     return dict(inputs)

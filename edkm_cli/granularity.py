@@ -139,11 +139,8 @@ class Granularity:
         match = _PATTERN.match(str(text).strip())
         if match is None:
             raise UserError(f"granularity must be 'tensor', 'row:G' or 'block:RxC' (row:1, block:8x64), got {text!r}")
-        if match["tensor"]:
-            return cls()
-        if match["rows"]:
-            return cls(rows=int(match["rows"]))
-        return cls(rows=int(match["R"]), columns=int(match["C"]))
+        sides = {"rows": match["rows"] or match["R"], "columns": match["C"]}
+        return cls(**{side: int(size) for side, size in sides.items() if size})
 
     def __str__(self) -> str:
         if self.rows is None:

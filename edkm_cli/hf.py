@@ -17,12 +17,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from edkm_cli import models
 from edkm_cli.errors import UserError, explained
-from edkm_cli.format import FACTORS, QUANT_METHOD, QuantizationSpec, read_spec
+from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
 from edkm_cli.model_files import from_pretrained, header, quantization_method
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
-from edkm_cli.packing import all_finite
+from edkm_cli.packing import fault
 from edkm_cli.progress import quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.runtime.one_token import shorten
@@ -71,12 +71,8 @@ class EdkmQuantizer(HfQuantizer):
             for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PackedModule) else ():
                 if buffer.is_meta:
                     raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
-                if not all_finite(leaf, buffer):
-                    raise UserError(f"{name}.{leaf} must be finite, but holds NaN or Inf; {AGAIN}")
-                if leaf == "factors" and not (buffer.is_floating_point() or set(buffer.tolist()) <= set(FACTORS)):
-                    raise UserError(f"{name}.{leaf} must be 1, 2 or 4 for each column; {AGAIN}")
-                if leaf == "factors" and not (buffer > 0).all():
-                    raise UserError(f"{name}.{leaf} must be positive; {AGAIN}")
+                if rule := fault(leaf, buffer):
+                    raise UserError(f"{name}.{leaf} must be {rule}; {AGAIN}")
         shorten(model)
         # What is saved again has the names it was loaded by, which are those of the modules.
         model._weight_conversions = []
@@ -164,7 +160,6 @@ def load(
     """Load a compressed checkpoint as a causal LM whose weights stay packed in memory.
 
     Args:
-        directory: what `edkm compress` wrote.
         dtype: of activations and dense tensors (`auto`: as stored); LUTs keep theirs.
         device: `cpu`, `cuda`, `cuda:1` ...
         trust_remote_code: run the Python files of a checkpoint whose model is none of transformers' own.

@@ -14,7 +14,7 @@ from torch import nn
 from edkm_cli.errors import UserError, named
 from edkm_cli.files import TORCH_DTYPES, read_json, verify_checksums
 from edkm_cli.format import QuantizationSpec, read_spec
-from edkm_cli.model_files import TensorFiles, build, check_numbers, needs_trust, no_larger_than
+from edkm_cli.model_files import TensorFiles, build, check_numbers, needs_trust, no_larger_than, stored_dtypes
 from edkm_cli.nn.swap import palettize_skeleton
 from edkm_cli.runtime.palettized import PackedModule
 
@@ -60,7 +60,15 @@ def stored_skeleton(directory: str | Path, *, trust_remote_code: bool = False) -
     spec = read_spec(directory)
     assert spec is not None
     config = read_config(Path(directory), trust_remote_code=trust_remote_code)
-    return skeleton(config, spec, trust_remote_code=trust_remote_code)
+    return as_stored(skeleton(config, spec, trust_remote_code=trust_remote_code), Path(directory))
+
+
+def as_stored(model: Any, directory: Path) -> Any:
+    """A model on the meta device, its tensors in the number formats of a directory's files."""
+    kinds = stored_dtypes(directory)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(kinds.get(name, tensor.dtype))
+    return model
 
 
 def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -190,9 +190,7 @@ def require_whole(name: str, model: Any, report: dict[str, Any]) -> None:
     """Raises UserError unless the files hold the model's tensors, all of them and no others: transformers fills what
     lacks with random numbers."""
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
-    mismatched = sorted(
-        f"{tensor} is {tuple(stored)} for {tuple(wanted)}" for tensor, stored, wanted in report["mismatched_keys"]
-    )
+    mismatched = sorted(f"{one} is {tuple(own)} for {tuple(wanted)}" for one, own, wanted in report["mismatched_keys"])
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -107,7 +107,7 @@ def _require_local(source: ModelSource) -> None:
 
 
 @contextmanager
-def _loading(source: ModelSource) -> Iterator[None]:
+def loading(source: ModelSource) -> Iterator[None]:
     """Inside, what libraries raise becomes a UserError that says what to do about it."""
     try:
         yield
@@ -142,7 +142,7 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
     if own_files:
         path = Path(source.location) / "config.json"
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
-    with _loading(source):
+    with loading(source):
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
     if source.gguf_file:
         _take_rest(source, config)
@@ -162,6 +162,14 @@ def stored_dtype(source: ModelSource, config: Any, dtype: str) -> str:
     narrower or none is named. A GGUF file is decoded to bfloat16."""
     name = "bfloat16" if source.gguf_file else str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES and dtype == "float32" else dtype
+
+
+def dense_sizes(source: ModelSource, config: Any, dtype: str) -> Callable[[str], int]:
+    """Bytes of a number of each tensor, by its name, that an export leaves dense: of `stored_dtype`, or of the files' where
+    these hold it wider; never wider than `dtype`, in which it is loaded."""
+    kinds = model_files.stored_dtypes(source.path)
+    usual, most = (getattr(torch, name).itemsize for name in (stored_dtype(source, config, dtype), dtype))
+    return lambda name: min(most, max(usual, kinds[name].itemsize if name in kinds else 0))
 
 
 def require_finite(source: ModelSource, model: Any) -> None:
@@ -225,7 +233,7 @@ def load_dense(
 
 
 def _from_pretrained(source: ModelSource, **options: Any) -> Any:
-    with _loading(source), no_warnings():  # tables of what does not fit: it is named below, in one line
+    with loading(source), no_warnings():  # tables of what does not fit: it is named below, in one line
         model, report = model_files.from_pretrained(
             source.location,
             use_safetensors=None if source.gguf_file else True,  # never a pickle
@@ -275,7 +283,7 @@ def _take_rest(source: ModelSource, config: Any) -> None:
     Raises UserError for positions that are scaled in another way, and for biases, which it does not read either."""
     from gguf import GGUFReader
 
-    with _loading(source):
+    with loading(source):
         reader = GGUFReader(str(source.path))
         said = {name.split(".")[-1]: one.contents() for name, one in reader.fields.items() if ".rope.scaling." in name}
         factors = [torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"]
@@ -326,7 +334,7 @@ def safetensors_directory(source: ModelSource) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json"] + (["*.py"] if source.trust_remote_code else [])
-    with _loading(source):
+    with loading(source):
         return Path(snapshot_download(source.location, revision=source.revision, allow_patterns=patterns))
 
 
@@ -346,7 +354,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     import transformers
 
     _require_local(source)
-    with quiet_bars(), _loading(source):
+    with quiet_bars(), loading(source):
         return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
 
 
@@ -356,7 +364,7 @@ def copy_processor(source: ModelSource, directory: Path) -> None:
 
     where = {"revision": source.revision, "local_files_only": source.is_local}
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        with _loading(source):
+        with loading(source):
             file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
         if file is not None:
             shutil.copyfile(file, directory / name)
@@ -380,9 +388,7 @@ class LateTokenizer:
 def stored_bytes(source: ModelSource) -> int | None:
     """Bytes of the weight files on this machine; None for a hub model."""
     path = source.path
-    if path is None:
-        return None
-    return path.stat().st_size if path.is_file() else weight_files_bytes(path)
+    return None if path is None else path.stat().st_size if path.is_file() else weight_files_bytes(path)
 
 
 def weight_files_bytes(directory: str | Path) -> int:

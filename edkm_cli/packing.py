@@ -74,9 +74,13 @@ def as_kept(entries: Tensor, scale: Tensor | None) -> Tensor:
     return half if not torch.compiler.is_compiling() and torch.equal(half.float(), numbers) else numbers
 
 
-def all_finite(leaf: str, stored: Tensor) -> bool:
-    """Whether a checkpoint's tensor, by the last part of its name, holds neither NaN nor Inf."""
-    return not (leaf == "lut" or stored.is_floating_point()) or bool(as_numbers(stored).isfinite().all())
+def fault(leaf: str, stored: Tensor) -> str:
+    """What the numbers of a checkpoint's tensor, by the last part of its name, must be and are not; else ""."""
+    if (leaf == "lut" or stored.is_floating_point()) and not bool(as_numbers(stored).isfinite().all()):
+        return "finite, but holds NaN or Inf"
+    if leaf == "factors" and not stored.is_floating_point():  # before version 9 of the format
+        return "" if set(stored.tolist()) <= {1, 2, 4} else "1, 2 or 4 for each column"
+    return "positive" if leaf == "factors" and not bool((stored > 0).all()) else ""
 
 
 def packed_width(columns: int, bits: int) -> int:

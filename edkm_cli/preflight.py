@@ -40,13 +40,7 @@ class RunPlan:
     Attributes:
         asked: the configuration as it was given.
         config: the same with nothing left open: see `resolve`.
-        world: the processes, and where they run.
-        texts: what `--data` names.
-        source: where the model is.
-        architecture: the model's Hugging Face configuration.
         skeleton: the dense model on the meta device, shapes without weights; shared, so copy it before a change.
-        swaps: what becomes of its linears and embeddings.
-        spec: the checkpoint's `quantization_config`.
         dense_dtype: of the uncompressed model. The clustered one's is `config.dtype`, which differs where sharded training
             keeps float32 master weights.
         average: bits of a linear, on average.
@@ -243,12 +237,12 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
     few = allocation.choose_embedding_bits(config, swaps)
     config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))
     if config.target_size:
-        itemsize = getattr(torch, models.stored_dtype(source, architecture, dense_dtype)).itemsize
+        size_of = models.dense_sizes(source, architecture, dense_dtype)
         size = parse_bytes(config.target_size)
 
         def average_beside(embedding_bits: int | str) -> float:
             sized = replace(config, embedding_bits=embedding_bits)
-            return allocation.bits_for_size(sized, swaps, skeleton, itemsize, target_bytes=size)
+            return allocation.bits_for_size(sized, swaps, skeleton, size_of, target_bytes=size)
 
         few = allocation.choose_embedding_bits(config, swaps, average_beside)
         config = replace(config, bits=average_beside(few))

@@ -87,8 +87,6 @@ class Setting:
         panel: heading under which `--help` shows the option, one of `PANELS`.
         flags: all spellings, where `--field-name` (of a bool, `--no-field-name` too) is not enough.
         choices: the allowed values (of each item, for a tuple), each with its explanation, which may be empty.
-        minimum, maximum: allowed bounds of a number.
-        positive: whether a number must be above 0.
         finite: False allows infinity. NaN never is.
         check: called with a value (each item, for a tuple) that is otherwise right; raises UserError to refuse it.
     """
@@ -248,6 +246,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
         names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
         raise ValueError(f"{name} must be {names[kind]}, got {shown(value)}")
+    if kind is str and "\0" in value:
+        raise ValueError(f"{name} must be without NUL, got {shown(value)}")
     if kind is int and abs(value) > MAX_WHOLE:
         raise ValueError(f"{name} must be at most {MAX_WHOLE}, got {shown(value)}")
     return value

@@ -30,6 +30,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def fixed(value: float, digits: int = 2) -> str:
+    """So many digits after the point; of a perplexity that has no meaning any more the power of ten."""
+    return f"{value:,.{digits}f}" if value < 1e6 else f"{value:.3g}"
+
+
 def table(rows: list[list[str]], *, header: list[str] | None = None) -> str:
     """Rows as aligned columns, the first to the left, the others to the right.
 
@@ -88,10 +93,11 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
 
     for stage, label in STAGES.items():
         if all(text.get(stage) is not None for text in texts):
-            ratios = [f"{text[stage] / text['original']:.2f}x" if "original" in text else "" for text in texts]
-            add(label, zip((f"{text[stage]:,.3f}" for text in texts), ratios, strict=True))
+            ratios = [f"{fixed(text[stage] / text['original'])}x" if "original" in text else "" for text in texts]
+            add(label, zip((fixed(text[stage], 3) for text in texts), ratios, strict=True))
     if all("exported_over_dense" in text for text in texts):
-        add("compressed by uncompressed, both trained", (("", f"{text['exported_over_dense']:.2f}x") for text in texts))
+        ratios = [f"{fixed(text['exported_over_dense'])}x" for text in texts]
+        add("compressed by uncompressed, both trained", (("", ratio) for ratio in ratios))
     if all(text.get("kl_per_token") is not None for text in texts):
         add("KL per token", ((f"{text['kl_per_token']:.4f}", "") for text in texts))
         add("the same likeliest token", ((f"{100 * text['top1_agreement']:.1f}%", "") for text in texts))
@@ -198,7 +204,8 @@ def _environment() -> Environment:
     made = Environment(loader=places, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     made.filters |= {"aligned": _aligned, "counted": Counter, "number": format}
     rows = (perplexity_rows, need_rows, module_rows, proposal_rows, limit_rows, layer_rows, task_rows, task_header)
-    made.filters |= {one.__name__: one for one in (*rows, megabytes, duration, table, text_names, texts_of, windows_of)}
+    words = (megabytes, duration, fixed, table, text_names, texts_of, windows_of)
+    made.filters |= {one.__name__: one for one in (*rows, *words)}
     return made
 
 

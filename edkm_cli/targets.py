@@ -21,6 +21,7 @@ KNOWN = {
     "coreml": (("llama", "mistral", "qwen2"), ("default", "linear", "llama3", "yarn")),
     "gguf": (tuple(GGUF_FAMILIES), ("default", "linear", "llama3")),
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations call their number
 _IN_LAYER = re.compile(r"^(\w+)\.(\w+)\.(\d+)\.(.+)$")
 
 
@@ -145,16 +146,20 @@ def check_model(
     """Raises UserError for a model that the target cannot hold.
 
     Args:
-        architecture: its Hugging Face configuration.
         layers: module path -> (rows, columns) of each compressed linear.
         lut_scale: the one scale of its float8 tables; 1 without.
         experts: whether some of these linears are experts.
     """
+    form, facts = TARGETS[name].form or name, list[tuple[str, tuple[Any, ...], Any]]()
     if experts and name != "lut-b":
         raise UserError(
             f"{name} holds no packed experts, but the model has some; compress with --experts dense, or --to dense"
         )
-    if architecture.get_text_config(decoder=True) is not architecture and TARGETS[name].form != "compressed-tensors":
+    counts = (getattr(architecture.get_text_config(decoder=True), one, None) or 0 for one in _EXPERTS)
+    # Engines have names of their own for the experts of each family.
+    if form in ("mlx", "compressed-tensors") and max(counts) > 1:
+        raise UserError(f"{name} holds no experts, but the model has some; choose --to dense")
+    if architecture.get_text_config(decoder=True) is not architecture and form != "compressed-tensors":
         rule = f"{name} holds language models alone, but {architecture.model_type} reads images, too"
         raise UserError(f"{rule}; choose compressed-tensors, or --to dense")
     units = (("columns", 1, TARGETS[name].columns), ("rows", 0, TARGETS[name].rows))
@@ -165,7 +170,6 @@ def check_model(
                 raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
     if name == "any-precision":
         repeated_layers(list(layers))
-    form, facts = TARGETS[name].form or name, list[tuple[str, tuple[str, ...], Any]]()
     if form in KNOWN:
         rope = getattr(architecture, "rope_parameters", None) or {}
         (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")
@@ -175,6 +179,12 @@ def check_model(
         gemma = architecture.model_type == "gemma3_text"
         used = "silu" if used == "swish" else used  # the same by another name
         facts.append(("activation", ("gelu_pytorch_tanh" if gemma else "silu",), used))
+        usual: dict[str, Any] = {"attention_bias": False} if architecture.model_type in ("qwen3", "gemma3_text") else {}
+        if gemma and form == "gguf":  # the largest scales by the width of a head, which is not the size there
+            widest = architecture.num_hidden_layers == 62
+            width = architecture.hidden_size / architecture.num_attention_heads if widest else architecture.head_dim
+            usual |= {"query_pre_attn_scalar": width, "final_logit_softcapping": None}
+        facts += [(name, (value,), getattr(architecture, name, value)) for name, value in usual.items()]
         kinds = getattr(architecture, "layer_types", None) or []
         every = 6 if form == "gguf" or not gemma else [*kinds, "full_attention"].index("full_attention") + 1
         in_turn = [f"{'sliding' if gemma and n % every else 'full'}_attention" for n in range(1, len(kinds) + 1)]
@@ -186,6 +196,13 @@ def check_model(
     if name == "lut-b" and lut_scale != 1.0 and architecture.model_type not in SCALED_FAMILIES:
         rule = f"lut-b has no scale, which moves into other weights of {_listed(SCALED_FAMILIES)}, not"
         raise UserError(f"{rule} of {architecture.model_type}; compress with --lut-scale 1")
+
+
+def full_positions(architecture: Any) -> int | None:
+    """Positions in which attention to all is the model's: what engines are told that know no sliding windows."""
+    slides = getattr(architecture, "use_sliding_window", True)
+    window = getattr(architecture, "sliding_window", None) if slides else None
+    return min(filter(None, (getattr(architecture, "max_position_embeddings", None), window)), default=None)
 
 
 def falls_back(name: str | None, columns: int, width: int | None) -> str:

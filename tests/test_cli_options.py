@@ -84,3 +84,9 @@ def test_every_command_is_listed():
     text = shown_help()
     for name in ("compress", "eval", "generate", "inspect", "report", "compare", "ablate", "bench"):
         assert re.search(rf"^│ {name} ", text, re.M)
+
+
+def test_a_command_shows_the_defaults_it_has_itself():
+    text = " ".join(re.sub(r"[│╰─╯]", " ", shown_help("distill")).split())
+    for default in ("tables", "self", "distilled"):
+        assert f"(default: {default})" in text

@@ -21,7 +21,7 @@ from edkm_cli.preflight import plan_run
 from edkm_cli.progress import Observer
 from edkm_cli.report.inspection import verify
 from families import family
-from helpers import byte_tokenizer, settings, weights_of
+from helpers import byte_tokenizer, settings, tiny_llama, weights_of
 
 
 @pytest.mark.parametrize(
@@ -213,3 +213,29 @@ def test_what_is_not_compressed_keeps_the_number_format_of_the_source(steps, tex
         str(tmp_path / "out"), EvalConfig(data=(str(text),), context=32, max_windows=1, device="cpu")
     )
     assert sizes["model_bits_per_weight"] == pytest.approx(result["model_bits_per_weight"])
+
+
+@pytest.mark.parametrize("more", [{"steps": 0}, {"steps": 2, "data": ("self",), "text_tokens": 4096}, {"steps": 2}])
+def test_generation_settings_stay_whichever_way_the_model_is_read(more, text_file, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = {"eos_token_id": [256, 5], "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(given))
+    compress(settings(tmp_path / "model", text_file, tmp_path / "out", **{"eval_data": ("builtin",)} | more))
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {key: kept.get(key) for key in given} == given
+
+
+def test_sizes_count_what_the_files_hold_wider_than_the_configuration_says(text_file, tmp_path):
+    tiny_llama(hidden=64, inner=88).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(path.read_text().replace('"float32"', '"bfloat16"'))
+    config = settings(tmp_path / "model", text_file, tmp_path / "out", steps=0, embedding_bits=16, target_size="100KB")
+    result = compress(config)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert tensors["model.embed_tokens.weight"].dtype == torch.float32
+    assert 95_000 < size <= 100_000
+    assert result["model_bits_per_weight"] == pytest.approx(8 * size / result["parameters"])
+    assert verify(Compressed(tmp_path / "out"))["report"]

@@ -191,3 +191,16 @@ def test_a_text_is_measured_once_and_one_name_is_a_list_of_one(model_directory):
         CompressConfig(eval_data=("a.txt", "b.txt", "a.txt"))
     line = refused("eval", model_directory, "--data", "builtin", "--eval-data", "builtin", "--device", "cpu")
     assert "each text once" in line
+
+
+@pytest.mark.parametrize("distill", [False, True])
+def test_a_token_beyond_the_embeddings_is_refused_before_the_work(distill, text_file, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<mark>"], special_tokens=True)
+    tiny_llama().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    compress(settings(tmp_path / "model", text_file, tmp_path / "out", steps=0))  # it is in no text
+    text = tmp_path / "marked.txt"
+    text.write_text(text_file.read_text() + "<mark>" + text_file.read_text())
+    with pytest.raises(UserError, match="--data has token 257, the model has 257 embeddings"):
+        compress(settings(tmp_path / "model", text, tmp_path / "two", distill=distill))

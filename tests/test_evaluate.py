@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import edkm_cli
+from edkm_cli.data import tokenize
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import decode_speed, resident_bytes
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
-from helpers import cluster, export, logits_of, tiny_llama
+from helpers import byte_tokenizer, cluster, export, logits_of, tiny_llama
 
 
 def test_perplexity_is_that_of_the_protocol():
@@ -58,8 +59,8 @@ def test_a_reference_of_another_vocabulary_is_refused():
 def test_a_short_text_is_one_short_window_and_no_text_is_refused():
     model = tiny_llama()
     assert perplexity(model, torch.arange(9), context=2048).context == 9
-    with pytest.raises(UserError, match="at least 2 tokens"):
-        perplexity(model, torch.arange(1), context=16)
+    with pytest.raises(UserError, match="at least 2 tokens"):  # before anything is measured
+        tokenize(["a"], byte_tokenizer())
 
 
 def test_training_mode_is_given_back():

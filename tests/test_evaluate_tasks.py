@@ -268,9 +268,9 @@ class TestErrors:
         (folder / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         text = _CHOICE.format(name="little_choices").replace("doc_to_target: label", 'doc_to_target: "{{label}}"')
         (folder / "choice.yaml").write_text(text)
-        loaded = load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder)))
-        with pytest.raises(UserError, match="document 3"):
-            run_tasks(tiny_llama(), byte_tokenizer(), loaded)
+        with pytest.raises(UserError, match="document 3"):  # before any model is read
+            load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder)))
+        loaded = load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), limit=3))
         assert run_tasks(tiny_llama(), byte_tokenizer(), loaded, limit=3)[0]["little_choices"]["samples"] == 3
 
     def test_a_task_that_does_not_fit_the_model(self, folder):

@@ -76,3 +76,8 @@ def test_a_system_without_atomic_exchange_still_commits(tmp_path, monkeypatch):
         output.mark({})
         output.commit()
     assert (tmp_path / "out" / "report.json").read_text() == "new"
+
+
+def test_what_is_named_as_unfinished_results_are_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"must not end in \.partial"):
+        OutputDirectory(tmp_path / "out.partial")

@@ -8,6 +8,7 @@ import edkm_cli
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
+from edkm_cli.export.formats.gguf_model import _split
 from edkm_cli.export.formats.options import Options
 from families import family
 from helpers import paletted, refused, run
@@ -97,3 +98,42 @@ def test_another_models_file_gives_its_tokenizer_and_nothing_else(ids, text_file
     assert "contains --base-gguf" in line
     (directory / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     assert "not understood" in refused("export", directory, "--to", "gguf", "-o", tmp_path / "none")
+
+
+def test_a_window_is_the_context_and_no_path_is_the_name(tmp_path):
+    from gguf import GGUFReader
+
+    model = family("mistral", torch.float32, **SIZES, sliding_window=16)
+    directory = paletted(tmp_path / "source", "integers", model=model)[0]
+    export_model(directory, "gguf", tmp_path / "out", options=Options())
+    fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["llama.context_length"].contents() == 16
+    assert "/" not in fields["general.name"].contents()
+
+
+def test_a_file_of_another_vocabulary_or_with_broken_text_gives_no_tokenizer(tmp_path):
+    directory = checkpoint(tmp_path / "source", None)
+    export_model(directory, "gguf", tmp_path / "base", options=Options())
+    base = tmp_path / "base" / "model.gguf"
+    arguments = ["export", directory, "--to", "gguf", "-o", tmp_path / "out", "--base-gguf", base]
+    whole = base.read_bytes()
+    at = whole.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 4 + 4 + 8 + 8
+    base.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])  # the first token's only byte
+    assert "utf-8" in refused(*arguments)
+    other = checkpoint(tmp_path / "other", None, vocab_size=258)
+    base.write_bytes(whole)
+    assert "other sizes" in refused("export", other, *arguments[2:])
+
+
+def test_only_splits_that_are_known_whole_are_named():
+    for numbers, name in (("{1,3}", "llama-bpe"), ("", "qwen2")):
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+            + numbers
+            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        steps = [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
+        assert _split({"type": "Sequence", "pretokenizers": steps}, "") == name
+        steps[0]["pattern"]["Regex"] = pattern.replace("]+[", "]+[/")  # Tekken's ends so
+        with pytest.raises(UserError, match="does not know how this tokenizer splits"):
+            _split({"type": "Sequence", "pretokenizers": steps}, "")

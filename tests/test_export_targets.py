@@ -279,7 +279,7 @@ def test_llama_cpp_and_transformers_read_what_was_trained(kind, palette, ids, tm
         "vocab_size": 300,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "head_dim": 128 if kind == "qwen3" else 16,
+        "head_dim": {"qwen3": 128, "gemma3_text": 256}.get(kind, 16),  # what Gemma's scale of attention belongs to
         "num_attention_heads": 4,
     }
     directory, _ = paletted(tmp_path / "source", palette, model=family(kind, torch.float32, **sizes))

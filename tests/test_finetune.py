@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,8 @@ def test_what_cannot_be_trained_is_refused_in_one_line(packed, model_directory, 
     assert "use edkm compress" in refused("finetune", model_directory, "--data", text_file)
     assert "no directory" in refused("finetune", "nowhere", "--data", text_file)
     assert "lora_rank must be at least 1" in refused("finetune", packed, "--data", text_file, "--lora-rank", 0)
-    line = refused("finetune", packed, "--data", text_file, "--target-modules", "queries")
+    short = ("--sequence-length", 64, "--context", 64)  # longer ones than the model's positions are told of
+    line = refused("finetune", packed, "--data", text_file, "--target-modules", "queries", *short)
     assert "q_proj" in line
     assert "got 'queries'" in line
     assert "name a text" in refused("finetune", packed, "--data", "self")
@@ -312,3 +314,24 @@ def test_an_adapter_that_reads_back_differently_is_not_put_in_place(packed, text
     with pytest.raises(UserError, match="must give the logits"):
         finetune(packed, settings(text_file, tmp_path / "out", steps=2))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_would_learn_no_token_is_refused_before_it_trains(packed, tmp_path):
+    """Prompts as long as sequences, with answers of a word behind them."""
+    text = tmp_path / "prompts.jsonl"
+    records = [{"prompt": f"{number} " + "why? " * 200, "completion": "."} for number in range(40)]
+    text.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(UserError, match="must hold a token to learn"):
+        finetune(packed, settings(text, tmp_path / "out", steps=2, seed=3))
+    report = finetune(packed, settings(text, tmp_path / "out", steps=2, train_on="all"))
+    assert report["steps"] == 2
+
+
+def test_a_stopped_merge_leaves_nothing_in_the_way_of_another(packed, tuned, text_file, tmp_path, monkeypatch):
+    settings_of = {"adapter": str(tuned[0]), "output": str(tmp_path / "out"), "data": (str(text_file),), "steps": 3}
+    config = MergeConfig(**{**settings_of, **SIZES, "start_tokens": 512, "max_perplexity_ratio": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", lambda self, record: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted, match="nothing was saved"):
+            merge(packed, config)
+    assert merge(packed, config)["steps"] == 3

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import edkm_cli
 from edkm_cli.errors import UserError
-from edkm_cli.finetune.merge import cluster_again, decoded_copy
+from edkm_cli.finetune.merge import cluster_again, decoded_copy, require_mergeable
 from edkm_cli.finetune.session import add_adapter, load_adapter, save_adapter
 from edkm_cli.format import read_spec
 from edkm_cli.nn.clustered import Clustering, clustered_layers
@@ -51,7 +51,12 @@ def again(directory, *, updated, targets=("all-linear",)):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
     spec = read_spec(directory)
-    return model, lambda: cluster_again(model.eval(), Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+    return model, lambda: merged(model, Clustering(spec.bits, spec.granularity, spec.lut_dtype))
+
+
+def merged(model, clustering):
+    require_mergeable(model)
+    return cluster_again(model.eval(), clustering)
 
 
 @pytest.mark.parametrize("options", FORMATS)
@@ -82,7 +87,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused_with_a_line(tmp_path, more)
     packed = edkm_cli.load(export(*cluster(tiny_llama()), tmp_path), dtype=torch.float32)
     model = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], **more))
     with pytest.raises(UserError, match="merge"):
-        cluster_again(model.eval(), Clustering(3, "row:1", "float16"))
+        merged(model, Clustering(3, "row:1", "float16"))
 
 
 def test_one_scale_of_all_tables_stays(tmp_path):

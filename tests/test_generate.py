@@ -94,3 +94,17 @@ def test_what_a_models_own_files_ask_for_is_done_or_named_in_one_line(checkpoint
     for prompt, chat in (("<far>", False), ("", False)):
         with pytest.raises(UserError, match="must be tokens below 257"):
             generate_text(writer, prompt, Manner(3), chat=chat)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.9])
+def test_logits_that_are_no_numbers_are_refused(checkpoint, temperature):
+    writer = writer_of(checkpoint)
+    writer.model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match="logits must be numbers"):
+        generate_text(writer, "Once", Manner(5, temperature), chat=False)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_bytes_that_are_no_text_are_refused(checkpoint, chat):
+    with pytest.raises(UserError, match="a prompt must be text"):
+        generate_text(writer_of(checkpoint), "\udcff\udcfe", Manner(5), chat=chat)

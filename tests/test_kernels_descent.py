@@ -1,8 +1,12 @@
+from threading import Event
+from time import sleep
+
 import pytest
 import torch
 
 from edkm_cli import kernels
 from edkm_cli.kernels import passes_torch
+from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, parallel
 
 
 def case(*, rows=5, columns=24, k=4, tiles=1, dtype=torch.float64, seed=0):
@@ -94,3 +98,21 @@ def test_rows_that_share_what_is_read_end_as_each_alone():
         kernels.descend(alone[row : row + 1], errors[row : row + 1].clone(), luts[row : row + 1], hessian, 3)
     assert torch.equal(together[::37], alone[::37])
     assert float(error(weight, together, luts, hessian).sum()) < float(error(weight, indices, luts, hessian).sum())
+
+
+def test_an_interrupted_kernel_waits_for_its_other_threads(monkeypatch):
+    """What they write to is freed once it is left."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    begun, done = Event(), Event()
+
+    def work(first, last):
+        if first == 0:
+            begun.wait()
+            raise KeyboardInterrupt
+        begun.set()
+        sleep(0.2)
+        done.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel(work, 2, ALONE_WEIGHTS)
+    assert done.is_set()

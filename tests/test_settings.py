@@ -87,3 +87,8 @@ def test_weights_of_losses_are_finite_and_not_negative(name, value):
 def test_rates_and_temperatures_are_finite_and_above_zero(name, value):
     with pytest.raises(UserError, match=f"{name} must be"):
         CompressConfig(**{name: value})
+
+
+def test_texts_are_without_nul():
+    with pytest.raises(UserError, match="output must be without NUL"):
+        from_mapping(CompressConfig, {"output": "a\0b"})

@@ -1,9 +1,10 @@
 """Tables and summaries from JSON."""
 
-from edkm_cli.summaries import duration, megabytes, summary, table
+from edkm_cli.summaries import duration, fixed, megabytes, summary, table
 
 
 def test_sizes_and_times_are_for_people():
+    assert [fixed(value, 3) for value in (1234.5678, 3e200)] == ["1,234.568", "3e+200"]
     assert megabytes(70_950_144) == "71.0 MB"
     assert megabytes(13_476_831_232) == "13.48 GB"
     assert [duration(s) for s in (3.4, 75, 3700)] == ["3 s", "1 min 15 s", "1 h 1 min"]

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from edkm_cli.errors import UserError
-from edkm_cli.targets import TARGETS, check_model, closest, repeated_layers
+from edkm_cli.targets import TARGETS, check_model, closest, full_positions, repeated_layers
 
 LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -54,6 +54,17 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("gguf:q8_0", gemma("sliding", "full"), LAYERS, "gguf knows sliding windows"),
         ("mlx:4", gemma("full", "sliding", "full"), LAYERS, "mlx knows sliding windows"),
         ("gguf:q8_0", architecture("qwen2", layer_types=["sliding_attention"] * 32), LAYERS, "knows sliding windows"),
+        (
+            "gguf:q8_0",
+            architecture("gemma3_text", query_pre_attn_scalar=99),
+            LAYERS,
+            "query_pre_attn_scalar 256, got 99",
+        ),
+        ("gguf:q8_0", architecture("gemma3_text", final_logit_softcapping=5.0), LAYERS, "final_logit_softcapping None"),
+        ("mlx:4", architecture("qwen3", attention_bias=True), LAYERS, "mlx knows attention_bias False, got True"),
+        ("mlx:4", architecture("mixtral"), LAYERS, "holds no experts, but the model has some"),
+        ("w4a16", architecture("qwen2_moe"), LAYERS, "holds no experts, but the model has some"),
+        ("mlx:4", architecture("glm4_moe"), LAYERS, "holds no experts, but the model has some"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
@@ -89,3 +100,9 @@ def test_the_closest_target_of_a_format_is_the_one_that_was_trained(name):
 def test_tables_that_no_target_of_a_format_holds_are_told_the_nearest():
     assert closest("compressed-tensors", bits=8, lut_dtype="float16", palette="free") == "w4a16"
     assert closest("gguf", bits=4, lut_dtype="bfloat16", palette="iq4_nl") == "gguf:iq4_nl"
+
+
+def test_engines_without_windows_are_told_of_the_positions_in_one():
+    assert full_positions(architecture("mistral", sliding_window=16)) == 16
+    assert full_positions(architecture("mistral", sliding_window=None, max_position_embeddings=99)) == 99
+    assert full_positions(architecture("qwen2", use_sliding_window=False, max_position_embeddings=99)) == 99

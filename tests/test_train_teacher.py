@@ -208,3 +208,9 @@ def test_of_processes_that_work_together_none_has_its_lock_before_the_first_has(
         for one in ended:
             one.result(60)
     assert sorted(done) == [0, 1]
+
+
+def test_states_of_another_number_format_are_anothers():
+    remembered(tiny_llama(), blocks_of())
+    remembered(tiny_llama().half(), blocks_of())
+    assert files().count(".states") == 2

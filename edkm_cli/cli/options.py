@@ -32,7 +32,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def configured(
-    kind: type[_Config], build: Callable[[Path | None, Mapping[str, Any]], _Config] | None = None
+    kind: type[_Config], build: Callable[[Path | None, Mapping[str, Any]], _Config] | None = None, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: a command whose first parameter is a configuration gets an option for each field.
 
@@ -40,6 +40,7 @@ def configured(
         kind: the configuration, a dataclass of `edkm_cli.settings.setting` fields.
         build: makes one from the file of `--config` and the flags that were given; the others are None. Without it there
             is no `--config`.
+        defaults: where `build` has others than the fields.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +56,7 @@ def configured(
 
         arguments = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         file = [] if build is None else [_parameter("config", _CONFIG)]
-        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in (*_options(kind), *file, *arguments)]
+        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in (*_options(kind, defaults), *file, *arguments)]
         panels = {one.name: get_args(one.annotation)[1].rich_help_panel for one in parameters}
         parameters.sort(key=lambda one: PANELS.index(panels[one.name]) if panels[one.name] else 0)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
+def _options(kind: type[Any], defaults: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
     """The parameters for each field. All default to None, so that a --config file can set what no flag does.
 
     A switch that is off by default shows only `--name`; `--no-name`, which overrides a file, would take half the width.
@@ -94,11 +95,12 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
             flags = flags or (f"--{name}",)
             off = typer.Option(f"--no-{name}", hidden=True, rich_help_panel=about.panel)
             yield _parameter(f"no_{of.name}", Annotated[bool | None, off])
-        shown = option(about.panel, _help_text(of, repeats), *flags, metavar=_METAVARS[single])
+        words = _help_text(of, defaults.get(of.name, of.default))
+        shown = option(about.panel, words, *flags, metavar=_METAVARS[single])
         yield _parameter(of.name, Annotated[(list[single] if repeats else single) | None, shown])  # type: ignore[valid-type]
 
 
-def _help_text(of: Field[Any], repeats: bool) -> str:
+def _help_text(of: Field[Any], default: Any) -> str:
     """Help, choices, whether the option may be repeated, and the default."""
     about, parts = setting_of(of), []
     if about.choices and any(about.choices.values()):
@@ -106,10 +108,10 @@ def _help_text(of: Field[Any], repeats: bool) -> str:
         parts.append("; ".join(explained) + ".")
     elif about.choices:
         parts.append(f"One of {', '.join(map(str, about.choices))}.")
-    if repeats:
+    if isinstance(of.default, tuple):
         parts.append("Repeatable.")
-    if of.default is not False and of.default not in (None, "", ()):
-        default = ",".join(map(str, of.default)) if isinstance(of.default, tuple) else of.default
+    if default is not False and default not in (None, "", ()):
+        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         parts.append(f"(default: {'on' if default is True else default})")
     return " ".join([about.help, *parts])
 
@@ -138,9 +140,7 @@ def check_target(
         raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
-    ownership.require_apart(
-        option, target, [pair for pair in (*inputs, *ownership.cache_paths()) if pair[1] is not None]
-    )
+    ownership.require_apart(option, target, [one for one in (*inputs, *ownership.cache_paths()) if one[1] is not None])
     ownership.require_replaceable(option, target)
 
 

@@ -16,7 +16,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats import FORMATS
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import run_paths
-from edkm_cli.finetune.config import FinetuneConfig, MergeConfig, build_distill_config
+from edkm_cli.finetune.config import DISTILL, FinetuneConfig, MergeConfig, build_distill_config
 from edkm_cli.research.bench.config import Ablation, ClusteringBench, RuntimeBench
 from edkm_cli.research.compare.config import CompareConfig, build_compare_config
 from edkm_cli.settings import MODEL, OUTPUT, SCALE, from_file
@@ -87,7 +87,7 @@ def _finetune(
 
 
 finetune_command = configured(FinetuneConfig, partial(from_file, FinetuneConfig))(_finetune)
-distill_command = configured(FinetuneConfig, build_distill_config)(_finetune)
+distill_command = configured(FinetuneConfig, build_distill_config, **DISTILL)(_finetune)
 
 
 @configured(MergeConfig, partial(from_file, MergeConfig))

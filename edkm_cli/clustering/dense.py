@@ -25,7 +25,6 @@ def dense_dkm(
     Args:
         weight: (out, in), any floating dtype. float64 is computed in float64, all others in float32.
         centroids: (groups, k), the start, groups in `Granularity`'s order.
-        granularity: which weights share a LUT.
         temperature: relative; the attention's tau is `temperature * population variance` of the group, and the
             gradient includes that path.
         iterations: number T of centroid updates. The output attends to the centroids after the last one.

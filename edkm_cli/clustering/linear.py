@@ -117,8 +117,6 @@ def clustered_linear(
         x: (..., in). Its dtype is that of the matrix product and of the result; the weight's may differ.
         weight: (out, in), float64, float32, bfloat16 or float16. Its gradient has its dtype.
         centroids: (groups, k), the start of the iterations; the LUT itself in mode `straight-through`.
-        bias: (out,) or None.
-        granularity: which weights share a LUT.
         temperature: relative to the population variance of the group; unused in mode `straight-through`.
         iterations: number of centroid updates; unused like `importance` in mode `straight-through`.
         mode: `soft` (DKM, arXiv 2108.12659): w~ is the attention-weighted sum of the centroids. `hard`: forward uses
@@ -131,7 +129,6 @@ def clustered_linear(
         new_centroids: what `iterate_centroids` returned for the same arguments, to be computed once for all
             micro-batches of an optimizer step. Exact: they depend on weight and start only.
         importance: how much each weight counts in the centroid updates, (in,) or (out, in), as for `dense_dkm`.
-        name: the layer, for error messages.
 
     Returns (..., out) in x's dtype. Raises UserError for an unknown mode or LUT dtype, shapes that do not fit, and a weight
     that holds NaN or Inf (on a GPU, NaN comes out instead: see `require_finite`).

@@ -38,9 +38,7 @@ class Batch:
     @property
     def learnt(self) -> int:
         """Tokens to be learnt; 0 where none is."""
-        if self.labels is None:
-            return self.ids.shape[0] * (self.ids.shape[1] - 1)
-        return int((self.labels >= 0).sum())
+        return self.ids.shape[0] * (self.ids.shape[1] - 1) if self.labels is None else int((self.labels >= 0).sum())
 
 
 class Blocks:

@@ -76,7 +76,6 @@ def render(
     it has them written.
 
     Args:
-        where: names the record in errors.
         tokenizer: its chat template renders messages.
         column: the field that holds the text (or the messages); None: the kind is seen from the fields.
         whole: all of the text is to be learnt, so that no answers are looked for.

@@ -88,6 +88,10 @@ class TrainingData:
         """Every token in memory, (tokens,) int64: for small data only."""
         return torch.cat([torch.from_numpy(store.ids(0, len(store))) for store in self.stores])
 
+    def highest_token(self) -> int:
+        parts = ((store, at) for store in self.stores for at in range(0, len(store), 1 << 24))
+        return max((int(store.ids(at, min(at + (1 << 24), len(store))).max()) for store, at in parts), default=0)
+
     def summary(self, blocks: Blocks) -> dict[str, Any]:
         """What became of the data: for each source what was read, learnt, masked and left out, and over all
         `Blocks.counts`."""
@@ -134,10 +138,8 @@ def open_training_data(
     """Read and tokenize the training part of every source: small ones into memory, large ones into the cache.
 
     Args:
-        sources: as `parse_sources` reads them from `--data`.
         token_limit: how many tokens the run needs; a data set of the hub that is streamed is read no further.
         written: what stands for the text that the model writes itself (`Source.needs_model`).
-        say: told what takes long.
 
     Raises UserError where a source is missing, damaged, empty or of no known kind, or holds nothing to learn.
     """
@@ -309,10 +311,12 @@ def require_held_out(trained: Sequence[Source], measured: Source) -> None:
 
 def tokenize(documents: list[str], tokenizer: Any) -> Tensor:
     """Token ids of the whole text, (tokens,) int64, a blank line between documents: tokenized once, as the perplexity
-    protocol asks; a text of more than WHOLE_BYTES characters in pieces."""
+    protocol asks; a text of more than WHOLE_BYTES characters in pieces. Raises UserError where it has less than two."""
     text = "\n\n".join(documents)
     pieces = [text] if len(text) <= WHOLE_BYTES else split_long(text)
     rows = [tokenizer(piece, verbose=False, add_special_tokens=piece is pieces[0])["input_ids"] for piece in pieces]
     ids = torch.cat([torch.tensor(row, dtype=torch.int64) for row in rows])
     return_free_blocks()
+    if len(ids) < 2:
+        raise UserError(f"perplexity needs at least 2 tokens of text, got {len(ids)}; give more --data")
     return ids

@@ -7,11 +7,9 @@ proposed, the least different first. A run uses the same rehearsal to decide whe
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
-
-import torch
 
 from edkm_cli import data, models
 from edkm_cli.config import CompressConfig
@@ -32,7 +30,6 @@ def dry_run(
     """The plan of a run as the JSON of `edkm compress --dry-run` (its keys: docs/results.md).
 
     Args:
-        config: the run's settings.
         gpu_memory: plan for GPUs with that much memory each (`24GiB`), whatever this machine has.
         gpus: how many of them, each with a process.
         timed: run one decoder layer to say how long all takes, here.
@@ -62,7 +59,7 @@ def dry_run(
         "memory": memory,
         "weights_bytes": weights_bytes(plan),
         "original_weights_bytes": 2 * plan.parameters,
-        "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec, _dense_itemsize(plan)),
+        "decoder_bits_per_weight": decoder_bits_per_weight(plan.swaps, plan.spec, _dense_sizes(plan)),
         "steps": config.steps,
         "sequences_per_step": plan.config.step_sequences(plan.world.size),
         "training_tokens": plan.training_tokens,
@@ -82,12 +79,11 @@ def weights_bytes(plan: RunPlan) -> int:
     """Of the exported files, without their headers."""
     tensors = [pair for s in plan.clustered for pair in plan.spec.linear_tensors(*s.shape[:2], layer=s.name).values()]
     linears = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors)
-    return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, _dense_itemsize(plan))
+    return linears + other_bytes(plan.skeleton, plan.swaps, plan.spec, _dense_sizes(plan))
 
 
-def _dense_itemsize(plan: RunPlan) -> int:
-    """Bytes of a number that stays dense in the exported files."""
-    return getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype)).itemsize
+def _dense_sizes(plan: RunPlan) -> Callable[[str], int]:
+    return models.dense_sizes(plan.source, plan.architecture, plan.dense_dtype)
 
 
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:

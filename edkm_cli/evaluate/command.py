@@ -66,7 +66,8 @@ def evaluate_model(
     documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
     loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
     model = load_any(first, dtype=dtype, device=device)
-    for warning in too_long(model.config, {"--context": settings.context, "--positions": settings.positions or 0}):
+    lengths = {"--context": settings.context * bool(names), "--positions": settings.positions or 0}
+    for warning in too_long(model.config, lengths):
         say(f"WARNING: {warning}")
     tokens = [texts.tokenize(document, late.tokenizer) for document in documents]
     start = time.perf_counter()

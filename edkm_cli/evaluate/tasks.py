@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from edkm_cli.errors import UserError, named
+from edkm_cli.errors import UserError, explained, named
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.nn.hooks import changed
 from edkm_cli.summaries import metrics_of
@@ -66,6 +66,8 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
             if fixed is None or (fixed != 0 and settings.num_fewshot is not None):
                 task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
             task.set_fewshot_seed(seed=_SEED)
+            with explained(f"--tasks {name} does not fit its data", "; check it"):
+                _check_answers(task, settings.limit)
     return loaded
 
 
@@ -88,8 +90,6 @@ def run_tasks(
     scores: Scores = {}
     for name, tasks in loaded.items():
         try:
-            for task in tasks["tasks"].values():
-                _check_answers(task, limit)
             outcome = evaluate(subject, tasks, limit=limit, log_samples=True)
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise

@@ -166,9 +166,7 @@ def require_replaceable(option: str, path: Path) -> None:
         signed = (sign in part for key, sign in signs.items() if isinstance(part := content.get(key), dict))
         if head.strip() == b"{}" or any(signed):
             return
-    raise UserError(
-        f"{option} {path} exists and is no page, figure or --json result of edkm; move it away, or choose another"
-    )
+    raise UserError(f"{option} {path} exists and is no page, figure or --json result of edkm; move it away")
 
 
 def is_stream(path: Path) -> bool:

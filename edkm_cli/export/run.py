@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import CHECKPOINTS, TextSettings
+from edkm_cli.config import CHECKPOINTS, TextSettings, too_long
 from edkm_cli.data.training import overlaps, require_held_out, unchanged
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
@@ -84,10 +84,17 @@ class Session:
         """Whether a model writes some of the training text."""
         return any(source.needs_model for source in self.sources)
 
-    def open_texts(self, *, token_limit: int, stages: Sequence[str] = STAGES) -> None:
+    def open_texts(self, architecture: Any, *, token_limit: int, stages: Sequence[str] = STAGES) -> None:
         """The texts that are measured at `stages`, and the training data, of which there is a use for so many tokens, but
-        what a model is yet to write. Raises UserError where a text cannot be had, or changes while it is read."""
+        what a model is yet to write. Raises UserError where a text cannot be had, changes while it is read, or has tokens
+        that the model of this configuration has no embeddings of."""
         config, say = part_of(TextSettings, self.config), self.watch.say
+        lengths = {
+            "--sequence-length": self.config.sequence_length * bool(self.config.steps),
+            "--context": config.context,
+        }
+        for warning in too_long(architecture, lengths):
+            say(f"WARNING: {warning}")
         self._token_limit = token_limit
         with unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
             self._documents = evaluation_documents(config, self.sources, self.tokenizer)
@@ -101,6 +108,9 @@ class Session:
             about: dict[str, Any] = {"options": config, "token_limit": token_limit, "say": say}
             about["written"] = NOT_WRITTEN if self.writes_text else None
             self.data = data.open_training_data(self.sources, self.tokenizer, **about)
+        rows = getattr(architecture.get_text_config(decoder=True), "vocab_size", len(self.tokenizer))
+        if rows < len(self.tokenizer) and (highest := self.data.highest_token()) >= rows:  # one that was added
+            raise UserError(f"--data has token {highest}, the model has {rows} embeddings; leave out what has it")
         self._overlap = overlaps(self.data, self._documents, say=say)
 
     def lay_out(self) -> None:

@@ -18,9 +18,9 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.sharded import Place, places
-from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton, skeleton_tensors
+from edkm_cli.integrity import AGAIN, as_stored, check_checkpoint, read_config, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles, build
-from edkm_cli.packing import all_finite, as_numbers, unpack
+from edkm_cli.packing import as_numbers, fault, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
@@ -82,7 +82,7 @@ class Compressed(Described):
         self.directory = Path(directory)
         spec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
         config = read_config(self.directory, trust_remote_code=trust_remote_code)
-        model = skeleton(config, spec, trust_remote_code=trust_remote_code)
+        model = as_stored(skeleton(config, spec, trust_remote_code=trust_remote_code), self.directory)
         super().__init__(model, config, spec, trust_remote_code=trust_remote_code)
         self.files = TensorFiles(self.directory, remedy=AGAIN)
 
@@ -92,10 +92,10 @@ class Compressed(Described):
         return [tensor for tensor in self.tensors.values() if tensor.linear]
 
     def stored(self, name: str) -> Tensor:
-        """A tensor as the files hold it. Raises UserError where it is not finite."""
+        """A tensor as the files hold it. Raises UserError where it is not finite, say."""
         tensor = self.files.get(name)
-        if not all_finite(name.rpartition(".")[2], tensor):
-            raise UserError(f"{self.directory}: {name} must be finite, but holds NaN or Inf; {AGAIN}")
+        if rule := fault(name.rpartition(".")[2], tensor):
+            raise UserError(f"{self.directory}: {name} must be {rule}; {AGAIN}")
         return tensor
 
     def indices(self, path: str) -> Tensor:

@@ -77,7 +77,8 @@ class _Run(PackedSession):
         with self.clock.phase("load"):
             stages = ("compressed", *(("trained", "exported") if self.tables else ("adapted",)))
             token_limit = int(1.1 * config.trained_tokens(self.world.size)) + config.sequence_length
-            self.open_texts(token_limit=token_limit, stages=(ORIGINAL, *stages) if reference else stages)
+            stages = (ORIGINAL, *stages) if reference else stages
+            self.open_texts(self.architecture, token_limit=token_limit, stages=stages)
         resolved = {"model_sha256": self.digest(), "dtype": self.dtype}
         resolved |= {} if reference is None else {"reference_sha256": reference.sha256}
         if (report := self.finished(REPORT, config, **resolved)) is not None:
@@ -145,6 +146,8 @@ class _Run(PackedSession):
         save_adapter(model, staging, base=str(self.directory.resolve()))
         del model
         read = load_adapter(self.load_model(self.directory), staging)
+        if not bool(expected.isfinite().all()):
+            raise UserError("the trained adapter must give numbers, but gives NaN or Inf; lower --learning-rate")
         if not torch.equal(_logits(read, probe), expected):
             rule = f"the adapter that was written must give the logits of the trained one, but {staging} does not"
             raise UserError(f"{rule}; nothing was put in place, please report it with the model's name")

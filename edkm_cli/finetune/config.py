@@ -13,6 +13,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, given_values, refuse, setting
 
 TABLES = "tables"
+DISTILL = {"train": TABLES, "data": ("self",), "output": "distilled"}  # what `edkm distill` has where nothing is given
 _MEASURED = "Text on which perplexity is measured; default: a part held out of the first --data, or builtin."
 
 
@@ -122,7 +123,7 @@ class MergeConfig:
 
 def build_distill_config(file: str | Path | None, flags: Mapping[str, Any]) -> FinetuneConfig:
     """`edkm distill`: `edkm finetune --train tables` on text that the reference writes. Raises UserError with all faults."""
-    values = {"train": TABLES, "data": ["self"], "output": "distilled", **given_values(file, flags)}
+    values = {**DISTILL, **given_values(file, flags)}
     if not values.get("reference"):
         raise UserError("--reference is required: the uncompressed model that DIR was made of")
     return from_mapping(FinetuneConfig, values)

@@ -19,7 +19,7 @@ from torch import nn
 from edkm_cli import models
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
-from edkm_cli.errors import UserError, explained
+from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
@@ -121,8 +121,9 @@ class _Run(PackedSession):
             dense = self.dense_format(model)
             generation = copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
+            require_mergeable(model)
             layers = len(adapted_layers(model))
-            self.open_texts(token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
+            self.open_texts(model.config, token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
             if self.writes_text:
@@ -170,7 +171,11 @@ class _Run(PackedSession):
         merged.requires_grad_(True)
         with self.clock.phase("train"):
             objective = Objective(Beside(teacher), label_weight=self.settings.label_weight or 0.0)
-            train(merged, objective, self.blocks, self.settings, **self.training(staging))
+            try:
+                train(merged, objective, self.blocks, self.settings, **self.training(staging))
+            except Preempted as stop:  # what training began from is nowhere
+                self.output.discard()
+                raise Preempted("SIGTERM: stopped, nothing was saved; give the command again") from stop
         merged.requires_grad_(False)
 
     def _report(self, staging: Path, layers: int, size: Any) -> dict[str, Any]:
@@ -191,31 +196,36 @@ class _Run(PackedSession):
         }
 
 
-def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
-    """The model without peft, its adapter added to the weights (float32), each layer with the tables it had, in place.
-
-    Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter of packed embeddings.
-    """
+def require_mergeable(model: PeftModel) -> None:
+    """Raises UserError for an adapter of packed embeddings, or with a copy of a packed matrix."""
     base: Any = model.base_model.model
     is_tied = getattr(base.config, "tie_word_embeddings", False)
     tied = getattr(base.get_input_embeddings(), "weight", None) if is_tied else base
-    tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
-    modules = dict(base.named_modules())
-    clustering = with_scale_of([m for m in modules.values() if isinstance(m, PalettizedLinear)], clustering)
-    for name, module in modules.items():
-        if isinstance(module, PackedModule) and (".original_module" in name or ".modules_to_save" in name):
+    for name, module in base.named_modules():
+        packed, linear = isinstance(module, PackedModule), isinstance(module, PalettizedLinear)
+        if packed and (".original_module" in name or ".modules_to_save" in name):
             raise UserError(f"an adapter that has a copy of a packed matrix cannot be merged, but this one has {name}")
-        if isinstance(module, PalettizedLinear):
-            path = name.removesuffix(".base_layer")
-            tables[path] = parameters_of(module), replace(clustering, bits=module.bits, granularity=module.granularity)
-            base.set_submodule(name, module.to_dense(torch.float32))
-        elif name.endswith(".base_layer") and (
-            isinstance(module, PackedModule) or getattr(module, "weight", None) is tied
-        ):
+        if name.endswith(".base_layer") and not linear and (packed or getattr(module, "weight", None) is tied):
             raise UserError(
                 f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own, or is the "
                 "other embedding, too, and cannot be merged into; train an adapter with --target-modules all-linear"
             )
+
+
+def cluster_again(model: PeftModel, clustering: Clustering) -> Any:
+    """The model without peft, its adapter added to the weights (float32), each layer with the tables it had, in place.
+
+    Embeddings and layers that are not packed keep what they hold. Raises UserError for an adapter that is not finite.
+    """
+    base: Any = model.base_model.model
+    tables: dict[str, tuple[torch.Tensor, Clustering]] = {}
+    modules = dict(base.named_modules())
+    clustering = with_scale_of([m for m in modules.values() if isinstance(m, PalettizedLinear)], clustering)
+    for name, module in modules.items():
+        if isinstance(module, PalettizedLinear):
+            path = name.removesuffix(".base_layer")
+            tables[path] = parameters_of(module), replace(clustering, bits=module.bits, granularity=module.granularity)
+            base.set_submodule(name, module.to_dense(torch.float32))
     with explained("peft cannot merge the adapter"):
         merged = model.merge_and_unload()
     for path, (table, own) in tables.items():

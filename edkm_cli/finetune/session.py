@@ -23,12 +23,11 @@ from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import open_layers
-from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import files_digest, header, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.experts import is_expert
-from edkm_cli.runtime.palettized import PackedModule, is_plain_linear
+from edkm_cli.runtime.palettized import is_plain_linear
 
 ALL_LINEAR = "all-linear"
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -122,6 +121,11 @@ def require_palettized(directory: Path) -> QuantizationSpec:
     return spec
 
 
+# What configurations call that all of a model's shapes follow from; a GGUF file does not say all of it.
+_SHAPES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+           "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size")  # fmt: skip
+
+
 class PackedSession(Session):
     """One run on the compressed model in `directory`."""
 
@@ -135,14 +139,17 @@ class PackedSession(Session):
         """Of the model's layers, where they train."""
         return Clustering(self.spec.bits, self.spec.granularity, self.spec.lut_dtype, palette=self.spec.palette)
 
+    @property
+    def architecture(self) -> Any:
+        return models.load_config(self.source, may_be_quantized=True)
+
     @cached_property
     def tokenizer(self) -> Any:
         return models.load_tokenizer(self.source)
 
     def dense_format(self, model: Any) -> DenseFormat:
         """How the files of a model as it was loaded hold what is not packed."""
-        stored = models.load_config(self.source, may_be_quantized=True).dtype
-        return DenseFormat.of(model, stored or torch.float32, stored_dtypes(self.directory))
+        return DenseFormat.of(model, self.architecture.dtype or torch.float32, stored_dtypes(self.directory))
 
     def digest(self, *more: Path) -> str:
         """Of the compressed model's files, and of `more`."""
@@ -158,15 +165,12 @@ class Reference:
         try:
             self._source = models.resolve(self._name, trust_remote_code=trust)
             architecture = models.load_config(self._source)
-            skeleton = models.skeleton(self._source, architecture)
         except UserError as error:
             raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
-        compressed = stored_skeleton(session.directory, trust_remote_code=trust)
-        shapes = {name: tuple(getattr(m, "weight", torch.empty(0)).shape) for name, m in skeleton.named_modules()}
-        for name, module in compressed.named_modules():
-            shape = (module.rows, module.columns) if isinstance(module, PackedModule) else None
-            if shape not in (None, there := shapes.get(name)):
-                self._refuse(f"has {there or 'nothing'} at {name}, which is {shape} in {session.directory}")
+        texts = (one.get_text_config(decoder=True) for one in (session.architecture, architecture))
+        ours, theirs = ({name: getattr(text, name, None) for name in _SHAPES} for text in texts)
+        for name in (name for name in _SHAPES if None not in (ours[name], theirs[name]) and ours[name] != theirs[name]):
+            self._refuse(f"has {name} {theirs[name]}, which is {ours[name]} in {session.directory}")
         if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():
             self._refuse(f"has another tokenizer than {session.directory}")
         self.sha256 = model_digest(self._source, architecture, session.world)

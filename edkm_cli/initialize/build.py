@@ -79,10 +79,7 @@ class Recipe:
     Attributes:
         swaps: the modules that change; embeddings among them are rounded as `spec` says.
         spec, clustering: of the checkpoint, and of the layers in training.
-        temperature: of the attention at the first step.
-        importance: `gradient`, `activation` or `none`.
         centroid_weighting: of the updates that move tables in training: by `importance`, or `uniform` as in the papers.
-        seed: of the order of the text in a reconstruction.
         average_bits: linears get bits by sensitivity, in the room of so many for each; None: those of `spec`.
         passes: of the reconstruction over its text; None: weights are compensated only.
         holds: weights stay with their entries from then on, packed: `HeldLinear`.

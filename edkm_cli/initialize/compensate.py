@@ -70,7 +70,6 @@ def rounded_in_order(
         order: (in,) int64, the columns in the order in which they are rounded.
         round_block: called with the transposed columns of a block, (columns, out), and their place in `order`; rounds
             them in place, each error passed on inside the block, and returns the errors (columns, out).
-        lazy_columns: columns in a block.
     """
     columns = weight.shape[1]
     # Transposed, so that a column of the layer is contiguous; indexing copies.

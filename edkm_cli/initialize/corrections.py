@@ -28,12 +28,7 @@ _INPUTS, _RESIDUAL = 0.9, 0.6
 
 
 class Corrections:
-    """For one decoder layer: a record of its uncompressed pass, and the weights that follow from it.
-
-    Args:
-        block: the decoder layer.
-        layers: its clustered linears.
-    """
+    """For one decoder layer and its clustered linears: a record of its uncompressed pass, and the weights that follow."""
 
     def __init__(self, block: nn.Module, layers: Sequence[ClusteredLinear]):
         self._block, self._layers = block, list(layers)

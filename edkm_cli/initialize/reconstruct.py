@@ -67,7 +67,6 @@ def reconstruct(
             states of the text at its end.
         done, states: how many decoder layers are done already, and what `end` got of the last of these.
         passes: how often each layer's training goes over the text; 0 corrects and compensates only.
-        seed: of the order of the text.
         compensating: makes the hook before each clustered layer; a rehearsal has another one.
         at_most_layers, at_most_steps: stop early, for a rehearsal: a number of decoder layers, of steps in each.
 

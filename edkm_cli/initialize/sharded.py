@@ -197,7 +197,7 @@ def _empty(
 ) -> tuple[Any, StoredModel, set[str]]:
     """(a causal LM whose parameters are on the meta device, its files, the tied parameters that they leave out)."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     directory, trust = models.safetensors_directory(source), source.trust_remote_code
     architecture = AutoConfig.from_pretrained(directory, trust_remote_code=trust, local_files_only=True)
@@ -209,6 +209,9 @@ def _empty(
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
         model = build(architecture, dtype=dtype, trust_remote_code=trust)
+    if (directory / "generation_config.json").is_file():
+        with models.loading(source):
+            model.generation_config = GenerationConfig.from_pretrained(directory)
     model.config._name_or_path = source.name
     model.requires_grad_(trainable)
     reader = StoredModel(model, directory, split=source.splits, quantized=quantized)

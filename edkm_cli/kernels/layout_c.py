@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -50,7 +50,10 @@ def parallel(work: Callable[[int, int], None], units: int, weights: int) -> None
     edges = [units * t // threads for t in range(threads + 1)]
     pool = _pool(torch.get_num_threads(), os.getpid())
     others = [pool.submit(work, edges[t], edges[t + 1]) for t in range(1, threads)]
-    work(edges[0], edges[1])
+    try:
+        work(edges[0], edges[1])
+    finally:  # interrupted, too: what the others write to must not be freed before
+        wait(others)
     for other in others:
         other.result()
 
@@ -107,7 +110,7 @@ class Tiled:
 
     def partial(self, *shape: int) -> Tensor:
         """Room for what every piece of work sums up, to be joined by `join`."""
-        return torch.empty(self.tile_rows, self.parts, self.across, *shape, dtype=torch.float64)
+        return torch.empty(self.tile_rows, self.parts, self.across, *shape, dtype=torch.float64, device="cpu")
 
     def join(self, partial: Tensor) -> Tensor:
         """(groups, ...) sums from the pieces' sums."""

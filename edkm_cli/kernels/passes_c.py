@@ -4,6 +4,7 @@ what each returns.
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from edkm_cli.kernels.table_torch import PATTERNS, Parts
 from edkm_cli.kernels.tiles import Tile
 
 _LANES, _MAX_COLUMNS = 16, 128  # of columns.c
+_empty, _zeros = (partial(make, device="cpu") for make in (torch.empty, torch.zeros))  # whatever the default device is
 
 
 class CPasses(Passes):
@@ -43,13 +45,13 @@ class CPasses(Passes):
 
     def soft(self, centroids: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
         tiled = self._tiled
-        out = torch.empty(tiled.weight.shape, dtype=writable(dtype))
+        out = _empty(tiled.weight.shape, dtype=writable(dtype))
         tiled.run("soft", centroids.shape[1], matrix(tiled.weight), centroids.contiguous(), tau, matrix(out))
         return out.to(dtype)
 
     def _gradient(self, zero: bool) -> Tensor:
         if self._grad_weight is None:
-            self._grad_weight = (torch.zeros if zero else torch.empty)(self._tiled.weight.shape, dtype=torch.float32)
+            self._grad_weight = (_zeros if zero else _empty)(self._tiled.weight.shape, dtype=torch.float32)
         return self._grad_weight
 
     def soft_backward(self, centroids: Tensor, tau: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,14 +79,14 @@ class CPasses(Passes):
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
-    tiled, indices = Tiled(weight, tile), torch.empty(weight.shape, dtype=torch.uint8)
+    tiled, indices = Tiled(weight, tile), _empty(weight.shape, dtype=torch.uint8)
     tiled.run("nearest", centroids.shape[1], matrix(tiled.weight), centroids.float().contiguous(), indices)
     return indices
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    tiled, out = Tiled(weight, tile), torch.empty(weight.shape, dtype=writable(dtype))
-    flawed = torch.zeros(tiled.tile_rows * tiled.parts, dtype=torch.uint8)
+    tiled, out = Tiled(weight, tile), _empty(weight.shape, dtype=writable(dtype))
+    flawed = _zeros(tiled.tile_rows * tiled.parts, dtype=torch.uint8)
     entries = centroids.float().contiguous()
     tiled.run("snap", centroids.shape[1], matrix(tiled.weight), entries, matrix(out), flawed)
     return out.to(dtype), not bool(flawed.any())
@@ -101,7 +103,7 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     """`passes_torch.lookup`; indices beyond the LUT are refused there, so they are checked here too."""
     if int(indices.max()) >= centroids.shape[1]:
         raise IndexError(f"index {int(indices.max())} is outside a LUT of {centroids.shape[1]} entries")
-    out = torch.empty(indices.shape, dtype=writable(dtype))
+    out = _empty(indices.shape, dtype=writable(dtype))
     tiled, positions = Tiled(out, tile), indices.contiguous()
     tiled.run("lookup", centroids.shape[1], positions, centroids.float().contiguous(), matrix(out))
     return out.to(dtype)
@@ -128,7 +130,7 @@ def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, swee
 
 def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
     """`passes_torch.sum_by_code` in float32."""
-    products = torch.zeros(len(indices), k, k, dtype=torch.float64)
+    products = _zeros(len(indices), k, k, dtype=torch.float64)
     tensors = indices.contiguous(), hessian.contiguous(), products
     call("sum_by_code", len(indices), indices.numel(), *tensors, indices.shape[1], k)
     return products
@@ -139,7 +141,7 @@ def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list
     of some, ascending."""
     groups, size = values.shape
     masses = None if importance is None else importance.contiguous()
-    centroids, numbers = torch.empty(groups, sum(ks), dtype=torch.float32), torch.tensor(ks)
+    centroids, numbers = _empty(groups, sum(ks), dtype=torch.float32), torch.tensor(ks, device="cpu")
     call("kmeans", groups, values.numel(), values.contiguous(), masses, size, numbers, len(ks), centroids)
     return [part.contiguous() for part in centroids.split(list(ks), 1)]
 
@@ -148,7 +150,7 @@ def _histogram(weight: Tensor, dtype: torch.dtype, kernel: str, *arguments: Any)
     """One histogram a thread, added up."""
     total = weight.numel()
     parts = max(1, min(torch.get_num_threads(), total // ALONE_WEIGHTS))
-    sums, function = torch.zeros(parts, PATTERNS, dtype=dtype), getattr(library(), f"edkm_{kernel}")
+    sums, function = _zeros(parts, PATTERNS, dtype=dtype), getattr(library(), f"edkm_{kernel}")
 
     def work(first: int, last: int) -> None:
         for part in range(first, last):
@@ -170,13 +172,13 @@ def sum_by_pattern(weight: Tensor, grad: Tensor) -> Tensor:
 
 def gather(weight: Tensor, table: Tensor) -> Tensor:
     entries = readable(table)
-    out = torch.empty(weight.shape, dtype=entries.dtype)
+    out = _empty(weight.shape, dtype=entries.dtype)
     call("gather", weight.numel(), weight.numel(), weight, entries, entries.element_size(), out)
     return out.to(table.dtype)
 
 
 def blend(weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
-    rows, out = torch.zeros(PATTERNS, 4), torch.empty(weight.shape, dtype=writable(weight.dtype))
+    rows, out = _zeros(PATTERNS, 4), _empty(weight.shape, dtype=writable(weight.dtype))
     rows[:, 0] = offset
     factors: list[Tensor | None] = [None, None]
     for number, (factor, table) in enumerate(parts):

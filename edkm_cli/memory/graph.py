@@ -1,12 +1,8 @@
 """The bounded search of the autograd graph for tensors that share a storage (eDKM, arXiv 2309.00964, section 2.1).
 
 A tensor that autograd saves is named here by its *edge*: the node of the backward graph that produced it, and which of
-that node's outputs it is. `x1 = x0.view(-1)` gives x1 an edge at a `ViewBackward0` node whose only input is x0's edge,
-so from x1 the search reaches x0 in one hop, through a node whose name says that storage was preserved.
-
-Both ends are marked: a moved tensor leaves a mark on its own edge and on the edges that it reaches within `hops`, with
-the distance. Two siblings (`x0.t()` and `x0.view(-1)`) therefore meet at x0, two hops apart, whichever was saved first.
-Marks live in the `metadata` dictionary of the node itself: they vanish with the graph, and no address is a key.
+that node's outputs it is. Edges, hops and marks: docs/memory.md. Marks live in the `metadata` dictionary of the node
+itself: they vanish with the graph, and no address is a key.
 """
 
 import weakref

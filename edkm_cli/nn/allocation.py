@@ -169,7 +169,7 @@ def planned_spec(
 
 
 def bits_for_size(
-    config: CompressConfig, swaps: Sequence[Swap], skeleton: Any, itemsize: int, *, target_bytes: int
+    config: CompressConfig, swaps: Sequence[Swap], skeleton: Any, size_of: Callable[[str], int], *, target_bytes: int
 ) -> float:
     """The average number of bits of a linear at which the result's weights take so many bytes.
 
@@ -181,7 +181,7 @@ def bits_for_size(
     tiles = [(one.pattern, one.granularity) for one in map(Override.parse, config.overrides) if one.granularity]
     config = replace(config, overrides=tuple(f"{pattern}: granularity={tile}" for pattern, tile in tiles))
     spec, _ = planned_spec(config, swaps, asked=config)
-    others = other_bytes(skeleton, swaps, spec, itemsize)
+    others = other_bytes(skeleton, swaps, spec, size_of)
     least, most = (others + sum(size_bits(swap, spec, bits) for swap in linears) / 8 for bits in (MIN_BITS, MAX_BITS))
     if not least <= target_bytes <= most:
         raise UserError(
@@ -191,10 +191,10 @@ def bits_for_size(
     return average_in(linears, spec, 8.0 * (target_bytes - others))
 
 
-def other_bytes(skeleton: Any, swaps: Sequence[Swap], spec: QuantizationSpec, itemsize: int) -> int:
-    """Bytes of what a result stores beside its clustered linears, parameters that stay dense with `itemsize` a number."""
+def other_bytes(skeleton: Any, swaps: Sequence[Swap], spec: QuantizationSpec, size_of: Callable[[str], int]) -> int:
+    """Bytes of what a result stores beside its clustered linears, parameters that stay dense with `size_of` a number."""
     packed = {f"{swap.name}.weight" for swap in swaps if not swap.reason and swap.role != OTHER}
-    kept = sum(p.numel() * itemsize for name, p in skeleton.named_parameters() if name not in packed)
+    kept = sum(p.numel() * size_of(name) for name, p in skeleton.named_parameters() if name not in packed)
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     kept += sum(t.numel() * t.element_size() for name, t in skeleton.state_dict().items() if name not in parameters)
     embeddings = [swap for swap in swaps if swap.rounded and not swap.tied]

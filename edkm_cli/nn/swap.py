@@ -6,7 +6,7 @@ into, and for a dry run on the meta device.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -161,15 +161,18 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: S
             own.tile(*swap.shape, layer=swap.name)
 
 
-def decoder_bits_per_weight(swaps: Iterable[Swap], spec: QuantizationSpec, itemsize: int = 2) -> float:
-    """Bits a weight over the decoder's linears as `footprint` counts them, those that stay dense with `itemsize` bytes."""
+def decoder_bits_per_weight(
+    swaps: Iterable[Swap], spec: QuantizationSpec, size_of: Callable[[str], int] = lambda name: 2
+) -> float:
+    """Bits a weight over the decoder's linears as `footprint` counts them, those that stay dense with `size_of` a number."""
     total = weights = 0
     for swap in swaps:
         if swap.role == LINEAR:
             size = math.prod(swap.shape)
             stored = spec.linear_tensors(*swap.shape[:2], layer=swap.name).values() if swap.clustered else ()
             packed = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored if shape != (1,))
-            total, weights = total + (packed if swap.clustered else itemsize * size), weights + size
+            own = packed if swap.clustered else size_of(f"{swap.name}.weight") * size
+            total, weights = total + own, weights + size
     return 8 * total / weights
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, explained
 from edkm_cli.export.ownership import replace_file, require_replaceable
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.charts import MOST_LINES, Series, bars, heat_map, histogram, line_colour, lines, scale_of
 from edkm_cli.report.layers import Histogram, Weights, measure_weights, place
-from edkm_cli.report.markup import figure, fixed, render
+from edkm_cli.report.markup import figure, render
 from edkm_cli.report.read import RunFiles, read_run, stages_of
-from edkm_cli.summaries import STAGES, megabytes, perplexity_rows, text_names, windows_of
+from edkm_cli.summaries import STAGES, fixed, megabytes, perplexity_rows, text_names, windows_of
 
 _MODES = {
     **dict.fromkeys(("straight-through", "hard"), "the loss is that of the weights as they will be exported"),
@@ -51,7 +51,9 @@ def build_report(
     measured = None
     if weights and run.finished:
         measured = measure_weights(run, trust_remote_code=trust_remote_code, track=track)
-    replace_file(target, page(run, measured))
+    with explained(f"{run.directory} holds a report that cannot be shown", "; run edkm compress again"):
+        text = page(run, measured)
+    replace_file(target, text)
     result = {"directory": str(run.directory), "page": str(target), "finished": run.finished}
     result |= {"steps_done": len(run.metrics), "perplexity": run.perplexity}
     if measured is not None:

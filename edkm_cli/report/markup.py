@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from edkm_cli.export.ownership import GENERATOR
-from edkm_cli.summaries import duration, megabytes
+from edkm_cli.summaries import duration, fixed, megabytes
 
 _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
 
@@ -41,10 +41,6 @@ def figure(value: float) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}".rstrip("0").rstrip(".")
-
-
-def fixed(value: float) -> str:
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
 
 
 def setting(value: object) -> str:

@@ -17,7 +17,7 @@ from edkm_cli.packing import pack
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import decoded_rows, joined, logits
-from edkm_cli.runtime.packed import Packed, row_parts
+from edkm_cli.runtime.packed import Packed, recorded, row_parts
 from edkm_cli.runtime.palettized import PackedModule, room_of
 
 _FILL_ROWS = 2048
@@ -235,7 +235,7 @@ class PalettizedHead(_RowScaled, nn.Linear):  # type: ignore[misc, override]
         x = x if factors is None else x * factors.to(x)
         if parts[0].indices.device != x.device:  # a device map may part it from the embedding
             parts = [part._replace(indices=part.indices.to(x.device), table=part.table.to(x.device)) for part in parts]
-        if not torch.compiler.is_compiling():
+        if not recorded():
             outs = [self._ready[i].product(x, (part,), self.columns) for i, part in enumerate(parts)]
             if all(outs):
                 return joined([out[0] for out in outs if out], self.bias)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear_c import unwatched
-from edkm_cli.runtime.packed import Packed, check
+from edkm_cli.runtime.packed import Packed, check, recorded
 
 _LIBRARY = torch.library.Library("edkm", "DEF")
 for _name, _table, _tile in (
@@ -186,7 +186,7 @@ def row_scaled_embedding(
     ids: Tensor, indices: Tensor, scale: Tensor, *, columns: int, bits: int, dtype: torch.dtype
 ) -> Tensor:
     """Rows `ids` (...) of scale * (index - 2**(bits - 1)), (..., columns) in `dtype`. Raises IndexError for a bad id."""
-    if torch.compiler.is_compiling() or type(ids) is not Tensor:
+    if recorded() or type(ids) is not Tensor:
         return torch.ops.edkm.row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
     return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
 
@@ -200,7 +200,7 @@ def decoded_rows(
     parts = [part for part in parts if part.indices.shape[0]]
     kept = dtype if factors is None else torch.float32  # so that it is rounded once
     low, high, first, values = -math.inf, math.inf, 0, None
-    if len(parts) > 1 and ids.numel() and ids.is_cpu and type(ids) is Tensor and not torch.compiler.is_compiling():
+    if len(parts) > 1 and ids.numel() and ids.is_cpu and type(ids) is Tensor and not recorded():
         low, high = (int(id) for id in ids.aminmax())
     for number, part in enumerate(parts):
         rows, last = part.indices.shape[0], number == len(parts) - 1

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from edkm_cli.kernels import build
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.runtime.packed import Packed, check
+from edkm_cli.runtime.packed import Packed, check, recorded
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of packed.h
@@ -146,8 +146,8 @@ def _calls() -> ModuleType | None:
 
 
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:
-    """No gradient, no tracing: then the dispatcher, which costs more than a small product, is left out."""
-    if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling() or (_DISPATCH_DEPTH and _DISPATCH_DEPTH()):
+    """No gradient, nothing recorded: then the dispatcher, which costs more than a small product, is left out."""
+    if type(x) is not Tensor or x.is_meta or recorded() or (_DISPATCH_DEPTH and _DISPATCH_DEPTH()):
         return False
     return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
 
@@ -169,7 +169,7 @@ def _decode(
     packed: Packed, columns: int, ids: Any, first: int, count: int, span: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     kept = dtype if dtype in DTYPES else torch.float32
-    out = torch.empty(count, span[1] - span[0], dtype=kept)
+    out = torch.empty(count, span[1] - span[0], dtype=kept, device="cpu")
     block = prepare((packed,), columns).block
     if library().edkm_packed_rows(block, ids, first, count, *span, DTYPES[kept], out.data_ptr()):
         raise IndexError(f"a row number is outside the matrix, which has {packed.indices.shape[0]} rows")

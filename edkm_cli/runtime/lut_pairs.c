@@ -519,8 +519,8 @@ static int takes_halves(Call *call) {
     for (int64_t n = 0; n < call->tokens; n++) {
         int most = greatest_word((const uint16_t *)call->given + n * call->given_row, call->columns);
         int of_x = (most >> 7) - 127, of_lut = (greatest >> 10) - 15;
-        if (most >= 0x7f80 || greatest >= 0x7c00) return 0;
         int room = 7 - of_lut < 14 ? 7 - of_lut : 14; /* (2^6 products) 2^(of_lut + 1) 2^(of_x + scale + 1) <= 2^15 */
+        if (most >= 0x7f80 || greatest >= 0x7c00 || room - of_x < -126) return 0; /* the last could not be undone */
         call->exponents[n] = room - of_x < 120 ? room - of_x : 120;
     }
     return 1;

@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.decoder_step_c import DecoderStep, LayerWeights, Sizes, supports
 from edkm_cli.runtime.lut_linear_c import unwatched
+from edkm_cli.runtime.packed import recorded
 from edkm_cli.runtime.palettized import PalettizedLinear
 
 # Decoder layers that compute exactly what decoder_step.c does; others may look alike and scale or clip something.
@@ -49,7 +50,7 @@ def _class_with_shortcut(kind: Any) -> Any:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not torch.compiler.is_compiling() and (out := self._shortcut.forward(self, kwargs)) is not None:
+        if not args and not recorded() and (out := self._shortcut.forward(self, kwargs)) is not None:
             return out
         return plain(self, *args, **kwargs)
 

@@ -35,16 +35,22 @@ def row_parts(indices: Sequence[Tensor], scale: Tensor, parts: Sequence[Part]) -
     return [Packed(codes, own, None, part.bits, None) for codes, own, part in zip(indices, scales, parts, strict=True)]
 
 
+def recorded() -> bool:
+    """Whether torch.compile or torch.jit.trace records operations: what does not go by PyTorch's dispatcher would be a
+    constant. Raises NotImplementedError where forward-mode derivatives are asked for, which would be left out."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("packed weights have no forward-mode derivatives; dequantize the model")
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def check(x_columns: int, packed: Packed) -> None:
     """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
     indices, table, bias, bits, tile = packed
     rows = indices.shape[0]
     if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
         raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
-    if indices.shape[1] != packed_width(x_columns, bits):
-        raise ValueError(
-            f"{x_columns} columns of {bits} bits are {packed_width(x_columns, bits)} bytes, got {indices.shape[1]}"
-        )
+    if indices.shape[1] != (width := packed_width(x_columns, bits)):
+        raise ValueError(f"{x_columns} columns of {bits} bits are {width} bytes, got {indices.shape[1]}")
     if tile is None:
         groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1
         if x_columns % groups:

@@ -22,7 +22,7 @@ from edkm_cli.packing import as_kept
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.runtime.packed import Packed, recorded
 
 _UNCHANGED = (
     "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
@@ -189,7 +189,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
 
     def forward(self, x: Tensor) -> Tensor:
         packed, x = self.packed(), as_autocast(x)
-        outs = None if torch.compiler.is_compiling() else self._ready.product(x, (packed,), self.in_features)
+        outs = None if recorded() else self._ready.product(x, (packed,), self.in_features)
         if outs is not None:
             return outs[0]
         indices, lut, bias, bits, _ = packed

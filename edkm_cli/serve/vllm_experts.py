@@ -72,17 +72,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             raise refused(f"{layer.layer_name} holds packed experts, which edkm serves without {what}", remedy="")
 
     def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
+        self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, **extra: Any
     ) -> None:
         """Make a linear for each matrix, which finds its piece for this process."""
         inner = intermediate_size_per_partition * self.moe.tp_size
-        more: dict[str, Any] = {"bias": False, "quant_config": self._config, "params_dtype": params_dtype}
+        more: dict[str, Any] = {"bias": False, "quant_config": self._config, "params_dtype": extra["params_dtype"]}
         gates, downs = (f"{layer.layer_name}.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
         layer.gate_up_proj = nn.ModuleList(
             MergedColumnParallelLinear(hidden_size, [inner, inner], prefix=f"{gates}.{expert}", **more)

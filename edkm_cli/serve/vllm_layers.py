@@ -35,7 +35,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
-from edkm_cli.packing import all_finite, as_kept
+from edkm_cli.packing import as_kept, fault
 from edkm_cli.runtime.lut_linear import decoded_rows, logits
 from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
@@ -226,14 +226,7 @@ class PackedEmbeddingMethod(QuantizeMethodBase):
         self.spec, self.name = spec, name
 
     def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
+        self, layer: Any, width: int, output_partition_sizes: list[int], input_size: int, *more: Any, **extra: Any
     ) -> None:
         """Make room for this process's rows, and for those with which vLLM fills up the vocabulary."""
         rows, layer.edkm_missing = sum(output_partition_sizes), set()
@@ -320,8 +313,8 @@ def _require_loaded(missing: set[str]) -> None:
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:
-    if not all_finite(name.rpartition(".")[2], tensor):
-        raise refused(f"{name} must be finite, but holds NaN or Inf")
+    if rule := fault(name.rpartition(".")[2], tensor):
+        raise refused(f"{name} must be {rule}")
 
 
 def _stand_in(layer: Any) -> None:

@@ -141,17 +141,14 @@ def train(
 
     Args:
         model: a causal LM, on the world's device; sharded, or the same on all processes. What requires gradients trains.
-        objective: what is minimized.
         config: of any command that trains, with no `auto` in it.
         blocks: training data; a step takes `batch_size * gradient_accumulation` blocks for each process.
         staging: `metrics.jsonl` is appended there, a line a step, and checkpoints are kept: training goes on from the
             newest one; they are saved every `config.save_every` steps (0: never), at the last step, and on SIGTERM.
-        mixed_precision: `no` or `bf16`.
         temperature: of the clustered layers at a step, from 0, in modes that have one.
         measure: figures of the model, each a map by text, for the step's line; called every `config.eval_every` steps (0:
             never) and at the last one. With `config.keep_best` training ends with the weights of the step at which the
             `perplexity` of the first text was lowest.
-        track, show: progress.
 
     Returns what offloading moved: empty without it. Raises UserError if the loss stops being finite, Preempted after
     SIGTERM.
@@ -163,6 +160,7 @@ def train(
     first = checkpoints.load_newest(model, optimizer)
     training = _Training(model, objective, blocks, config, world, accelerator, optimizer, temperature)
     best = BestStep(staging, first, world) if config.keep_best else None
+    training.require_labels()
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
     with metrics, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
@@ -227,6 +225,15 @@ class _Training:
         self._parts = Parts(self.model, whole=self.world.sharded)
         offloads = self.config.offload == "cpu"
         self.marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
+
+    def require_labels(self) -> None:
+        """Raises UserError where no step has a token to learn: of long prompts, sequences may hold no answer."""
+        turns = [
+            (step, micro) for step in range(self.config.steps) for micro in range(self.config.gradient_accumulation)
+        ]
+        if not self.world.any(any(micro_batch(self.blocks, self.config, self.world, *turn).learnt for turn in turns)):
+            rule = f"the sequences of all {self.config.steps} steps must hold a token to learn, but hold prompts alone"
+            raise UserError(f"{rule}; give a longer --sequence-length, more --steps or --train-on all", everywhere=True)
 
     def heat(self, step: int) -> float | None:
         """Give the layers the temperature of a step, in modes that have one."""

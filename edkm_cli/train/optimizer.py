@@ -49,12 +49,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """AdamW, as PyTorch computes it, on float32 masters of 16-bit parameters.
-
-    Args:
-        groups: parameter groups with `lr` and `weight_decay`.
-        betas, eps: AdamW's.
-    """
+    """AdamW, as PyTorch computes it, on float32 masters of 16-bit parameters; groups have `lr` and `weight_decay`."""
 
     def __init__(self, groups: Any, *, betas: tuple[float, float], eps: float = 1e-8):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})

@@ -99,7 +99,8 @@ def remember(
     kind = torch.device(world.device).type
     dtype = torch.bfloat16 if parts.dtype == torch.bfloat16 else torch.float16
     shape = (config.sequence_length, parts.width)
-    about = " ".join([model_sha256, str(dtype), mixed_precision, str(shape), *[str(world.rank)] * world.sharded, *rows])
+    kinds = [kind, str(parts.dtype), str(dtype), mixed_precision]
+    about = " ".join([model_sha256, *kinds, str(shape), *[str(world.rank)] * world.sharded, *rows])
     name = hashlib.sha256(about.encode()).hexdigest()[:32]
     path = cache_directory() / "teacher" / f"{name}.states"
     partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")

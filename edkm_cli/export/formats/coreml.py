@@ -29,6 +29,7 @@ from edkm_cli.export.source import Compressed, Described
 from edkm_cli.files import sync
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.targets import full_positions
 
 PACKAGE = "model.mlpackage"
 _MAP = "edkm.tensors"  # in the package's metadata: name of an operation -> name of the tensor it holds
@@ -43,10 +44,7 @@ def check(source: Described, options: Options | None) -> None:
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
     first, last = lengths(options)
-    limit = config.max_position_embeddings
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        limit = min(limit, window)
+    limit = full_positions(config) or last
     if last > limit:
         given = "is 1-1024 by default" if options.sequence_length == "1-1024" else f"is {options.sequence_length}"
         raise UserError(f"--sequence-length must end by {limit}, the attention's span, but {given}; give 1-{limit}")

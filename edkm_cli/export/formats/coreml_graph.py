@@ -24,7 +24,6 @@ def program(
     """The MIL program.
 
     Args:
-        config: of the model.
         lengths: the fewest and most tokens of a call; a cache has room for the most.
         weight: tensor name -> the variable that holds it, None for a bias or factors of columns that there are not; called
             inside the program, once for each name.

@@ -20,7 +20,7 @@ from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import read_json
-from edkm_cli.targets import GGUF_FAMILIES
+from edkm_cli.targets import GGUF_FAMILIES, full_positions
 
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INSIDE = {
@@ -34,8 +34,10 @@ _INSIDE_GEMMA = _INSIDE | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.(.+)\.(weight|bias)$")
-# A piece of the pattern that splits text before byte-pair encoding -> llama.cpp's name of the tokenizer.
-_SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}| ?[^\s\p{L}\p{N}]": "qwen2"}
+# The pattern that splits text before byte-pair encoding -> llama.cpp's name of the tokenizer.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {rf"{_WORDS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_WORDS}\p{{N}}{_REST}": "qwen2"}
 _FILE_TYPES = {
     "Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "MXFP4": 38,
 }  # fmt: skip
@@ -134,26 +136,28 @@ def _source_file(directory: Path) -> Path | None:
 def _take_over(writer: Any, file: Path, source: Compressed) -> None:
     from gguf import GGUFReader, GGUFValueType
 
+    general = ("alignment", "architecture", "file_type", "name", "quantization_version")
+    left_out = ("GGUF.", "split.", f"{writer.arch}.", *(f"general.{name}" for name in general))
+    wanted, config = naming_of(source.config), source.config
     try:
         fields = GGUFReader(file).fields
-        sizes = naming_of_file(fields), fields[f"{writer.arch}.embedding_length"].contents()
+        named, tokens = naming_of_file(fields), fields["tokenizer.ggml.tokens"].contents()
+        sizes = named.heads, named.key_heads, fields[f"{writer.arch}.embedding_length"].contents(), len(tokens)
+        if sizes != (wanted.heads, wanted.key_heads, config.hidden_size, config.vocab_size):
+            raise UserError(f"--base-gguf must be a file of the same model, but {file} has other sizes; leave it out")
+        for name, field in fields.items():  # tokenizer and template; sizes are the configuration's
+            if not name.startswith(left_out):
+                inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"--base-gguf must be a GGUF file of {writer.arch}, but {file} is none ({error})") from error
-    wanted = naming_of(source.config)
-    if (sizes[0].heads, sizes[0].key_heads, sizes[1]) != (wanted.heads, wanted.key_heads, source.config.hidden_size):
-        raise UserError(f"--base-gguf must be a file of the same model, but {file} has other sizes; leave it out")
-    general = ("architecture", "file_type", "name", "quantization_version")
-    left_out = ("GGUF.", "split.", f"{writer.arch}.", *(f"general.{name}" for name in general))
-    for name, field in fields.items():  # tokenizer and template; sizes are the configuration's
-        if not name.startswith(left_out):
-            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
     rope = _rope(config)
-    writer.add_name(getattr(config, "_name_or_path", "") or config.model_type)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_name(getattr(config, "_name_or_path", "").rpartition("/")[2] or config.model_type)
+    gemma = config.model_type == "gemma3_text"
+    writer.add_context_length(config.max_position_embeddings if gemma else full_positions(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -170,7 +174,7 @@ def _add_sizes(writer: Any, config: Any) -> None:
 
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if config.model_type == "gemma3_text":
+    if gemma:
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_freq_base_swa(float(config.rope_parameters["sliding_attention"]["rope_theta"]))
 
@@ -229,10 +233,8 @@ def _split(pre_tokenizer: Any, remedy: str) -> str:
     """llama.cpp's name of how text is split before byte pairs are merged."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     for step in steps:
-        pattern = str((step.get("pattern") or {}).get("Regex", ""))
-        for piece, name in _SPLITS.items():
-            if piece in pattern:
-                return name
+        if (pattern := (step.get("pattern") or {}).get("Regex", "")) in _SPLITS:
+            return _SPLITS[pattern]
     kinds = [step.get("type") for step in steps]
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"

@@ -25,6 +25,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.export.formats.folder import Entry, codes_in, fp4_codes, fp4_scales, fp4_weight, opened, scaled
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor, Described
+from edkm_cli.targets import full_positions
 
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MODES = {"float8_e8m0fnu": "mxfp4", "float8_e4m3fn": "nvfp4"}  # by the number format of scales
@@ -76,7 +77,10 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
     packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
     usual = {**_layout(source, source.linears[0]), "bits": source.spec.bits}
     others = {path: layout for path, layout in packed.items() if layout != usual}
-    return {"dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}}
+    windows = getattr(source.config, "layer_types", None) and source.config.model_type != "gemma2"  # which mlx-lm has
+    positions = None if windows else full_positions(source.config)
+    known = {} if positions is None else {"max_position_embeddings": positions}
+    return {"dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}, **known}
 
 
 def _numbers(source: Compressed, tensor: DenseTensor, which: int) -> Tensor:

@@ -23,7 +23,6 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
     Args:
         iterations: a block; the package's `auto-round-light` recipe has 50, with a learning rate of 0.005.
         learning_rate: 0: the package's choice, 1 / iterations.
-        batch_size: samples in an iteration.
 
     Raises UserError where the package is absent, or for a value out of range.
     """

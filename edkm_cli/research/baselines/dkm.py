@@ -37,11 +37,8 @@ def quantize(
     """Train a model's decoder linears in place, one batch of the task for each step.
 
     Args:
-        granularity: which weights share a LUT: `tensor`, `row:G` or `block:RxC`.
-        lut_dtype: of the stored LUT entries.
         steps: optimizer steps; 0 leaves the k-means start. AdamW without decay, at a constant `learning_rate` (eDKM's).
         temperature: of the attention, relative to the variance of the weights that share a LUT.
-        iterations: centroid updates in a forward pass.
         importance: weighs the start: `none`, `activation` or `gradient`, measured on the batches.
         closed_form: keep no attention maps.
 

@@ -41,9 +41,6 @@ def quantize(
 
     Args:
         steps: optimizer steps; 0 rounds the weights without training.
-        learning_rate: its peak.
-        batch_size: sequences in a step.
-        sequence_length: tokens in a sequence.
         sequences: how many are written; 0: as many as the steps take. Fewer are seen repeatedly.
         activation_bits, kv_bits: 2 to 8 bits of each linear's input, and of keys and values; 16: as they are. Hooks
             that stay on the model.

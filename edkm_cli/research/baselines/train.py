@@ -27,7 +27,6 @@ def train(
     """Train these parameters and no others of the model; returns the loss of every step.
 
     Args:
-        loss_at: step -> the loss.
         cosine: the learning rate falls from its peak to zero; else it is constant.
         before_step: called when gradients are there, before the optimizer's step.
 

@@ -54,10 +54,6 @@ def compare(
 ) -> dict[str, Any]:
     """Measure what is missing, and return all rows: what `DIR/compare.json` and `--json` hold.
 
-    Args:
-        overwrite: measure every method again, and replace what is in the way in `--output`.
-        say: called with one line for each step.
-
     Returns:
         `rows` (their keys: docs/results.md), `command`, `setting`, `versions`, `hardware`. `seconds` is what the method
         took, without loading and evaluation; `peak_memory_bytes` is that of its whole process.
