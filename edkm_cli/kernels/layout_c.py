@@ -45,17 +45,17 @@ def parallel(work: Callable[[int, int], None], units: int, weights: int) -> None
     """work(first, last) over all units, split evenly among threads."""
     threads = min(torch.get_num_threads(), units)
     if threads < 2 or weights < ALONE_WEIGHTS:
-        work(0, units)
-        return
+        return work(0, units)
     edges = [units * t // threads for t in range(threads + 1)]
     pool = _pool(torch.get_num_threads(), os.getpid())
     others = [pool.submit(work, edges[t], edges[t + 1]) for t in range(1, threads)]
     try:
         work(edges[0], edges[1])
-    finally:  # interrupted, too: what the others write to must not be freed before
+        for other in others:
+            other.result()
+    except BaseException:  # an interruption, say: what the others write to must not be freed before they are done
         wait(others)
-    for other in others:
-        other.result()
+        raise
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -40,7 +40,7 @@ def recorded() -> bool:
     constant. Raises NotImplementedError where forward-mode derivatives are asked for, which would be left out."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError("packed weights have no forward-mode derivatives; dequantize the model")
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def check(x_columns: int, packed: Packed) -> None:
