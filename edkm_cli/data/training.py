@@ -89,6 +89,7 @@ class TrainingData:
         return torch.cat([torch.from_numpy(store.ids(0, len(store))) for store in self.stores])
 
     def highest_token(self) -> int:
+        """The greatest id of a token; 0 where there is none."""
         parts = ((store, at) for store in self.stores for at in range(0, len(store), 1 << 24))
         return max((int(store.ids(at, min(at + (1 << 24), len(store))).max()) for store, at in parts), default=0)
 

@@ -75,9 +75,7 @@ class OutputDirectory:
         if not self.path.name:
             raise UserError(f"--output must be a directory of its own, got {self.path}; choose another")
         if self.path.name.endswith(".partial"):
-            raise UserError(
-                f"--output must not end in .partial, as unfinished ones do, got {self.path}; choose another"
-            )
+            raise UserError(f"--output {self.path} must not end in .partial, as unfinished results do; choose another")
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):

@@ -141,7 +141,7 @@ def _take_over(writer: Any, file: Path, source: Compressed) -> None:
     wanted, config = naming_of(source.config), source.config
     try:
         fields = GGUFReader(file).fields
-        named, tokens = naming_of_file(fields), fields["tokenizer.ggml.tokens"].contents()
+        named, tokens = naming_of_file(fields), fields["tokenizer.ggml.tokens"].data
         sizes = named.heads, named.key_heads, fields[f"{writer.arch}.embedding_length"].contents(), len(tokens)
         if sizes != (wanted.heads, wanted.key_heads, config.hidden_size, config.vocab_size):
             raise UserError(f"--base-gguf must be a file of the same model, but {file} has other sizes; leave it out")
