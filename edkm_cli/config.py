@@ -90,6 +90,11 @@ def _about_bits(config: Any) -> list[str]:
     if target is not None and (config.overrides or config.target_size):
         given = "overrides" if config.overrides else "target_size"
         found.append(f"target {target} says what its tables are; leave {given} out")
+    plain = TARGETS[target].settings.get("embedding_bits") if target in TARGETS else None
+    if plain and config.embedding_bits not in ("auto", plain):  # what was rounded would be stored in full
+        found.append(
+            f"target {target} stores embeddings uncompressed, not at {config.embedding_bits} bits; leave it out"
+        )
     for override in map(Override.parse, config.overrides):
         about = override.bits or bits, override.granularity or Granularity.parse(config.granularity)
         faults = table_faults(config.palette, *about, config.lut_dtype)

@@ -161,7 +161,6 @@ def load(
 
     Args:
         dtype: of activations and dense tensors (`auto`: as stored); LUTs keep theirs.
-        device: `cpu`, `cuda`, `cuda:1` ...
         trust_remote_code: run the Python files of a checkpoint whose model is none of transformers' own.
 
     Raises UserError for a directory that is none, truncated or altered.

@@ -38,12 +38,10 @@ class RunPlan:
     """A configuration on a machine, with nothing left to decide. `plan_run` makes it.
 
     Attributes:
-        asked: the configuration as it was given.
-        config: the same with nothing left open: see `resolve`.
+        asked, config: the configuration as it was given, and with nothing left open: see `resolve`.
         skeleton: the dense model on the meta device, shapes without weights; shared, so copy it before a change.
         dense_dtype: of the uncompressed model. The clustered one's is `config.dtype`, which differs where sharded training
             keeps float32 master weights.
-        average: bits of a linear, on average.
         allocated: whether the bits of each linear in `spec` are final; before, they only have the right sum.
     """
 

@@ -1,4 +1,6 @@
-"""Products where PyTorch records or follows what is done, or makes new tensors elsewhere."""
+"""Packed layers where PyTorch records or follows what is done, makes new tensors elsewhere, or is told to write."""
+
+import copy
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch.autograd import forward_ad
 
 import edkm_cli
 from edkm_cli import kernels
+from edkm_cli.errors import UserError
 from edkm_cli.packing import pack
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding
 from helpers import cluster, export, tiny_llama
@@ -51,3 +54,39 @@ def test_kernels_write_to_host_memory_whatever_the_default_device_is():
         assert torch.equal(row_scaled_embedding(ids, indices, scale, **about), wanted)
         assert torch.equal(kernels.kmeans(weight, None, [8])[0], centroids)
         assert torch.equal(kernels.nearest(weight, centroids, (1, 64)), chosen)
+
+
+def loaded(directory, **options):
+    return edkm_cli.load(export(*cluster(tiny_llama(), **options), directory), dtype=torch.float32)
+
+
+def test_a_packed_weight_that_is_written_to_says_so(tmp_path):
+    model = loaded(tmp_path / "packed")
+    for module in (model.model.embed_tokens, model.model.layers[0].mlp.up_proj):
+        before = module.weight[0].clone()
+        with pytest.raises(UserError, match="cannot be changed in place"):
+            module.weight.data[-1] = 0.0
+        with pytest.raises(UserError, match="cannot be changed in place"):
+            torch._foreach_mul_([module.weight], 0.0)
+        assert torch.equal(module.weight[0], before)
+
+
+def test_gradients_are_given_or_refused_also_after_a_pass_without(ids, tmp_path):
+    model = loaded(tmp_path / "packed", lut_dtype="float8_e4m3fn")
+    with torch.no_grad():
+        model(ids)
+    scale = model.model.layers[0].mlp.up_proj.lut_scale.requires_grad_(True)
+    for _ in range(2):  # as gradients are accumulated
+        model(ids).logits.sum().backward()
+    assert scale.grad.abs().sum() > 0
+    model.model.embed_tokens.scale.requires_grad_(True)
+    with pytest.raises(ValueError, match="scales of an embedding do not train"):
+        model(ids)
+
+
+def test_tables_that_were_made_in_inference_mode_are_read(ids, tmp_path):
+    model = loaded(tmp_path / "packed", lut_dtype="float8_e4m3fn")
+    with torch.inference_mode():
+        wanted = model(ids).logits
+        other = copy.deepcopy(model)
+        assert torch.equal(other(ids).logits, wanted)

@@ -139,9 +139,6 @@ def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, cor
     """The most that `Compensation` holds at once, in bytes.
 
     Args:
-        layer: a clustered linear, weight (out, in).
-        inputs: what enters it, (..., in).
-        bits: the most that its tables may get.
         hidden: size of the residual stream, to which the layer's output is added where it is as wide.
         corrected: whether the weight is corrected for the errors of the layers before, too.
         gpu: whether sums by pairs of entries are products with one-hot matrices.

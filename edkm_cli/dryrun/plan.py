@@ -31,7 +31,6 @@ def dry_run(
 
     Args:
         gpu_memory: plan for GPUs with that much memory each (`24GiB`), whatever this machine has.
-        gpus: how many of them, each with a process.
         timed: run one decoder layer to say how long all takes, here.
 
     `phases` are the highest totals of each phase, of tensors alone. Raises UserError for settings that no run could have.

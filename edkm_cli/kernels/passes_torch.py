@@ -236,7 +236,6 @@ def descend(
         errors: (Q - W) H of the choice, (out, in), floating point; used up.
         luts: (out, tiles, k) in the same dtype: the entries of a row in each of `tiles` equal parts of the columns.
         hessian: (in, in) in the same dtype, symmetric, its diagonal positive.
-        sweeps: over all columns, at most.
         block_changes: `changes`, or a faster one.
     """
     columns = indices.shape[1]

@@ -111,7 +111,6 @@ class MarshalSavedTensors:
     Parameters (and views of them), `keep`, tensors of subclasses, sparse tensors and tensors below `min_bytes` stay.
 
     Args:
-        device: where saved tensors go. Only "cpu" exists.
         hops: how far the graph search goes (eDKM found 4 enough); None leaves it out.
         codecs: applied in this order to each region moved, for example `(Uniquify([weight]), Shard())`.
         identity: also recognise a storage by its identity. It finds every duplicate that a search of any length finds.

@@ -87,6 +87,8 @@ class _RowScaled(PackedModule):
         """The tensors as the kernels take them, some rows each: the same objects until one is replaced."""
         buffers: Any = self._source._buffers
         tensors = [buffers[leaf] for leaf in ("scale", *(part.leaf for part in self.row_parts))]
+        if tensors[0].requires_grad and torch.is_grad_enabled():
+            raise ValueError("the scales of an embedding do not train; detach them")
         if self._kept is None or not all(map(is_, self._kept[0], tensors)):
             self._kept = tensors, row_parts(tensors[1:], tensors[0], self.row_parts)
         return self._kept[1]

@@ -120,7 +120,7 @@ class _Shortcut:
         the modules took a fifth of SmolLM2's time."""
         if not self._members:
             return False  # nothing was
-        kept = all(tensor._version == version for tensor, version in self._versions)
+        kept = all(tensor.is_inference() or tensor._version == version for tensor, version in self._versions)
         kept = kept and self._untouched() == self._clean
         return kept and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
@@ -161,7 +161,7 @@ class _Shortcut:
             self._addresses += map(Tensor.data_ptr, there)
         if isinstance(module, PalettizedLinear) and module.packed().table is not module._buffers.get("lut"):
             parts = [part for name, part in module._buffers.items() if name != "indices" and part is not None]
-            self._versions += [(part, part._version) for part in parts]
+            self._versions += [(part, 0 if part.is_inference() else part._version) for part in parts]
 
 
 def _past(cache: Any, layers: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
@@ -114,11 +114,14 @@ class _DecodedWeight(Tensor):
     def data(self, value: Tensor) -> None:
         raise UserError(_UNCHANGED)
 
+    def __setitem__(self, where: Any, value: Any) -> None:
+        raise UserError(_UNCHANGED)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
-            if argument.is_write and isinstance(given.get(argument.name), cls):
+            if argument.is_write and any(isinstance(one, cls) for one in tree_leaves(given.get(argument.name))):
                 raise UserError(_UNCHANGED)  # what was decoded would change, and be forgotten
 
         def decoded(weight: _DecodedWeight) -> Tensor:
@@ -174,7 +177,11 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
     def _made_table(self) -> Tensor:
         """`table()` of a palette or a float8 LUT with a scale, computed once for as long as its parts stay what they are."""
         parts = [part for name, part in self._buffers.items() if name != "indices" and part is not None]
-        key = tuple(number for part in parts for number in (part.data_ptr(), part._version))
+        if any(part.requires_grad for part in parts):  # each pass has a graph of its own
+            return self.table()
+        key = tuple(
+            number for part in parts for number in (part.data_ptr(), 0 if part.is_inference() else part._version)
+        )
         if self._table_key != key or self._table is None:
             self._table_key, self._table = key, torch.inference_mode(False)(self.table)()
         return self._table

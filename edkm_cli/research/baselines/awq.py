@@ -64,7 +64,6 @@ def quantize(
         search_tokens: of the calibration text, for the errors of attention and MLP; at least one chunk is used.
         duo_scaling: weights have a say in the scales, too. `grid` candidates are then no scaling at all, and values of
             alpha from 0 to 1 inclusive.
-        scale_dtype: of the stored scales, `float16` or `float32`.
 
     Raises UserError for bits, grid or scale_dtype out of range, no calibration text, a group size that does not divide a
     layer, or a decoder that is not built like LLaMA's.

@@ -34,7 +34,6 @@ def quantize(
 
     Args:
         symmetric: grids of the rule `symmetric` in place of `minmax` (see `grid`).
-        order: `natural`, `activation` or `within-groups`.
         static_groups: fit all groups' grids to the weights as they were, before the first column is rounded.
         damping: share of the mean diagonal added to H's diagonal.
 

@@ -38,7 +38,6 @@ class Outcome:
             counted.
         stored_bytes: of the quantized linears as they would be packed, rows of indices padded to whole bytes.
         training_tokens: tokens the method trained on; 0 for post-training methods.
-        note: anything else that a reader of the table must know ("activations at 8 bits").
     """
 
     bits_per_weight: float

@@ -16,7 +16,6 @@ def quantize(task: Task, *, rule: str = "minmax", scale_dtype: str = "float16") 
 
     Args:
         rule: `minmax`, `symmetric`, `autoround` or `absmax`, see `grid`.
-        scale_dtype: of the stored scales, `float16` or `float32`.
 
     Raises UserError for bits out of range, an unknown rule or scale_dtype, or a group size that does not divide a layer.
     """
