@@ -177,7 +177,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
     def _made_table(self) -> Tensor:
         """`table()` of a palette or a float8 LUT with a scale, computed once for as long as its parts stay what they are."""
         parts = [part for name, part in self._buffers.items() if name != "indices" and part is not None]
-        if any(part.requires_grad for part in parts):  # each pass has a graph of its own
+        if torch.is_grad_enabled() and any(part.requires_grad for part in parts):  # each pass has its own graph
             return self.table()
         key = tuple(
             number for part in parts for number in (part.data_ptr(), 0 if part.is_inference() else part._version)
