@@ -92,9 +92,7 @@ def _about_bits(config: Any) -> list[str]:
         found.append(f"target {target} says what its tables are; leave {given} out")
     plain = TARGETS[target].settings.get("embedding_bits") if target in TARGETS else None
     if plain and config.embedding_bits not in ("auto", plain):  # what was rounded would be stored in full
-        found.append(
-            f"target {target} stores embeddings uncompressed, not at {config.embedding_bits} bits; leave it out"
-        )
+        found.append(f"target {target} stores embeddings uncompressed, got {config.embedding_bits} bits; leave it out")
     for override in map(Override.parse, config.overrides):
         about = override.bits or bits, override.granularity or Granularity.parse(config.granularity)
         faults = table_faults(config.palette, *about, config.lut_dtype)
@@ -124,6 +122,11 @@ def known_positions(architecture: Any) -> int | None:
 def head_size(config: Any) -> int:
     """Channels of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def lengths_of(config: Any) -> dict[str, int]:
+    """What `too_long` asks of a command that trains and measures."""
+    return {"--sequence-length": config.sequence_length * (config.steps > 0), "--context": config.context}
 
 
 def too_long(architecture: Any, lengths: Mapping[str, int]) -> list[str]:

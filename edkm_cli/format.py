@@ -200,7 +200,9 @@ class QuantizationSpec:
     def embedding_parts(self, rows: int) -> list[Part]:
         """The parts of an embedding's rows. Raises UserError where one begins behind the last row."""
         if self.embedding_rows and self.embedding_rows[-1][0] >= rows:
-            raise UserError(f"quantization_config: embedding_rows must be before row {rows}, got {self.embedding_rows}")
+            raise UserError(
+                f"quantization_config: embedding_rows must end before row {rows}, got {self.embedding_rows}"
+            )
         return parts_of(rows, self.embedding_rows, self.embedding_bits)
 
     def embedding_tensors(self, rows: int, columns: int) -> Stored:

@@ -103,14 +103,13 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
             raise UserError(f"{writer.name}: logits must be numbers, but are NaN or Inf; use --dtype float32")
         return scores
 
+    options["logits_processor"] = [numbers]
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
     streamer = _Stream(writer.tokenizer, manner.emit)
     try:
-        written = writer.model.generate(
-            **inputs, streamer=streamer, tokenizer=writer.tokenizer, logits_processor=[numbers], **options
-        )[0, length:]
+        written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
     except (TypeError, ValueError) as error:
         raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
     seconds = time.perf_counter() - start
@@ -129,9 +128,7 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
         inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]
     if not ids.numel() or int(ids.max()) >= rows:
-        raise UserError(
-            f"a prompt must be tokens below {rows} of {writer.name}, got {ids[0, :9].tolist()}; give another"
-        )
+        raise UserError(f"a prompt must be tokens below {rows} of {writer.name}, got {ids[0, :9].tolist()}; change it")
     inputs.pop("token_type_ids", None)
     return dict(inputs)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
-from edkm_cli.config import CompressConfig, TrainingSettings, too_long, trains_whole_weights
+from edkm_cli.config import CompressConfig, TrainingSettings, trains_whole_weights
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.format import DENSE_BITS, QuantizationSpec, read_spec
@@ -67,13 +67,6 @@ class RunPlan:
         """What settings that were left open stand for."""
         asked = asdict(self.asked)
         return {name: value for name, value in asdict(self.config).items() if value != asked[name]}
-
-    @property
-    def warnings(self) -> list[str]:
-        """What is possible, and hardly meant."""
-        config = self.config
-        lengths = {"--sequence-length": config.sequence_length * (config.steps > 0), "--context": config.context}
-        return too_long(self.architecture, lengths)
 
     @property
     def parameters(self) -> int:

@@ -198,9 +198,11 @@ def check_model(
         raise UserError(f"{rule} of {architecture.model_type}; compress with --lut-scale 1")
 
 
-def full_positions(architecture: Any) -> int | None:
-    """Positions in which attention to all is the model's: what engines are told that know no sliding windows."""
-    slides = getattr(architecture, "use_sliding_window", True)
+def full_positions(architecture: Any, *, by_layer: bool = False) -> int | None:
+    """Positions in which attention to all is the model's: what engines are told that know no sliding windows. `by_layer`:
+    the engine knows those of models that list kinds of layers, but for Gemma 2."""
+    known = by_layer and getattr(architecture, "layer_types", None) and architecture.model_type != "gemma2"
+    slides = not known and getattr(architecture, "use_sliding_window", True)
     window = getattr(architecture, "sliding_window", None) if slides else None
     return min(filter(None, (getattr(architecture, "max_position_embeddings", None), window)), default=None)
 

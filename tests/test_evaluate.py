@@ -59,6 +59,8 @@ def test_a_reference_of_another_vocabulary_is_refused():
 def test_a_short_text_is_one_short_window_and_no_text_is_refused():
     model = tiny_llama()
     assert perplexity(model, torch.arange(9), context=2048).context == 9
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        perplexity(model, torch.arange(1), context=16)
     with pytest.raises(UserError, match="at least 2 tokens"):  # before anything is measured
         tokenize(["a"], byte_tokenizer())
 

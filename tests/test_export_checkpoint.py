@@ -104,7 +104,7 @@ def test_embeddings_whose_rows_differ_in_bits_round_trip(tied, ids, tmp_path):
     assert verify(source)["tensors"] > 20
     said = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
     assert (said["format_version"], said["embedding_rows"]) == (9, mixed["embedding_rows"])
-    with pytest.raises(UserError, match="embedding_rows must be before row 250"):
+    with pytest.raises(UserError, match="embedding_rows must end before row 250"):
         PalettizedEmbedding(torch.nn.Embedding(250, 24), spec)
 
 

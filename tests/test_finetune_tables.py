@@ -189,9 +189,9 @@ def test_what_does_not_go_together_is_refused_in_one_line(packed, model_director
     other = tmp_path / "other"
     tiny_llama(hidden=32).save_pretrained(other)
     byte_tokenizer().save_pretrained(other)
-    assert "hidden_size 32, which is 24" in refused(*tables, "--reference", other)
+    assert "embed_tokens, which is (257, 24)" in refused(*tables, "--reference", other)
     tiny_llama(layers=3).save_pretrained(other)
-    assert "num_hidden_layers 3, which is 2" in refused(*tables, "--reference", other)
+    assert "has 3 at num_hidden_layers, which is 2" in refused(*tables, "--reference", other)
     words = tmp_path / "words"
     tiny_llama().save_pretrained(words)
     tokenizer = byte_tokenizer()

@@ -158,7 +158,7 @@ def test_a_linear_without_squared_gradients_is_named():
         ({"bits": 4, "palette": "e2m1", "allocation": "sensitivity"}, "palette e2m1 has one number of bits for all"),
         ({"bits": 4, "palette": "affine", "granularity": "block:1x32", "lut_dtype": "int8"}, "int8 is of targets"),
         ({"allocation": "sensitivity", "importance": "activation"}, "importance is activation"),
-        ({"target": "w4a16", "embedding_bits": 4}, "stores embeddings uncompressed, not at 4 bits"),
+        ({"target": "w4a16", "embedding_bits": 4}, "stores embeddings uncompressed, got 4 bits"),
         ({"temperature": 1e-4}, "0.0001 is below 0.0005"),
         ({"bits": 8.5, "allocation": "sensitivity"}, "at most 8"),
     ],

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from edkm_cli import data, models
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, lengths_of, too_long
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.duration import seconds_by_phase
 from edkm_cli.dryrun.need import Machine, by_part, choose_machine, estimate, least, memory_of, process_bytes, with_heap
@@ -54,7 +54,7 @@ def dry_run(
         **({"host_memory_bytes": by_part(need.host), "host_phases": need.host.phases} if need.host else {}),
         **({"seconds": seconds_by_phase(plan)} if timed else {}),
         **({"not_counted": need.not_counted} if need.not_counted else {}),
-        **({"warnings": plan.warnings} if plan.warnings else {}),
+        **({"warnings": warnings} if (warnings := too_long(plan.architecture, lengths_of(config))) else {}),
         "memory": memory,
         "weights_bytes": weights_bytes(plan),
         "original_weights_bytes": 2 * plan.parameters,

@@ -64,14 +64,17 @@ def perplexity(
 
     Args:
         model: a causal LM, put into evaluation mode for the call.
-        tokens: ids of the whole text, (tokens,) int64, at least two.
+        tokens: ids of the whole text, (tokens,) int64.
         context: tokens in a window; a text shorter than one window is one shorter window.
         world: the processes that share the windows; all call this with the same model.
         reference: what the model's predictions are compared with, such as `RememberedPredictions`.
         seen: called with each window's ids (1, context), its states (context, n), and the parts that make logits of them.
 
-    Raises UserError if the model's loss on the text is NaN or Inf, or the reference has another vocabulary.
+    Raises UserError if the text has fewer than two tokens, the model's loss on it is NaN or Inf, or the reference has
+    another vocabulary.
     """
+    if tokens.numel() < 2:
+        raise UserError(f"perplexity needs at least 2 tokens of text, got {tokens.numel()}; give more --data")
     width = min(context, tokens.numel())
     rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if rows is not None and int(tokens.max()) >= rows:

@@ -249,6 +249,8 @@ def rehearse_export(plan: RunPlan) -> None:
     except UserError as error:
         raise _refused(model, str(error)) from error
     except Exception as error:  # whatever a model's own code, or a check of its configuration, runs into
+        if isinstance(error, MemoryError):
+            raise
         raise _refused(model, named(error)) from error
     written = describe_tensors(target, announced)
     for name in sorted(written.keys() | expected.keys()):

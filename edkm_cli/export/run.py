@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import CHECKPOINTS, TextSettings, too_long
+from edkm_cli.config import CHECKPOINTS, TextSettings, lengths_of, too_long
 from edkm_cli.data.training import overlaps, require_held_out, unchanged
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
@@ -89,11 +89,7 @@ class Session:
         what a model is yet to write. Raises UserError where a text cannot be had, changes while it is read, or has tokens
         that the model of this configuration has no embeddings of."""
         config, say = part_of(TextSettings, self.config), self.watch.say
-        lengths = {
-            "--sequence-length": self.config.sequence_length * bool(self.config.steps),
-            "--context": config.context,
-        }
-        for warning in too_long(architecture, lengths):
+        for warning in too_long(architecture, lengths_of(self.config)):
             say(f"WARNING: {warning}")
         self._token_limit = token_limit
         with unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):

@@ -23,6 +23,7 @@ from edkm_cli.format import QuantizationSpec, read_spec
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import open_layers
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.model_files import files_digest, header, stored_dtypes
 from edkm_cli.nn.clustered import Clustering
 from edkm_cli.progress import Observer
@@ -121,9 +122,12 @@ def require_palettized(directory: Path) -> QuantizationSpec:
     return spec
 
 
-# What configurations call that all of a model's shapes follow from; a GGUF file does not say all of it.
-_SHAPES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-           "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size")  # fmt: skip
+def _described(model: Any) -> dict[str, Any]:
+    """The shapes of a model's weights, packed or not, by the paths of their modules, and what these do not tell."""
+    config = model.config.get_text_config(decoder=True)
+    told = {name: getattr(config, name, None) for name in ("model_type", "num_hidden_layers", "num_attention_heads")}
+    weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
+    return told | {name: tuple(weight.shape) for name, weight in weights if isinstance(weight, torch.Tensor)}
 
 
 class PackedSession(Session):
@@ -139,7 +143,7 @@ class PackedSession(Session):
         """Of the model's layers, where they train."""
         return Clustering(self.spec.bits, self.spec.granularity, self.spec.lut_dtype, palette=self.spec.palette)
 
-    @property
+    @cached_property
     def architecture(self) -> Any:
         return models.load_config(self.source, may_be_quantized=True)
 
@@ -165,12 +169,13 @@ class Reference:
         try:
             self._source = models.resolve(self._name, trust_remote_code=trust)
             architecture = models.load_config(self._source)
+            skeleton = models.skeleton(self._source, architecture)
         except UserError as error:
             raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
-        texts = (one.get_text_config(decoder=True) for one in (session.architecture, architecture))
-        ours, theirs = ({name: getattr(text, name, None) for name in _SHAPES} for text in texts)
-        for name in (name for name in _SHAPES if None not in (ours[name], theirs[name]) and ours[name] != theirs[name]):
-            self._refuse(f"has {name} {theirs[name]}, which is {ours[name]} in {session.directory}")
+        theirs = _described(skeleton)
+        for name, here in _described(stored_skeleton(session.directory, trust_remote_code=trust)).items():
+            if here != (there := theirs.get(name)):
+                self._refuse(f"has {there or 'nothing'} at {name}, which is {here} in {session.directory}")
         if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():
             self._refuse(f"has another tokenizer than {session.directory}")
         self.sha256 = model_digest(self._source, architecture, session.world)

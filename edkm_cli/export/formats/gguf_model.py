@@ -156,8 +156,7 @@ def _take_over(writer: Any, file: Path, source: Compressed) -> None:
 def _add_sizes(writer: Any, config: Any) -> None:
     rope = _rope(config)
     writer.add_name(getattr(config, "_name_or_path", "").rpartition("/")[2] or config.model_type)
-    gemma = config.model_type == "gemma3_text"
-    writer.add_context_length(config.max_position_embeddings if gemma else full_positions(config))
+    writer.add_context_length(full_positions(config, by_layer=True))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -174,7 +173,7 @@ def _add_sizes(writer: Any, config: Any) -> None:
 
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if gemma:
+    if config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_freq_base_swa(float(config.rope_parameters["sliding_attention"]["rope_theta"]))
 

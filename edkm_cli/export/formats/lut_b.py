@@ -10,8 +10,7 @@ The draft is pull request 801 of vllm-project/compressed-tensors at 383dfe2 (Jul
 
 and everything else stays plain. A tile's rows are 24 bytes each of our packed rows, so that indices are moved by bytes.
 An expert's matrices are linears of the names that the family's files have, gates and what they gate apart, as llm-compressor
-writes them. Weights with leading dimensions, such as (experts, out, in), would keep them before the tiles.
-The one scale of `--target lut-b`, and where it goes: docs/export.md, "lut-b".
+writes them. The one scale of `--target lut-b`, and where it goes: docs/export.md, "lut-b".
 """
 
 import re

@@ -77,8 +77,7 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
     packed = {tensor.module: _layout(source, tensor) for tensor in source.tensors.values() if tensor.module}
     usual = {**_layout(source, source.linears[0]), "bits": source.spec.bits}
     others = {path: layout for path, layout in packed.items() if layout != usual}
-    windows = getattr(source.config, "layer_types", None) and source.config.model_type != "gemma2"  # which mlx-lm has
-    positions = None if windows else full_positions(source.config)
+    positions = full_positions(source.config, by_layer=True)
     known = {} if positions is None else {"max_position_embeddings": positions}
     return {"dtype": facts(source, options)["dtype"], "quantization": {**usual, **others}, **known}
 
