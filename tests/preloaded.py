@@ -2,11 +2,13 @@
 
 The server is a child of the fork server. `CLIENT`, an executable script, sends its arguments, environment, working
 directory and standard streams, passes signals on and ends as the program does: `python [-u] -m MODULE`, `FILE` or `-`.
-What such a program starts by `sys.executable` is PYTHON_EXEC, where that is set, as it is for torchrun; what it starts
-by multiprocessing is an ordinary Python.
+What such a program starts by `sys.executable` or by multiprocessing's `spawn` is PYTHON_EXEC, where that is set, as it is
+for torchrun; `spawn` has pipes of its own (`python -c CODE --multiprocessing-fork`), which are sent along.
 """
 
+import fcntl
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -20,10 +22,14 @@ import torch
 CLIENT = """\
 #!{python} -IS
 import json, os, signal, socket, sys
+if "-c" in sys.argv and "--multiprocessing-fork" not in sys.argv:  # what watches over processes
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+opened = [file for file in range(256) if os.path.exists(f"/proc/self/fd/{{file}}") and os.get_inheritable(file)]
 server = socket.socket(socket.AF_UNIX)
 server.connect({path!r})
 request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": os.getcwd()}}
-socket.send_fds(server, [b"-"], [0, 1, 2])
+request["files"] = sorted({{0, 1, 2, *opened}})
+socket.send_fds(server, [b"-"], request["files"])
 server.sendall(json.dumps(request).encode() + b"\\n")
 answers = server.makefile()
 pid = int(answers.readline())
@@ -54,12 +60,12 @@ def serve(path):
 def _answer(client):
     """Run what a client asks for and tell it the process and its status. A client that is gone ends its program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    _, files, _, _ = socket.recv_fds(client, 1, 64)
     request = json.loads(client.makefile().readline())
     pid = os.fork()
     if pid == 0:
         client.close()
-        _become(request, streams)
+        _become(request, files)
     client.sendall(b"%d\n" % pid)
     ended = os.pidfd_open(pid)
     if ended not in select.select([ended, client], [], [])[0]:
@@ -68,16 +74,20 @@ def _answer(client):
     client.sendall(b"%d\n" % status)
 
 
-def _become(request, streams):
+def _become(request, files):
     """This process is the program from here to its end."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 256) for file in files]  # beyond all numbers that are asked for
+    for file in files:
+        os.close(file)
+    for other, number in zip(apart, request["files"], strict=True):
+        os.dup2(other, number)
+        os.close(other)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
+    multiprocessing.set_executable(sys.executable)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     status = 1
     try:
@@ -96,7 +106,11 @@ def _become(request, streams):
 
 
 def _run(arguments):
-    if arguments[0] == "-m":
+    if "-c" in arguments:
+        code = arguments.index("-c")
+        sys.argv = arguments[code::2]  # -c --multiprocessing-fork
+        exec(arguments[code + 1], {"__name__": "__main__"})  # noqa: S102 - what python -c does
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from edkm_cli.progress import Observer
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 SERVER = multiprocessing.get_context("forkserver")
 PATIENCE_SECONDS = 600.0  # on a busy machine
@@ -31,8 +32,11 @@ def argv(config):
     ]  # fmt: skip
 
 
-def command(config, *, sharding):
-    return [*TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
+def torchrun(python, config, *, sharding):
+    """Two processes of a run, by torchrun; `python`: the fixture."""
+    command = [python, *TORCHRUN, "2", *argv(config)[1:], "--sharding", sharding]
+    environment = {**ENVIRONMENT, "PYTHON_EXEC": str(python)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextmanager

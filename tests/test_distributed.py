@@ -13,7 +13,7 @@ from edkm_cli.compress import compress
 from edkm_cli.distributed import World, assign, full, local
 from families import family
 from helpers import assert_same_to_rounding, byte_tokenizer, settings, weights_of
-from processes import ENVIRONMENT, PATIENCE_SECONDS, assert_finished, command, together, wait_for_steps
+from processes import PATIENCE_SECONDS, assert_finished, together, torchrun, wait_for_steps
 
 CASES = {
     "data-parallel": {},
@@ -117,17 +117,15 @@ def test_four_processes_give_what_one_gives(start, model_directory, text_file, t
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
-    start, model_directory, text_file, tmp_path, sharding
+    start, python, model_directory, text_file, tmp_path, sharding
 ):
     changes = {"steps": 24, "save_every": 2, "sharding": sharding}
     whole = settings(model_directory, text_file, tmp_path / "whole", **changes)
     config = settings(model_directory, text_file, tmp_path / "killed", **changes)
-    running = subprocess.Popen(
-        command(config, sharding=sharding), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    running = torchrun(python, config, sharding=sharding)
     wait_for_steps(tmp_path / "killed.partial", 5, lambda: running.poll() is None)
-    children = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    last = subprocess.run(["pgrep", "-n", "-f", config.output], capture_output=True, text=True).stdout
+    os.kill(int(last), signal.SIGKILL)
     output = running.communicate(timeout=PATIENCE_SECONDS)[0]
     assert running.returncode != 0
     assert "lost another one" in output, output[-3000:]

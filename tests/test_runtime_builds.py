@@ -34,10 +34,13 @@ def has(*features):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """compiled(flags): the kernels built with these flags, once."""
+    """compiled(flags): the kernels built with these flags, once; without flags, those of this machine."""
+    installed = lut_linear_c.library()
 
     @functools.cache
     def library(flags):
+        if flags is None:
+            return Path(installed._name)
         file = tmp_path_factory.mktemp("built") / "kernels.so"
         sources = [file for file in Path(lut_linear_c.__file__).parent.glob("*.c") if file.name != "calls.c"]
         options = ["-O1", "-shared", "-fPIC", "-Wno-psabi", f"-I{Path(build.__file__).parent}", *flags.split()]
@@ -82,6 +85,22 @@ def matrices(bits):
         yield 45, Packed(pack(codes, bits), torch.rand(19, 1, generator=generator), None, bits, None)
 
 
+@functools.cache
+def expected(bits, dtype, tokens):
+    """(x, matrix, exact product, errors of decoding and `F.linear`) of all matrices, the same for all builds."""
+    found = []
+    for columns, packed in matrices(bits):
+        # few tokens several times: one sum that F.linear happens to hit says nothing
+        x = torch.randn(max(tokens, 12), columns, generator=torch.Generator().manual_seed(8)).to(dtype)
+        packed = packed._replace(bias=None if packed.bias is None else packed.bias.to(dtype))
+        bias = None if packed.bias is None else packed.bias.double()
+        exact = torch.nn.functional.linear(x.double(), lut_linear_torch.dense(packed, columns, torch.float64), bias)
+        dense = lut_linear_torch.dense(packed, columns, dtype)
+        plain = torch.cat([torch.nn.functional.linear(part, dense, packed.bias) for part in x.split(tokens)])
+        found.append((x, packed, exact, (plain.double() - exact).abs()))
+    return found
+
+
 def product(x, packed):
     return lut_linear_c.linears(x, lut_linear_c.prepare((packed,), x.shape[-1]))[0]
 
@@ -95,15 +114,10 @@ def test_builds_for_other_processors_give_the_same(flags, use):
     dtypes = (torch.bfloat16,) if flags == EMULATED else (torch.float32, torch.bfloat16, torch.float16)
     many = (20, 70, 300) if flags == EMULATED else (20, 70)  # tiles divide tokens and columns otherwise
     for bits, dtype, tokens in itertools.product(range(1, 9), dtypes, (1, 3, *many)):
-        for columns, packed in matrices(bits):
-            # few tokens several times: one sum that F.linear happens to hit says nothing
-            x = torch.randn(max(tokens, 12), columns, generator=torch.Generator().manual_seed(8)).to(dtype)
-            packed = packed._replace(bias=None if packed.bias is None else packed.bias.to(dtype))
-            bias = None if packed.bias is None else packed.bias.double()
-            exact = torch.nn.functional.linear(x.double(), lut_linear_torch.dense(packed, columns, torch.float64), bias)
-            plain = torch.cat([lut_linear_torch.linear(part, packed) for part in x.split(tokens)])
-            found = torch.cat([product(part, packed) for part in x.split(tokens)])
-            error, allowed = (found.double() - exact).abs(), (plain.double() - exact).abs()
+        for x, packed, exact, allowed in expected(bits, dtype, tokens):
+            prepared = lut_linear_c.prepare((packed,), x.shape[-1])
+            found = torch.cat([lut_linear_c.linears(part, prepared)[0] for part in x.split(tokens)])
+            error = (found.double() - exact).abs()
             rounding = exact.abs().max() * torch.finfo(dtype).eps
             assert error.max() <= 2 * allowed.max() + rounding
             assert error.mean() <= 2 * allowed.mean() + rounding / 4
@@ -114,7 +128,7 @@ def test_how_pairs_are_multiplied_changes_no_bit(use):
     """It is measured on each machine, so that it must not matter. Tiny numbers count as zero in both."""
     found = {}
     for way in ("pairs", "ones"):
-        use("-march=native", EDKM_MULTIPLY=way)
+        use(None, EDKM_MULTIPLY=way)
         results = []
         for bits, scale, tokens in itertools.product((1, 3, 4, 5, 8), (1.0, 1e-30), (17, 40)):
             for columns, packed in matrices(bits):
@@ -147,7 +161,7 @@ def test_products_in_float16_neither_overflow_nor_lose_small_numbers(tokens):
 
 
 def test_an_unknown_way_is_measured(use):
-    use("-march=native" if has(*PAIRS) else "", EDKM_MULTIPLY="somehow")
+    use(None if has(*PAIRS) else "", EDKM_MULTIPLY="somehow")
     columns, packed = next(iter(matrices(3)))
     assert product(torch.ones(40, columns, dtype=torch.bfloat16), packed).isfinite().all()
     assert os.environ["EDKM_MULTIPLY"] == "somehow"
