@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, Ledger
+from edkm_cli.dryrun.meta import Stage
 
 KB = 1000
 
@@ -117,3 +119,19 @@ def test_bytes_without_a_tensor_and_tensors_without_bytes():
         assert ledger.accounts[DEVICE].total == 0
         ledger.move([x], "weights")
         assert held(ledger) == {"weights": KB}
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_rules_of_a_rehearsal_are_those_of_pytorch(of):
+    """Its own give shapes and dtypes of frequent operations without PyTorch's, which are written in Python."""
+    x, row = (torch.empty(shape, dtype=of, device="meta") for shape in ((3, 1, 5), (4, 1)))
+    results = [
+        lambda: (x + row, x - 2, x * 0.5, row * x, x.clamp(0, 3), -x),
+        lambda: (x.mean(-1), x.mean((0, 2), keepdim=True), x.norm(dim=1), x.norm(), x.norm(dim=-1, keepdim=True)),
+        lambda: (x / 2, x**2, x.sqrt(), torch.nn.functional.silu(x), x.square().mean(-1, keepdim=True).rsqrt()),
+    ]
+    for made in results if of.is_floating_point else results[:1]:
+        wanted = made()
+        with Stage(World(), ()):
+            found = made()
+        assert [(one.shape, one.dtype, one.device) for one in found] == [(o.shape, o.dtype, o.device) for o in wanted]

@@ -8,7 +8,7 @@ Storages are labelled with the part of memory they belong to, by hooks on the mo
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -76,8 +76,10 @@ class Stage:
             self.ledger.place = HOST if on_host else self._place
         if func in _IN_PLACE and args[0].is_meta:
             return args[0]
-        if func in _POINTWISE and args[0].is_meta and args[0].is_floating_point():
+        if func in _POINTWISE and args[0].is_meta and (args[0].is_floating_point() or func in _OF_INTEGERS):
             return _pointwise(func, *args[:2], **kwargs)
+        if func in _REDUCING and args[0].is_meta and not kwargs:
+            return _reduced(args[0], *args[_REDUCING[func] :])
         return func(*args, **kwargs)
 
     def _to_host(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -219,16 +221,12 @@ class Stage:
             yield
 
 
-def _number(tensor: Tensor) -> bool | float:
-    return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
-
-
 # All is finite, nothing is odd, two tensors are equal; a number is 1 if it is real, 0 if it is an index.
 _QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
     _aten.all.default: lambda tensor: torch.tensor(True),
     _aten.any.default: lambda tensor: torch.tensor(False),
     _aten.equal.default: lambda tensor: True,
-    _aten._local_scalar_dense.default: _number,
+    _aten._local_scalar_dense.default: lambda x: x.dtype == torch.bool or (1.0 if x.is_floating_point() else 0),
 }
 
 
@@ -238,11 +236,20 @@ _IN_PLACE = {
     *(_aten.add_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.lerp_.Scalar),
     *(_aten.addcmul_.default, _aten.addcdiv_.default, _aten.addmm_.default),
 }
+_OF_INTEGERS = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.clamp.default, _aten.neg.default}
 _POINTWISE = {
-    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.pow.Tensor_Scalar),
-    *(_aten.ldexp.Tensor, _aten.rsub.Scalar, _aten.mul.Scalar, _aten.clamp.default, _aten.clamp_min.default),
-    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.neg.default, _aten.abs.default, _aten.round.default),
+    *(*_OF_INTEGERS, _aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.silu.default),
+    *(_aten.ldexp.Tensor, _aten.rsub.Scalar, _aten.mul.Scalar, _aten.clamp_min.default),
+    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.abs.default, _aten.round.default),
 }
+_REDUCING = {_aten.mean.dim: 1, _aten.linalg_vector_norm.default: 2}  # where the dimensions are among the arguments
+
+
+def _reduced(tensor: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """A number of each part of a floating tensor that lies along some dimensions, or, without these, of all of it."""
+    gone = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
+    shape = [1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keepdim or dim not in gone]
+    return torch.empty(shape, dtype=tensor.dtype, device=META)
 
 
 def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> Tensor:

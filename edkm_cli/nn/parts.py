@@ -66,9 +66,7 @@ class Parts:
 
     def states(self, **inputs: Any) -> Tensor:
         """The states (batch, sequence, n) of a forward pass; differentiable."""
-        if self._shell is None:
-            return self._model(**inputs).logits
-        return self._pass(**inputs, logits_to_keep=1)[0][0]
+        return self._model(**inputs).logits if self._shell is None else self._pass(**inputs, logits_to_keep=1)[0][0]
 
     def _pass(self, **inputs: Any) -> tuple[list[Tensor], Tensor]:
         """What the decoder gave in a pass of the model, and its logits."""

@@ -99,9 +99,7 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
         others = sorted({swap.reason for swap in swaps if swap.role == OTHER})
         instead = f" (it has {others[0]})" if others else ""
         raise UserError(f"the model must have nn.Linear layers to compress, but none is left{instead}; see --dry-run")
-    if is_tied(model):
-        swaps = _keep_ties(swaps)
-    return swaps
+    return _keep_ties(swaps) if is_tied(model) else swaps
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -190,9 +190,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         """The LUT's entries as numbers (groups, 2**bits): in its dtype; of float8 see `as_kept`, of palettes float32."""
         if self.grid.palette != FREE:
             return self.grid.of_stored(*stored_numbers(self._buffers))
-        if self.lut.dtype.itemsize >= 2:
-            return self.lut
-        return as_kept(self.lut, self._buffers.get("lut_scale"))
+        return self.lut if self.lut.dtype.itemsize >= 2 else as_kept(self.lut, self._buffers.get("lut_scale"))
 
     def forward(self, x: Tensor) -> Tensor:
         packed, x = self.packed(), as_autocast(x)
