@@ -13,6 +13,9 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the hub is wrong
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads, and workers share the cores
 
+if gc.isenabled():  # until all is imported and collected: there is no garbage in it
+    gc.disable()
+
 import pytest
 import torch
 
@@ -36,6 +39,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    gc.enable()
     gc.freeze()  # what was imported stays: looking for garbage among it takes 3% of the tests' time
 
 
@@ -84,7 +88,7 @@ def fork_server():
     """Runs, and has imported what children need, before any of them or of the product's own is started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks there for what it imports
-        SERVER.set_forkserver_preload(["kill_worker", "forked"])
+        SERVER.set_forkserver_preload(["forked", "kill_worker"])
         multiprocessing.forkserver.ensure_running()
 
 

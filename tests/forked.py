@@ -1,11 +1,14 @@
 """What children of the fork server do. The server imports this once, so that a child costs no imports."""
 
+import gc
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
+if gc.isenabled():  # as in conftest.py
+    gc.disable()
 import accelerate  # noqa: F401 - imported here, so that no child has to
 import torch
 import torch.distributed.fsdp
@@ -17,6 +20,9 @@ from edkm_cli.compress import compress
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.finetune.command import finetune
 from edkm_cli.initialize.kept import KeptStart
+
+gc.enable()
+gc.freeze()
 
 
 def compress_together(rank, size, port, log, configs, resume, environment=()):

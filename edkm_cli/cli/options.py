@@ -70,9 +70,7 @@ def configured(
 def _given(values: dict[str, Any], of: Field[Any]) -> Any:
     """Take a field's value out of what typer parsed; None where no flag gave one."""
     value = values.pop(of.name)
-    if values.pop(f"no_{of.name}", None):
-        return False
-    return None if value == [] else value
+    return False if values.pop(f"no_{of.name}", None) else None if value == [] else value
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
