@@ -137,15 +137,11 @@ INLINE void prefetch_next(const Strip *s) {
         __builtin_prefetch(bytes + at);
 }
 
-#if HAS_PAIRS
 /* Whether this product goes by pairs; then what else the call has to know is in it, and `parts` stay. */
 int edkm_pairs_take(Call *call, Part parts[MOST_PARTS]);
-#endif
-#if HAS_TILES
 /* Whether the processor has tiles of bfloat16 and the system lets this process use them; `Call.tiled`. */
 int edkm_may_use_tiles(void);
 int edkm_tiles_multiply(Strip *s);
-#endif
 
 /* What a kind of codes has: `decode_row`, and `few` with each number of tokens, as functions of their own, so that accumulators
  * get all registers. */
@@ -156,11 +152,9 @@ typedef void Few(const Strip *, const float *x, vf y[]);
 #define FEW_OF(kind) FEW_TOKENS_OF(kind, 1) FEW_TOKENS_OF(kind, 2) FEW_TOKENS_OF(kind, 3) FEW_TOKENS_OF(kind, 4)
 #define FEW_NAMES(kind) {few_##kind##_1, few_##kind##_2, few_##kind##_3, few_##kind##_4}
 
-#if NARROW
 /* `decode_row`, `few` and `add_floats` of lut_linear.c; the first for tiles of whole bytes, the second of whole vectors. */
 void edkm_narrow_decode(const Strip *s, int64_t row, float *to);
 void edkm_narrow_few(const Strip *s, int tokens, const float *x, vf y[4]);
 void edkm_narrow_add(const Decoded *w, const char *x, int64_t vectors, int64_t apart, int64_t panels, vf sums[][UNIT]);
-#endif
 
 #endif

@@ -90,9 +90,7 @@ DECODE_OF(SMALL) DECODE_OF(LARGE) DECODE_OF(LEVEL) DECODE_OF(BYTE)
 static Decode *const DECODE[] = {decode_SMALL, decode_LARGE, decode_LEVEL, decode_BYTE};
 
 static void decode(const Strip *s, int64_t row, float *to) {
-#if NARROW
-    if (whole_bytes(s->call, s->part)) return edkm_narrow_decode(s, row, to);
-#endif
+    if (NARROW && whole_bytes(s->call, s->part)) return edkm_narrow_decode(s, row, to);
     DECODE[s->call->meaning](s, row, to);
 }
 
@@ -231,11 +229,7 @@ static void lay_out_blocks(const void *job, int64_t first, int64_t last) {
 
 /* What this build can do: 0 plain or NEON, 1 AVX2 or AVX-512, 2 AVX-512 with products of bfloat16 pairs. */
 int edkm_lut_linear_level(void) {
-#ifdef __AVX512F__
-    return 1 + HAS_PAIRS;
-#else
-    return NARROW == 8;
-#endif
+    return TOGETHER == UNIT ? 1 + HAS_PAIRS : NARROW == 8;
 }
 
 /* What is said of matrices, whatever is done with them. */
@@ -262,15 +256,10 @@ int edkm_lut_linear(
     }
     /* From so many tokens on, panels: measured. Gathered entries cost more, so that decoding them once pays sooner. */
     call.few = even && tokens < (call.meaning == LARGE ? 5 : 13) ? few_floats : NULL;
-    call.lay_out_few = lay_out_rows, call.lay_out = lay_out_floats, call.decode = decode_floats, call.add = add_floats;
-#if NARROW
-    call.add = edkm_narrow_add;
-#endif
-    call.short_of_memory = &failed;
-#if HAS_PAIRS
+    call.lay_out_few = lay_out_rows, call.lay_out = lay_out_floats, call.decode = decode_floats;
+    call.add = NARROW ? edkm_narrow_add : add_floats, call.short_of_memory = &failed;
     Part parts[MOST_PARTS];
-    call.pairs = edkm_pairs_take(&call, parts);
-#endif
+    if (HAS_PAIRS) call.pairs = edkm_pairs_take(&call, parts);
     float *own = scratch((call.few && !call.pairs ? tokens : panels_of(&call) * LANES) * call.x_stride);
     if (!own) return 1;
     call.x = own, divide(&call);

@@ -66,8 +66,7 @@ INLINE int use_eight(const Part *part, int64_t group, int bits, int rounds, Entr
 
 INLINE void to_registers(Kind kind, int bits, Entries *to) {
     for (int j = 1 << bits; j < 8; j++) to->large[j] = to->large[j - (1 << bits)];
-    for (int v = 0; kind <= FOUR && v < 1 << kind; v++)
-        to->small[v] = _mm256_load_ps(to->large + 8 * v);
+    for (int v = 0; kind <= FOUR && v < 1 << kind; v++) to->small[v] = _mm256_load_ps(to->large + 8 * v);
 }
 
 INLINE __m256 of_two(const __m256 *entries, __m256i codes) { /* bit 3 is moved to the sign, where blendv looks */

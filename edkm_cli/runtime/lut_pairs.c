@@ -53,8 +53,10 @@ INLINE __mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : count >
 
 #ifdef __AVX512FP16__
 #define HAS_HALVES 1
+#define IF_HALVES(result) if (half) return (__m512)(result);
 #else
 #define HAS_HALVES 0
+#define IF_HALVES(result) (void)half;
 #endif
 
 __attribute__((constructor)) static void prepare_words(void) {
@@ -339,10 +341,7 @@ INLINE __m512 add_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16
 
 /* sum + a b: pairs of bfloat16 in 16 sums of float32 or, with `half`, 32 products and sums of float16. */
 INLINE __m512 add_products(int half, __m512 sum, __m512i a, __m512i b) {
-#if HAS_HALVES
-    if (half) return (__m512)_mm512_fmadd_ph((__m512h)a, (__m512h)b, (__m512h)sum);
-#endif
-    (void)half;
+    IF_HALVES(_mm512_fmadd_ph((__m512h)a, (__m512h)b, (__m512h)sum))
     return add_pairs(sum, a, b);
 }
 
@@ -363,10 +362,7 @@ INLINE __m512 both_halves(__m512 sum) {
 }
 
 INLINE __m512 add_sums(int half, __m512 a, __m512 b) {
-#if HAS_HALVES
-    if (half) return (__m512)_mm512_add_ph((__m512h)a, (__m512h)b);
-#endif
-    (void)half;
+    IF_HALVES(_mm512_add_ph((__m512h)a, (__m512h)b))
     return _mm512_add_ps(a, b);
 }
 
@@ -419,11 +415,8 @@ INLINE void few(int half, int kind, int rows, int tokens, const Strip *of, vf su
             if (half && block % (MOST_HALVES * ways / 4) == 0)
                 for (int n = 0; n < rows * tokens; n++) flush(half, ways, acc[n], &sums[n % tokens][r + n / tokens]);
         }
-        if (left > RUN / 2) {
-            ADD_BLOCK(4, left)
-        } else if (left) {
-            ADD_BLOCK(2, left)
-        }
+        if (left > RUN / 2) ADD_BLOCK(4, left)
+        else if (left) ADD_BLOCK(2, left)
         for (int n = 0; n < rows * tokens; n++) flush(half, ways, acc[n], &sums[n % tokens][r + n / tokens]);
     }
 }
@@ -679,9 +672,7 @@ static void choose_multiply(void) {
     if (multiply_by) return;
     if (given && !strcmp(given, "pairs")) multiply_by = PAIRS;
     if (given && !strcmp(given, "ones")) multiply_by = ONES;
-#if HAS_TILES
-    if (!multiply_by && edkm_may_use_tiles()) multiply_by = AMX;
-#endif
+    if (HAS_TILES && !multiply_by && edkm_may_use_tiles()) multiply_by = AMX;
     if (multiply_by) return;
     Decoded w __attribute__((aligned(64)));
     char x[PANEL_DEPTH * LANES * 2] __attribute__((aligned(64)));
@@ -719,9 +710,7 @@ int edkm_pairs_take(Call *call, Part parts[MOST_PARTS]) {
     call->few = call->tokens <= (call->half ? 2 * FEW_TOKENS : FEW_TOKENS) ? few_pairs : NULL;
     call->lay_out_few = lay_out_few, call->lay_out = lay_out_words, call->decode = decode_pairs;
     call->add = multiply_by == ONES ? add_by_ones : add_by_pairs;
-#if HAS_TILES
-    if (multiply_by == AMX) call->tiled = edkm_tiles_multiply;
-#endif
+    if (HAS_TILES && multiply_by == AMX) call->tiled = edkm_tiles_multiply;
     if (!call->half) return 1;
     for (int64_t p = 0; p < call->count; p++) {
         parts[p] = call->parts[p];

@@ -112,11 +112,7 @@ INLINE void multiply_square(
 ) {
 #define LOAD_SUM(t) if (t / 2 < rows && t % 2 < panels) { _tile_loadd(t, sums[t], 64); }
 #define STORE_SUM(t) if (t / 2 < rows && t % 2 < panels) { _tile_stored(t, sums[t], 64); }
-    if (fresh) {
-        FOR_TILES(CLEAR)
-    } else {
-        FOR_TILES(LOAD_SUM)
-    }
+    if (fresh) { FOR_TILES(CLEAR) } else { FOR_TILES(LOAD_SUM) }
     for (int64_t v = 0; v < pairs / LANES; v++) {
         _tile_loadd(4, w[0].words[0] + 32 * v, sizeof w->words[0]);
         _tile_stream_loadd(6, x + 1024 * v, 64);

@@ -19,11 +19,7 @@ extern int omp_get_num_threads(void) __attribute__((weak));
 extern int omp_in_parallel(void) __attribute__((weak));
 extern int omp_get_max_threads(void) __attribute__((weak));
 #define HAS_THREADS (GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_in_parallel && omp_get_max_threads)
-#else
-#define HAS_THREADS 0
-#endif
-
-#ifdef __APPLE__
+#elif defined(__APPLE__)
 #include <dispatch/dispatch.h>
 #include <dlfcn.h>
 #include <unistd.h>
