@@ -98,6 +98,16 @@ class EdkmQuantizer(HfQuantizer):
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Raises UserError for a dense module in a packed one's place, which would be saved and not load again."""
+        adapted, skipped = getattr(model, "_hf_peft_config_loaded", False), self.quantization_config.spec.skipped
+        for name, module in model.named_modules() if not adapted else ():
+            known = isinstance(module, PackedModule) or name in skipped
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not known:
+                kind = type(module).__name__
+                raise UserError(f"{name} must be packed to be saved, but is a {kind}; dequantize() the model first")
+        return super().get_state_dict_and_metadata(model)
+
     @property
     def is_trainable(self) -> bool:
         """Adapters on packed layers train: their products are differentiable in the input."""

@@ -201,12 +201,7 @@ def skeleton(source: ModelSource, config: Any) -> Any:
 
 
 def load_dense(
-    source: ModelSource,
-    *,
-    dtype: str,
-    device: str = "cpu",
-    progress: bool = True,
-    may_be_quantized: bool = False,
+    source: ModelSource, *, dtype: str, device: str = "cpu", progress: bool = True, may_be_quantized: bool = False
 ) -> Any:
     """A dense causal LM in `dtype`, in evaluation mode.
 

@@ -280,9 +280,7 @@ def choose_device(device: str) -> str:
 
 def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:
     """`auto` is float32 on a CPU, and on CUDA bfloat16, but float32 for the `master` weights of sharded training."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.startswith("cuda") and not master else "float32"
+    return dtype if dtype != "auto" else "bfloat16" if device.startswith("cuda") and not master else "float32"
 
 
 def needed_tokens(plan: RunPlan) -> int:

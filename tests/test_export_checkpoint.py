@@ -338,3 +338,17 @@ def test_float8_tables_of_the_first_version_still_load(tmp_path):
     spec = QuantizationSpec(3, "row:1", "float8_e4m3fn", 8, format_version=1)
     assert "lut_scale" not in spec.linear_tensors(4, 8, layer="a")
     assert "lut_scale" in QuantizationSpec(3, "row:1", "float8_e4m3fn", 8).linear_tensors(4, 8, layer="a")
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.up_proj"])
+def test_a_dense_module_in_a_packed_one_s_place_is_not_saved_as_one(tmp_path, name):
+    """The configuration says that it is packed, so that what was saved would not load."""
+    model = load(export(*cluster(tiny_llama(tied=False)), tmp_path / "one"))
+    packed = model.get_submodule(name)
+    model.set_submodule(name, torch.nn.Linear(packed.in_features, packed.out_features, bias=False))
+    with pytest.raises(UserError, match=rf"{name} must be packed to be saved, but is a Linear; dequantize\(\)"):
+        model.save_pretrained(tmp_path / "again")
+    model.dequantize()
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").get_submodule(name)
+    assert torch.equal(again.weight, model.get_submodule(name).weight)

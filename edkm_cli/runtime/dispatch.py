@@ -50,9 +50,7 @@ def _path(x: Tensor, packed: Packed) -> str:
         return "cuda" if forced != "dense" and lut_linear_cuda.supports(x, packed) else "dense"
     if x.dtype not in DTYPES or x.device.type != "cpu" or not lut_linear_c.supports(packed):
         return "reference"
-    if forced != "auto":
-        return forced
-    return "kernel" if x.numel() <= most_tokens(x.dtype) * x.shape[-1] else "dense"
+    return forced if forced != "auto" else "kernel" if x.numel() <= most_tokens(x.dtype) * x.shape[-1] else "dense"
 
 
 def computes_packed(packed: Packed) -> bool:

@@ -81,10 +81,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                     self._step_part(part, grad.float(), parts, state["step"], group)
 
     def _step_part(self, part: Tensor, grad: Tensor, parts: dict[str, Tensor], step: int, group: dict) -> None:
-        if "remainder" in parts:
-            master = master_of(part, parts["remainder"])
-        else:
-            master = parts.get("master", part)
+        master = master_of(part, parts["remainder"]) if "remainder" in parts else parts.get("master", part)
         mean, square = (parts[name].float() for name in _MOMENTS)  # the same tensors where they are float32
         rate, (first, second) = group["lr"], self._betas
         master.mul_(1 - rate * group["weight_decay"])
