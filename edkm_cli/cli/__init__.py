@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the application: 0 on success, 2 with one line on a user's error, 1 with a traceback on ours."""
     for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # our own line says what went wrong
-    gc.set_threshold(50_000)  # imports make a million objects, none of them garbage: looking through them took a fifth
+    gc.set_threshold(50_000)  # a fifth of a start was looking for garbage among a million imported objects
     try:
         app(args=arguments)
     except PeerLost as error:
