@@ -144,6 +144,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
     with loading(source):
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
+    if config.return_dict is False:  # models of today's transformers cannot read what their own parts give then
+        raise UserError(f"{source.name} must not have return_dict false in its config.json; remove it there")
     if source.gguf_file:
         _take_rest(source, config)
     if dequantize:

@@ -194,3 +194,13 @@ def test_a_revision_reaches_the_hub_and_no_file_has_one(tmp_path, monkeypatch):
     assert asked == [("someone/model", "v2")]
     with pytest.raises(UserError, match="--revision"):
         models.resolve("smollm2-135m", "v2")
+
+
+def test_a_configuration_that_asks_for_tuples_is_refused(model_directory, text_file, tmp_path):
+    """Transformers' own models fail with it."""
+    shutil.copytree(model_directory, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "return_dict": False}))
+    line = refused(*compress_arguments(tmp_path / "model", text_file, tmp_path / "out"))
+    assert "must not have return_dict false in its config.json; remove it there" in line
+    assert not (tmp_path / "out").exists()
