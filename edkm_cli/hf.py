@@ -102,8 +102,8 @@ class EdkmQuantizer(HfQuantizer):
         """Raises UserError for a dense module in a packed one's place, which would be saved and not load again."""
         adapted, skipped = getattr(model, "_hf_peft_config_loaded", False), self.quantization_config.spec.skipped
         for name, module in model.named_modules() if not adapted else ():
-            known = isinstance(module, PackedModule) or name in skipped
-            if isinstance(module, (nn.Linear, nn.Embedding)) and not known:
+            dense = isinstance(module, (nn.Linear, nn.Embedding)) and not isinstance(module, PackedModule)
+            if dense and name not in skipped:
                 kind = type(module).__name__
                 raise UserError(f"{name} must be packed to be saved, but is a {kind}; dequantize() the model first")
         return super().get_state_dict_and_metadata(model)

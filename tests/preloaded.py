@@ -27,9 +27,8 @@ if "-c" in sys.argv and "--multiprocessing-fork" not in sys.argv:  # what watche
 opened = [file for file in range(256) if os.path.exists(f"/proc/self/fd/{{file}}") and os.get_inheritable(file)]
 server = socket.socket(socket.AF_UNIX)
 server.connect({path!r})
-request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": os.getcwd()}}
-request["files"] = sorted({{0, 1, 2, *opened}})
-socket.send_fds(server, [b"-"], request["files"])
+request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": os.getcwd(), "files": opened}}
+socket.send_fds(server, [b"-"], opened)
 server.sendall(json.dumps(request).encode() + b"\\n")
 answers = server.makefile()
 pid = int(answers.readline())

@@ -183,10 +183,10 @@ def choose_memory(plan: RunPlan) -> str:
     Rehearses the run unless arithmetic alone shows that there is room.
     """
     config, machine = plan.config, this_machine(plan.world)
+    if config.memory != "auto":
+        return config.memory
     enough = plan.world.gpu or _more_than_enough_bytes(plan) * plan.world.size <= machine.memory_bytes
-    if config.memory != "auto" or enough:
-        return "speed" if config.memory == "auto" else config.memory
-    return memory_of(config, estimate(plan, process_bytes(plan)), machine)
+    return "speed" if enough else memory_of(config, estimate(plan, process_bytes(plan)), machine)
 
 
 def _more_than_enough_bytes(plan: RunPlan) -> float:
