@@ -121,17 +121,39 @@ def test_bytes_without_a_tensor_and_tensors_without_bytes():
         assert held(ledger) == {"weights": KB}
 
 
+def layouts(tensors):
+    return [(x.shape, x.stride(), x.dtype, x.device, x.untyped_storage().nbytes()) for x in tensors]
+
+
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_rules_of_a_rehearsal_are_those_of_pytorch(of):
-    """Its own give shapes and dtypes of frequent operations without PyTorch's, which are written in Python."""
-    x, row = (torch.empty(shape, dtype=of, device="meta") for shape in ((3, 1, 5), (4, 1)))
+def test_what_a_rehearsal_remembers_of_an_operation_is_what_pytorch_makes(of):
+    """PyTorch's rules for the meta device, which are written in Python, are asked once for each arguments."""
+    x, row, wide = (torch.empty(shape, dtype=of, device="meta") for shape in ((3, 1, 5), (4, 1), (2, 6, 5)))
     results = [
-        lambda: (x + row, x - 2, x * 0.5, row * x, x.clamp(0, 3), -x),
+        lambda: (x + row, x - 2, x * 0.5, row * x, x.clamp(0, 3), -x, x * 1, x * 1.0, x * True, x * torch.tensor(2.5)),
+        lambda: (x.permute(2, 0, 1) + 1, x[..., ::2] * 2, x.sum(-1), torch.cat([x, x], -1), wide.transpose(1, 2) + 0),
+        lambda: (*x.max(-1), *wide.sort(1), x.argmax(0), x > 1, x.float(), x.to(torch.float16), torch.zeros_like(x)),
         lambda: (x.mean(-1), x.mean((0, 2), keepdim=True), x.norm(dim=1), x.norm(), x.norm(dim=-1, keepdim=True)),
         lambda: (x / 2, x**2, x.sqrt(), torch.nn.functional.silu(x), x.square().mean(-1, keepdim=True).rsqrt()),
+        lambda: (wide @ x.new_empty(5, 7), torch.nn.functional.linear(wide, x.new_empty(4, 5), x.new_empty(4))),
     ]
-    for made in results if of.is_floating_point else results[:1]:
-        wanted = made()
+    for made in results if of.is_floating_point else results[:3]:
+        wanted = layouts(made())
         with Stage(World(), ()):
-            found = made()
-        assert [(one.shape, one.dtype, one.device) for one in found] == [(o.shape, o.dtype, o.device) for o in wanted]
+            assert layouts(made()) == wanted
+            assert layouts(made()) == wanted
+
+
+def test_what_writes_gives_what_it_wrote_into_and_views_are_no_more_bytes():
+    with Stage(World(), ()) as stage:
+        x = torch.empty(4, 6, device="meta")
+        before = [held(stage.ledger)]
+        for _ in range(2):
+            assert x.add_(1) is x
+            assert x.fill_(2.0) is x
+            assert x.clone().unsqueeze_(0).shape == (1, 4, 6)
+            assert x.clone().resize_(3, 3).shape == (3, 3)
+            with stage.ledger.under("view"):
+                assert torch.ops.aten._unsafe_view(x, (2, 12)).untyped_storage()._cdata == x.untyped_storage()._cdata
+            before.append(held(stage.ledger))
+        assert before == [{"activations": 4 * 24}] * 3

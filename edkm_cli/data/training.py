@@ -287,8 +287,7 @@ def load_documents(
 def measured_split(source: Source) -> str:
     """What of an `--eval-data` is measured: local files, `builtin-prose` and splits that it names as a whole, else what a
     data set has for measuring, or what is held out of it."""
-    whole = source.kind == "files" or source.split is not None or source.name == PROSE
-    return ALL if whole else TEST
+    return ALL if source.kind == "files" or source.split is not None or source.name == PROSE else TEST
 
 
 def require_held_out(trained: Sequence[Source], measured: Source) -> None:

@@ -147,8 +147,7 @@ def compensated_bytes(layer: Any, inputs: Tensor, bits: int, hidden: int, *, cor
     groups, k, grid = len(layer.centroids), 2**bits, layer.clustering.grid
     tokens = inputs.numel() // layer.in_features
     some = min(tokens, TOKENS_A_SUM)
-    narrow = layer.weight.dtype != torch.float32
-    widened = 4 * size * narrow
+    widened = 4 * size * (layer.weight.dtype != torch.float32)
     # All matrices in float32. The Hessian, its sorted copy, and two of its factorization.
     factoring = 4 * 4 * square + 6 * some * layer.in_features
     # The Hessian, its factor and that with a unit diagonal; the weight, its float32 copy, the rounded one, the tables.

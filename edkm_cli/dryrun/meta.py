@@ -8,14 +8,15 @@ Storages are labelled with the part of memory they belong to, by hooks on the mo
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from edkm_cli.distributed import World
 from edkm_cli.dryrun.ledger import DEVICE, HOST, STANDS_FOR, Ledger
@@ -47,6 +48,7 @@ class Stage:
         self._backward_part = ACTIVATIONS
         self._clustering, self._place, self._share = False, DEVICE, 1.0
         self._autocast: torch.dtype | None = None
+        self._made: dict[Any, list[tuple[Any, ...]]] = {}
         self._exits = ExitStack()
 
     def __enter__(self) -> "Stage":
@@ -74,13 +76,25 @@ class Stage:
         if self.world.gpu:
             on_host = any(isinstance(a, Tensor) and a.dim() and self.ledger.holds(a, HOST) for a in args)
             self.ledger.place = HOST if on_host else self._place
-        if func in _IN_PLACE and args[0].is_meta:
+        effect = _effect(func)
+        if effect == "writes" and args[0].is_meta:
             return args[0]
-        if func in _POINTWISE and args[0].is_meta and (args[0].is_floating_point() or func in _OF_INTEGERS):
-            return _pointwise(func, *args[:2], **kwargs)
-        if func in _REDUCING and args[0].is_meta and not kwargs:
-            return _reduced(args[0], *args[_REDUCING[func] :])
-        return func(*args, **kwargs)
+        return self._again(func, args, kwargs) if effect == "makes" else func(*args, **kwargs)
+
+    def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation makes: the first time by PyTorch's rules for the meta device, which are written in Python and
+        would take most of a rehearsal's time, then as it was for arguments of the same shapes."""
+        key = (func, torch.get_default_dtype(), *_described(args), *_described(kwargs.items()))
+        if (known := self._made.get(key)) is None:
+            result = func(*args, **kwargs)
+            several = result if isinstance(result, tuple) else (result,)
+            # _unsafe_view's schema hides that it gives a view.
+            held = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+            new = all(type(x) is Tensor and x.is_meta and x.untyped_storage()._cdata not in held for x in several)
+            self._made[key] = [(x.shape, x.stride(), x.dtype) for x in several] if new else []
+            return result
+        made = [torch.empty_strided(*layout, dtype=dtype, device=META) for *layout, dtype in known]
+        return func(*args, **kwargs) if not made else made[0] if len(made) == 1 else tuple(made)
 
     def _to_host(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         dtype = kwargs.get("dtype") or tensor.dtype
@@ -230,45 +244,33 @@ _QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
 }
 
 
-# What follows from shapes alone. PyTorch's own rules for the meta device are written in Python and take most of a
-# rehearsal's time; these are its most frequent operations.
-_IN_PLACE = {
-    *(_aten.add_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.lerp_.Scalar),
-    *(_aten.addcmul_.default, _aten.addcdiv_.default, _aten.addmm_.default),
-}
-_OF_INTEGERS = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.clamp.default, _aten.neg.default}
-_POINTWISE = {
-    *(*_OF_INTEGERS, _aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.silu.default),
-    *(_aten.ldexp.Tensor, _aten.rsub.Scalar, _aten.mul.Scalar, _aten.clamp_min.default),
-    *(_aten.sqrt.default, _aten.rsqrt.default, _aten.abs.default, _aten.round.default),
-}
-_REDUCING = {_aten.mean.dim: 1, _aten.linalg_vector_norm.default: 2}  # where the dimensions are among the arguments
+@cache
+def _effect(func: Any) -> str:
+    """By an operation's schema, that it `makes` tensors, no views, or `writes` into the first one it gets and returns it."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or torch.Tag.inplace_view in func.tags:
+        return ""
+    if schema.is_mutable:
+        return "writes" if schema.name.endswith("_") and len(schema.returns) == 1 else ""
+    return "" if any(one.alias_info for one in schema.returns) else "makes"
 
 
-def _reduced(tensor: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """A number of each part of a floating tensor that lies along some dimensions, or, without these, of all of it."""
-    gone = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
-    shape = [1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keepdim or dim not in gone]
-    return torch.empty(shape, dtype=tensor.dtype, device=META)
-
-
-def _pointwise(func: Any, first: Tensor, second: Any = None, **kwargs: Any) -> Tensor:
-    """The result of an operation on each number of a floating tensor and of another operand, if there is one."""
-    like = first
-    if isinstance(second, Tensor) and second.shape != first.shape:
-        shape = torch.broadcast_shapes(first.shape, second.shape)
-        if shape not in (first.shape, second.shape):
-            return func(first, second, **kwargs)
-        like = first if shape == first.shape else second
-    dtype = first.dtype if second is None else torch.result_type(first, second)
-    return torch.empty_like(like, dtype=dtype, device=META)
+def _described(values: Iterable[Any]) -> Iterator[Any]:
+    """What shapes follow from; of a tensor whose numbers, or whose class, could matter, something that never comes again."""
+    for value in values:
+        if isinstance(value, Tensor):
+            plain = value.is_meta and type(value) in (Tensor, nn.Parameter)
+            yield (value.shape, value.stride(), value.dtype) if plain else object()
+        elif isinstance(value, (list, tuple)):
+            yield tuple(_described(value))
+        else:
+            yield type(value), value  # 1 is 1.0, but gives another dtype
 
 
 def _takes_flash_on_cpu(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Ask PyTorch, with tensors of two tokens: its choice depends on dtypes, heads and the mask."""
     q, k = (
-        torch.empty(1, t.shape[1], 2, t.shape[-1], dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-        for t in (query, key)
+        x.new_empty(1, x.shape[1], 2, x.shape[-1], device="cpu").requires_grad_(x.requires_grad) for x in (query, key)
     )
     small = None if mask is None else torch.empty(1, 1, 2, 2, dtype=mask.dtype, device="cpu")
     options = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}

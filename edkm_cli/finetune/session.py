@@ -169,10 +169,9 @@ class Reference:
         try:
             self._source = models.resolve(self._name, trust_remote_code=trust)
             architecture = models.load_config(self._source)
-            skeleton = models.skeleton(self._source, architecture)
+            theirs = _described(models.skeleton(self._source, architecture))
         except UserError as error:
             raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
-        theirs = _described(skeleton)
         for name, here in _described(stored_skeleton(session.directory, trust_remote_code=trust)).items():
             if here != (there := theirs.get(name)):
                 self._refuse(f"has {there or 'nothing'} at {name}, which is {here} in {session.directory}")

@@ -3,6 +3,7 @@ called with."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +141,7 @@ def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[Lay
     return [calls[layer] for layer in layers]
 
 
+@lru_cache(maxsize=1)  # asked again for each setting that a dry run tries
 @torch.enable_grad()
 def layers_form_a_chain(skeleton: Any) -> bool:
     """Whether the decoder layers of a model on the meta device are known to get nothing of a text but hidden states.

@@ -209,8 +209,7 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    writer.add_add_bos_token(begins)
+    writer.add_add_bos_token(tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id])
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
