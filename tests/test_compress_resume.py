@@ -18,7 +18,6 @@ from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settin
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
 
-@pytest.mark.parametrize("after", [3, 6])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -31,16 +30,18 @@ from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, wa
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "defaults",
 )
-def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, changes, after):
+def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, text_file, tmp_path, changes):
     whole = settings(model_directory, text_file, tmp_path / "whole", steps=6, **changes)
     compress(whole)
-    parts = settings(model_directory, text_file, tmp_path / "parts", steps=6, **changes)
-    with pytest.raises(Preempted, match=f"after step {after} of 6"):
-        compress(parts, resume=True, observer=stop_after(after))
-    assert not (tmp_path / "parts").exists()
-    compress(parts, resume=True)
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    assert set(os.listdir(tmp_path)) == {"whole", "parts"}
+    for after in (3, 6):
+        parts = settings(model_directory, text_file, tmp_path / "parts", steps=6, **changes)
+        with pytest.raises(Preempted, match=f"after step {after} of 6"):
+            compress(parts, resume=True, observer=stop_after(after))
+        assert not (tmp_path / "parts").exists()
+        compress(parts, resume=True)
+        assert_same_run(tmp_path / "parts", tmp_path / "whole")
+        assert set(os.listdir(tmp_path)) == {"whole", "parts"}
+        shutil.rmtree(tmp_path / "parts")
 
 
 def test_a_run_goes_on_with_another_accumulation_to_rounding(model_directory, text_file, tmp_path):
@@ -181,25 +182,27 @@ def test_an_unfinished_run_is_not_resumed_with_another_configuration_of_the_mode
         compress(config, resume=True)
 
 
-@pytest.mark.parametrize(("stop", "skip"), [(1, ()), (3, ()), (2, ("*.q_proj",))])  # what stays dense is held, too
-def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file, tmp_path, monkeypatch, stop, skip):
+@pytest.mark.parametrize(("stops", "skip"), [((1, 3), ()), ((2,), ("*.q_proj",))])  # what stays dense is held, too
+def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file, tmp_path, monkeypatch, stops, skip):
     """Another processor without the cache would write another text, and begin from other entries."""
     values = {"data": ("self",), "eval_data": (str(text_file),), "start_tokens": 256, "steps": 4, "skip": skip}
     monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "cache"))
     compress(settings(model_directory, text_file, tmp_path / "whole", **values))
-    config = settings(model_directory, text_file, tmp_path / "parts", **values)
-    with pytest.raises(Preempted):
-        compress(config, observer=stop_after(stop))
-    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "another"))
-    monkeypatch.setattr("edkm_cli.self_text.write_text", None)  # nothing is written again
-    kept = tmp_path / "parts.partial" / CHECKPOINTS / "self-text.safetensors"
-    former = kept.read_bytes()
-    kept.write_bytes(former[:-8])
-    with pytest.raises(UserError, match="damaged or missing"):
-        compress(config, resume=True)
-    kept.write_bytes(former)
-    compress(config, resume=True)
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    for stop in stops:
+        config = settings(model_directory, text_file, tmp_path / f"parts-{stop}", **values)
+        with pytest.raises(Preempted):
+            compress(config, observer=stop_after(stop))
+        with monkeypatch.context() as patch:
+            patch.setenv("EDKM_CACHE", str(tmp_path / "another"))
+            patch.setattr("edkm_cli.self_text.write_text", None)  # nothing is written again
+            kept = tmp_path / f"parts-{stop}.partial" / CHECKPOINTS / "self-text.safetensors"
+            former = kept.read_bytes()
+            kept.write_bytes(former[:-8])
+            with pytest.raises(UserError, match="damaged or missing"):
+                compress(config, resume=True)
+            kept.write_bytes(former)
+            compress(config, resume=True)
+        assert_same_run(tmp_path / f"parts-{stop}", tmp_path / "whole")
 
 
 def test_old_checkpoints_are_pruned_and_damaged_ones_passed_over(tmp_path):
