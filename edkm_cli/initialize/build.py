@@ -293,7 +293,7 @@ class Tables:
             name, spec = swap.name, self.recipe.spec
             bits, granularity = spec.bits_of(name), spec.granularity_of(name)
             clustering = replace(self.recipe.clustering, bits=bits, granularity=granularity)
-            centroids = self._candidates.pop(name)[bits].to(linear.weight.device)
+            centroids = self._candidates.pop(name)[bits].to(linear.weight.device).contiguous()
             _require_range(centroids, clustering, name)
             about: dict[str, Any] = {"name": name, "importance": self._relative.pop(name, None)}
             tensors, temperature = (linear.weight, linear.bias, centroids), self.recipe.temperature
@@ -309,9 +309,9 @@ def restore(dense: Any, recipe: Recipe, kept: KeptStart, **options: Any) -> Any:
 
 
 def no_tables(weight: Tensor, grid: Grid, widths: Sequence[int], *, granularity: Granularity, **_: Any) -> list[Tensor]:
-    """In place of `shared_kmeans_starts`, where tables come from elsewhere or only their shape counts."""
+    """In place of `shared_kmeans_starts`, where tables come from elsewhere or only their shape counts; no memory."""
     groups = granularity.groups(*weight.shape)
-    return [torch.zeros(groups, replace(grid, bits=bits).numbers, device="cpu") for bits in widths]
+    return [torch.zeros((), device="cpu").expand(groups, replace(grid, bits=bits).numbers) for bits in widths]
 
 
 def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None:
