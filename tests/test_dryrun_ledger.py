@@ -128,16 +128,18 @@ def layouts(tensors):
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_what_a_rehearsal_remembers_of_an_operation_is_what_pytorch_makes(of):
     """PyTorch's rules for the meta device, which are written in Python, are asked once for each arguments."""
-    x, row, wide = (torch.empty(shape, dtype=of, device="meta") for shape in ((3, 1, 5), (4, 1), (2, 6, 5)))
+    shapes = ((3, 1, 5), (4, 1), (2, 6, 5), (4, 4))
+    x, row, wide, square = (torch.empty(shape, dtype=of, device="meta") for shape in shapes)
     results = [
         lambda: (x + row, x - 2, x * 0.5, row * x, x.clamp(0, 3), -x, x * 1, x * 1.0, x * True, x * torch.tensor(2.5)),
         lambda: (x.permute(2, 0, 1) + 1, x[..., ::2] * 2, x.sum(-1), torch.cat([x, x], -1), wide.transpose(1, 2) + 0),
+        lambda: (square + 1, square.t() + 1, square.neg(), square.t().neg()),
         lambda: (*x.max(-1), *wide.sort(1), x.argmax(0), x > 1, x.float(), x.to(torch.float16), torch.zeros_like(x)),
         lambda: (x.mean(-1), x.mean((0, 2), keepdim=True), x.norm(dim=1), x.norm(), x.norm(dim=-1, keepdim=True)),
         lambda: (x / 2, x**2, x.sqrt(), torch.nn.functional.silu(x), x.square().mean(-1, keepdim=True).rsqrt()),
         lambda: (wide @ x.new_empty(5, 7), torch.nn.functional.linear(wide, x.new_empty(4, 5), x.new_empty(4))),
     ]
-    for made in results if of.is_floating_point else results[:3]:
+    for made in results if of.is_floating_point else results[:4]:
         wanted = layouts(made())
         with Stage(World(), ()):
             assert layouts(made()) == wanted
