@@ -193,7 +193,7 @@ def test_text_that_the_model_wrote_goes_with_the_run(model_directory, text_file,
         with pytest.raises(Preempted):
             compress(config, observer=stop_after(stop))
         with monkeypatch.context() as patch:
-            patch.setenv("EDKM_CACHE", str(tmp_path / "another"))
+            patch.setenv("EDKM_CACHE", str(tmp_path / f"another-{stop}"))
             patch.setattr("edkm_cli.self_text.write_text", None)  # nothing is written again
             kept = tmp_path / f"parts-{stop}.partial" / CHECKPOINTS / "self-text.safetensors"
             former = kept.read_bytes()

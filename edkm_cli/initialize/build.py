@@ -293,7 +293,7 @@ class Tables:
             name, spec = swap.name, self.recipe.spec
             bits, granularity = spec.bits_of(name), spec.granularity_of(name)
             clustering = replace(self.recipe.clustering, bits=bits, granularity=granularity)
-            centroids = self._candidates.pop(name)[bits].to(linear.weight.device).contiguous()
+            centroids = self._candidates.pop(name)[bits].to(linear.weight.device).contiguous()  # of `no_tables`, too
             _require_range(centroids, clustering, name)
             about: dict[str, Any] = {"name": name, "importance": self._relative.pop(name, None)}
             tensors, temperature = (linear.weight, linear.bias, centroids), self.recipe.temperature
