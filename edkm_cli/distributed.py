@@ -113,8 +113,7 @@ class World:
     def turns(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's share of the items. All get equally many, since a sharded model is called by all at once:
         where the items run out, the last one is repeated and marked False (not to be counted)."""
-        rounds = -(-len(items) // self.size)
-        places = [turn * self.size + self.rank for turn in range(rounds)]
+        places = [turn * self.size + self.rank for turn in range(-(-len(items) // self.size))]
         return [(items[min(place, len(items) - 1)], place < len(items)) for place in places]
 
     def scatter_rows(self, tensor: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ def override_texts(value: Any) -> Any:
 
 
 def _nearest_divisor(length: int, wanted: int) -> int:
-    divisors = [d for d in range(1, length + 1) if length % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+    return min((d for d in range(1, length + 1) if length % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 @dataclass(frozen=True)

@@ -252,8 +252,8 @@ def _load_gguf(source: ModelSource) -> Any:
     beside it, which loads in a second where reading the GGUF takes twenty."""
     import transformers
 
-    decoded = _decoded_copy(source)
-    if not (decoded / "config.json").is_file():
+    decoded = _copy_of(source)
+    if not decoded.is_dir():
         options: dict[str, Any] = {"dtype": torch.bfloat16}
         if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -306,11 +306,11 @@ def _take_rest(source: ModelSource, config: Any) -> None:
     config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
 
 
-def _decoded_copy(source: ModelSource) -> Path:
-    """Where the decoded copy of an alias's GGUF file is, or will be."""
+def _copy_of(source: ModelSource, kind: str = "bfloat16") -> Path:
+    """Where the decoded copy of an alias's GGUF file, or that of its tokenizer, is or will be."""
     path = source.path
     assert path is not None
-    return path.with_suffix(f".bfloat16-{path.stat().st_size}")
+    return path.with_suffix(f".{kind}-{path.stat().st_size}")
 
 
 def safetensors_directory(source: ModelSource) -> Path:
@@ -320,10 +320,10 @@ def safetensors_directory(source: ModelSource) -> Path:
     """
     _require_local(source)
     if source.gguf_file:
-        decoded = _decoded_copy(source)
-        if source.architecture and not (decoded / "config.json").is_file():
+        decoded = _copy_of(source)
+        if source.architecture and not decoded.is_dir():
             _load_gguf(source)
-        if not source.architecture or not (decoded / "config.json").is_file():
+        if not source.architecture or not decoded.is_dir():
             raise UserError(f"{source.name} must have safetensors files to be sharded; use --sharding none")
         return decoded
     if source.is_local:
@@ -335,24 +335,30 @@ def safetensors_directory(source: ModelSource) -> Path:
         return Path(snapshot_download(source.location, revision=source.revision, allow_patterns=patterns))
 
 
-def _keep_copy(model: Any, directory: Path) -> bool:
-    """Save a model where it will be looked for, whole or not at all; False where the cache cannot be written to."""
+def _keep_copy(part: Any, directory: Path) -> bool:
+    """Save a model or tokenizer where it will be looked for, whole or not at all; False where that fails."""
     partial = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     try:
-        model.save_pretrained(partial)
+        part.save_pretrained(partial)
         os.rename(partial, directory)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-    return (directory / "config.json").is_file()
+    return directory.is_dir()
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """The model's tokenizer. Raises UserError if it cannot be had."""
-    import transformers
+    """The model's tokenizer; that of an alias's GGUF file, which takes seconds to read, from a copy beside it, kept by the
+    first run. Raises UserError if it cannot be had."""
+    from transformers import AutoTokenizer
 
     _require_local(source)
+    copy = _copy_of(source, "tokenizer") if source.gguf_file and source.architecture else None
     with quiet_bars(), loading(source):
-        return transformers.AutoTokenizer.from_pretrained(source.location, **source.options)
+        if copy is None or not copy.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **source.options)
+            if copy is None or not _keep_copy(tokenizer, copy):
+                return tokenizer
+        return AutoTokenizer.from_pretrained(copy)
 
 
 def copy_processor(source: ModelSource, directory: Path) -> None:

@@ -1,6 +1,7 @@
 """SmolLM2-135M itself (scripts/get_smollm2.sh): the main job without training, and the published perplexities."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,25 @@ def test_the_evaluator_reproduces_the_reference_perplexities(context, expected):
     result = evaluate_model("smollm2-135m", EvalConfig(data=(text,), context=context, max_windows=8, device="cpu"))
     assert result["tokens"] == 304_986
     assert result["perplexity"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_tokenizer_from_its_copy_is_that_of_the_gguf_file(monkeypatch, tmp_path):
+    source = models.resolve("smollm2-135m")
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path))
+    here = models.resolve("smollm2-135m")
+    here.path.parent.mkdir()
+    here.path.symlink_to(source.path)
+    models.load_tokenizer(here)
+    (copy,) = here.path.parent.glob("*.tokenizer-*")
+    there, kept = models.load_tokenizer(replace(source, architecture={})), models.load_tokenizer(here)
+    for tokenizer, name in ((there, "there"), (kept, "kept")):
+        tokenizer.save_pretrained(tmp_path / name)
+    for file in copy.iterdir():
+        assert len({(folder / file.name).read_bytes() for folder in (copy, tmp_path / "there", tmp_path / "kept")}) == 1
+    text = "<|im_start|>user\n  1,234 naïve \u00fc\u0301\t日本語 🙂<|im_end|>\n"
+    assert kept(text)["input_ids"] == there(text)["input_ids"]
+    assert kept.decode(kept(text)["input_ids"]) == there.decode(there(text)["input_ids"])
+    assert (type(kept), kept.special_tokens_map, len(kept)) == (type(there), there.special_tokens_map, len(there))
 
 
 def test_a_model_that_was_not_fetched_names_the_script(monkeypatch, tmp_path):

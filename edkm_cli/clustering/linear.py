@@ -136,8 +136,7 @@ def clustered_linear(
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r} for {name}")
     tile = checked_tile(weight, centroids, granularity, layer=name)
-    dtype = parse_lut_dtype(lut_dtype)
-    options = Settings(tile, temperature, iterations, name, mode, dtype, lut_scale)
+    options = Settings(tile, temperature, iterations, name, mode, parse_lut_dtype(lut_dtype), lut_scale)
     final = centroids if mode == "straight-through" else new_centroids
     if final is not None:
         final = final.detach().to(kernels.centroid_dtype(weight))

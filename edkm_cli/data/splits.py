@@ -207,8 +207,7 @@ def _divided(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part
     sizes = [characters(unit) for unit in units]
     cut = len(units) if split == ALL else held_out_start(sizes)
     if split != ALL and not 0 < cut < len(units):
-        count = sum(map(bool, sizes))
-        rule = f"{source} must have at least two documents or lines with text, but has {count}"
+        rule = f"{source} must have at least two documents or lines with text, but has {sum(map(bool, sizes))}"
         raise UserError(f"{rule}; give a source with more, or name its column with --data-column")
     low, high = (cut, len(units)) if split == TEST else (0, cut)
     held_out = sum(sizes[cut:]) if split == TRAIN else 0

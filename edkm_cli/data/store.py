@@ -94,8 +94,7 @@ class StoreWriter:
 
     def append(self, part: Encoded) -> None:
         self._files[TOKENS].write(part.ids.astype(self._dtype).tobytes())
-        ends = self.counts.tokens + np.cumsum(part.lengths)
-        self._files[ENDS].write(ends.astype("<i8").tobytes())
+        self._files[ENDS].write((self.counts.tokens + np.cumsum(part.lengths)).astype("<i8").tobytes())
         bits = np.concatenate([self._bits, part.trained])
         whole = bits.size // 8 * 8
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())

@@ -196,8 +196,7 @@ def _size(parameter: Tensor) -> float:
 
 def relative_error(output: Tensor, wanted: Tensor) -> Tensor:
     """Squared error by squared norm of each token's hidden state, averaged over tokens; both (batch, sequence, hidden)."""
-    error = (output - wanted).square().sum(-1)
-    return (error / wanted.square().sum(-1).clamp_min(1e-12)).mean()
+    return ((output - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
 
 
 def _picks(texts: list[Tensor], passes: int, order: torch.Generator) -> Iterator[list[int]]:
