@@ -11,6 +11,7 @@ from edkm_cli import model_files, models
 from edkm_cli.clustering import temperature_at
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World, open_world, peers
+from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint, table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
@@ -82,6 +83,8 @@ class Run(Session):
         self.output.rehearse(self.plan.needed_bytes)
         torch.manual_seed(self.config.seed)
         self._open_texts()
+        state = partial(model_files.files_state, self.plan.source.path)
+        files = self.world.on_main(state)
         sha256 = model_digest(self.plan.source, self.plan.architecture, self.world)
         if (report := self.finished("report.json", self.plan.asked, model_sha256=sha256)) is not None:
             return report
@@ -93,6 +96,8 @@ class Run(Session):
         teacher = self.remember(dense, sha256) if self.plan.distills else None
         model = self._start(dense, staging)
         del dense
+        if self.world.on_main(state) != files:
+            raise UserError(f"--model {self.config.model} changed while it was read; start again when it is whole")
         if self.exports_start:
             with self.clock.phase("evaluate"):
                 self.first_windows = self.measured.first_windows(model, self.world)

@@ -373,5 +373,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too
-        values = {**TARGETS[values["target"]].settings, **values}
+        settings = TARGETS[values["target"]].settings
+        dense = {"embedding_group": 0} if str(values.get("embedding_bits")) == "16" else {}
+        values = {**settings, **dense, **values}
     return from_mapping(CompressConfig, values)

@@ -8,8 +8,11 @@ _DISK = {
     errno.ENOSPC: "free some room",
     errno.EDQUOT: "free some room, or have the quota raised",
     errno.EROFS: "give a place that can be written to",
-    errno.EACCES: "give a place that this user may write to",
-    errno.EPERM: "give a place that this user may write to",
+    errno.EACCES: "give a place that this user may read and write",
+    errno.EPERM: "give a place that this user may read and write",
+    errno.EBUSY: "give a directory inside it",  # something is mounted there
+    errno.EXDEV: "give a place on one file system",
+    errno.EMFILE: "have the limit of open files raised",
     errno.EIO: "check the disk",
     errno.EFBIG: "have the limit of file sizes raised",
     errno.ENAMETOOLONG: "give a shorter name",

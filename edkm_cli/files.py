@@ -1,5 +1,6 @@
 """How files are read and written: JSON and safetensors, whole or not at all, and with checksums."""
 
+import errno
 import hashlib
 import json
 import math
@@ -17,6 +18,7 @@ from edkm_cli.errors import UserError, named
 from edkm_cli.settings import shown
 
 CHECKSUMS = "checksums.json"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # what a file system without locks answers
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 
 # safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.
@@ -89,7 +91,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One sha256 over names and bytes of tensors."""
     total = hashlib.sha256()
     for name, tensor in tensors:
-        total.update(name.encode())
+        total.update(name.encode(errors="surrogateescape"))
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
@@ -142,7 +144,9 @@ def verify_checksums(directory: str | Path) -> None:
         if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
         if path.stat().st_size != size:
-            raise UserError(f"{path} must have {size} bytes, got {path.stat().st_size} (truncated?); {remedy}")
+            raise UserError(
+                f"{path} must have {size} bytes, got {path.stat().st_size} (truncated, or saved anew?); {remedy}"
+            )
         if sha256_of(path) != digest:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
 

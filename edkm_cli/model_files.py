@@ -119,6 +119,14 @@ def files_digest(path: Path) -> str:
     return total.hexdigest()
 
 
+def files_state(path: Path | None) -> dict[str, list[int]] | None:
+    """Sizes and times of the files of a model on this machine; None for one of the hub, which its name stands for."""
+    if path is None:
+        return None
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
 def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: str = "") -> None:
     """Raises UserError for a number in a config.json that no model has: to build such a model would not end."""
     if isinstance(config, dict):

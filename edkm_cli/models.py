@@ -24,6 +24,7 @@ from edkm_cli.files import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.settings import DTYPES, cache_directory, configs_directory
+from edkm_cli.targets import gemma3_scalar
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 
@@ -148,6 +149,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
         raise UserError(f"{source.name} must not have return_dict false in its config.json; remove it there")
     if source.gguf_file:
         _take_rest(source, config)
+        if config.model_type == "gemma3_text":
+            config.query_pre_attn_scalar = gemma3_scalar(config)
     if dequantize:
         model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
@@ -301,7 +304,9 @@ def _take_rest(source: ModelSource, config: Any) -> None:
     elif right and said.get("type") == "linear":
         inner = {**inner, "rope_type": "linear", "factor": said["factor"]}
     if not right:
-        rule = f"--model {source.name} must have plain positions, or scaled as LLaMA 3's or linearly, but has others"
+        rule = (
+            f"--model {source.name} must have plain positions, or scaled linearly or as LLaMA 3's 8192, but has others"
+        )
         raise UserError(f"{rule}, {remedy}")
     config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
 

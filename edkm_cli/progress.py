@@ -40,9 +40,11 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        return_free_blocks()
-        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
+        try:
+            yield
+        finally:
+            return_free_blocks()
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
 
 class Progress(Observer):

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from edkm_cli.config import head_size, known_positions
 from edkm_cli.data import store_of
-from edkm_cli.files import written_whole
+from edkm_cli.files import digest, written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.precision import bfloat16_linears
@@ -227,17 +227,19 @@ def self_text(
 def kept_text(path: Path) -> Tensor | None:
     """What `keep_text` wrote; None where nothing can be read."""
     try:
-        text = load_file(path)["tokens"]
-    except (OSError, SafetensorError, KeyError):
+        with safe_open(path, framework="pt") as file:
+            text, sha256 = file.get_tensor("tokens"), (file.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError):
         return None
-    return text if text.ndim == 2 and text.dtype == torch.int64 else None
+    whole = sha256 in (None, digest([("", text)]))  # None: it was kept by an earlier version
+    return text if whole and text.ndim == 2 and text.dtype == torch.int64 else None
 
 
 def keep_text(path: Path, text: Tensor) -> None:
     """Write a text in one step. Raises OSError where that fails; nothing is left then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path, f".{os.getpid()}") as partial:
-        partial.write_bytes(save({"tokens": text.contiguous()}))
+        partial.write_bytes(save({"tokens": text.contiguous()}, {"sha256": digest([("", text)])}))
 
 
 # Stands for the text of a run that the model is yet to write.

@@ -180,10 +180,8 @@ def check_model(
         used = "silu" if used == "swish" else used  # the same by another name
         facts.append(("activation", ("gelu_pytorch_tanh" if gemma else "silu",), used))
         usual: dict[str, Any] = {"attention_bias": False} if architecture.model_type in ("qwen3", "gemma3_text") else {}
-        if gemma and form == "gguf":  # the largest scales by the width of a head, which is not the size there
-            widest = architecture.num_hidden_layers == 62
-            width = architecture.hidden_size / architecture.num_attention_heads if widest else architecture.head_dim
-            usual |= {"query_pre_attn_scalar": width, "final_logit_softcapping": None}
+        if gemma and form == "gguf":
+            usual |= {"query_pre_attn_scalar": gemma3_scalar(architecture), "final_logit_softcapping": None}
         facts += [(name, (value,), getattr(architecture, name, value)) for name, value in usual.items()]
         kinds = getattr(architecture, "layer_types", None) or []
         every = 6 if form == "gguf" or not gemma else [*kinds, "full_attention"].index("full_attention") + 1
@@ -207,10 +205,19 @@ def full_positions(architecture: Any, *, by_layer: bool = False) -> int | None:
     return min(filter(None, (getattr(architecture, "max_position_embeddings", None), window)), default=None)
 
 
-def falls_back(name: str | None, columns: int, width: int | None) -> str:
+def gemma3_scalar(architecture: Any) -> float:
+    """`query_pre_attn_scalar` of Gemma 3 in llama.cpp, whose files do not say it: the largest model's is the width of a
+    head, which is not the size there."""
+    widest = architecture.num_hidden_layers == 62
+    return architecture.hidden_size / architecture.num_attention_heads if widest else architecture.head_dim
+
+
+def falls_back(name: str | None, columns: int, width: int | None, *, linear: bool = True) -> str:
     """Why a target stores a matrix with rows of so many columns otherwise than in tiles of `width`; "" where it does not."""
     target = TARGETS.get(name or "")
-    if target is None or not target.fallback or not width or columns % (width := max(width, target.columns)) == 0:
+    if target is None or not target.fallback or not width:
+        return ""
+    if columns % (width := max(width, target.columns if linear else 1)) == 0:
         return ""
     return f"rows of {columns} are no multiple of {width}: {name} stores it as {target.fallback}"
 

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import signal
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -58,6 +60,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # our own line says what went wrong
     gc.set_threshold(50_000)  # a fifth of a start was looking for garbage among a million imported objects
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is temporary is removed
+    with suppress(AttributeError):  # standard output is closed, or no file
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app(args=arguments)
     except PeerLost as error:
@@ -67,9 +73,6 @@ def main(arguments: list[str] | None = None) -> None:
         if first_process():
             print(f"edkm: {stop}", file=sys.stderr)
         sys.exit(143)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except KeyboardInterrupt:
         print("edkm: interrupted", file=sys.stderr)
         sys.exit(130)

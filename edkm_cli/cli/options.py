@@ -168,15 +168,19 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
 
     Raises UserError, after printing, where the file cannot be written.
     """
-    if first_process():
-        print(text, flush=True)
-    if json_file is None or not first_process():
+    if not first_process():
         return
     from edkm_cli.files import json_text
 
     try:
-        ownership.replace_file(json_file, json_text(result))
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"--json {json_file} could not be written ({error}); the result is printed above") from error
+        print(text, flush=True)
+    finally:  # it is written even where nobody reads what is printed
+        try:
+            if json_file is not None:
+                ownership.replace_file(json_file, json_text(result))
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"--json {json_file} could not be written ({error}); the result is printed above"
+            ) from error

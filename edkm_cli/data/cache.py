@@ -5,7 +5,6 @@ back from a process that dies; every byte is checked when it is opened. So a kil
 leave either a whole store or none.
 """
 
-import errno
 import hashlib
 import json
 import multiprocessing
@@ -31,7 +30,7 @@ from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.files import sync
+from edkm_cli.files import NO_LOCKS, sync
 from edkm_cli.settings import token_cache_directory
 
 Say = Callable[[str], None]
@@ -148,14 +147,18 @@ def _begin(encoder: Encoder, run: int) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    threading.Thread(target=_end_with, args=(run,), daemon=True).start()
+    end_with(run)
 
 
-def _end_with(run: int) -> None:
-    """A worker whose run was killed would wait for work for ever."""
-    while os.getppid() == run:
-        time.sleep(0.5)
-    os._exit(1)
+def end_with(run: int) -> None:
+    """This process, which a run has started, ends when that is gone: one that was killed stops no others."""
+
+    def wait() -> None:
+        while os.getppid() == run:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _encode(part: Part) -> Encoded:
@@ -177,7 +180,7 @@ def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str)
         except Timeout:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            if error.errno not in NO_LOCKS:
                 raise disk_error(error, path.parent, **cache) from error
         return True
 

@@ -8,8 +8,8 @@ to its logits (caps or scales them) has its log-probabilities kept in float16, w
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,25 @@ class Recorder:
         self._head: dict[str, Tensor] = {}
         if isinstance(head, nn.Linear):
             self._head = {name: full(tensor.detach()) for name, tensor in head.named_parameters()}
-            self._save(self._head, _HEAD)
+            self._save(lambda: save_tensors(self._directory / _HEAD, self._head))
 
     def see(self, ids: Tensor, states: Tensor, parts: Parts) -> None:
         """Keep the predictions of a window (1, context): its states (context, n), where the head makes logits of them."""
         if self._explains(states[-8:], parts):
-            kept = {"hidden": states}
+            kind, kept = _HIDDEN, states
         else:
             lowest = torch.finfo(torch.float16).min
             chunks = (parts.logits(some[None])[0].float() for some in states.split(CHUNK_TOKENS))
             below = (chunk - chunk.amax(1, keepdim=True) for chunk in chunks)  # so that the likeliest one stays it
-            kept = {"logits": torch.cat([chunk.clamp_min(lowest).half() for chunk in below])}
-        self._save(kept, _file_of(ids))
+            kind, kept = "logits", torch.cat([chunk.clamp_min(lowest).half() for chunk in below])
+        self._save(
+            lambda: self._add([_digest_of(ids), kind, str(kept.dtype).removeprefix("torch."), *kept.shape], kept)
+        )
+
+    def _add(self, about: list[Any], kept: Tensor) -> None:
+        with open(self._directory / _WINDOWS, "ab") as file:
+            file.write(json.dumps(about).encode() + b"\n")
+            file.write(kept.cpu().contiguous().view(torch.uint8).numpy().data)
 
     def _explains(self, states: Tensor, parts: Parts) -> bool:
         """Whether the logits are the head's product with the states and nothing more."""
@@ -69,49 +76,49 @@ class Recorder:
         error = (nn.functional.linear(states, **self._head).float() - wanted).abs().max()
         return bool(error <= (1e-4 if states.dtype == torch.float32 else 1e-2) * wanted.abs().max())
 
-    def _save(self, tensors: dict[str, Tensor], name: str) -> None:
+    def _save(self, write: Callable[[], object]) -> None:
         if self.failure is None:
             try:
-                save_tensors(self._directory / name, tensors)
+                write()
             except OSError as error:
                 self.failure = f"the uncompressed model's predictions could not be kept on disk ({error}); set TMPDIR"
 
 
 class RememberedPredictions:
-    """What a `Recorder` wrote, as a reference. The files are open from the start, so the directory may be removed; each is
-    in memory only while it is computed with."""
+    """What a `Recorder` wrote, as a reference. Its two files are open from the start, so the directory may be removed; a
+    window is in memory only while it is computed with."""
 
     def __init__(self, directory: str | Path):
-        with suppress(ImportError):  # Windows
-            import resource
-
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # there is one for each window
-            most = min(hard, _MOST_FILES) if hard > 0 else _MOST_FILES
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-        self._files = {path.name: path.open("rb") for path in Path(directory).glob("*.safetensors")}
+        self._files = {path.name: path.open("rb") for path in Path(directory).glob("predictions.*")}
+        self._places: dict[str, tuple[int, str, Tensor]] = {}
+        windows = self._files.get(_WINDOWS)
+        while windows and (line := windows.readline()):
+            digest, kind, dtype, *shape = json.loads(line)
+            self._places[digest] = windows.tell(), kind, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            windows.seek(self._places[digest][2].nbytes, 1)
 
     def __call__(self, ids: Tensor) -> Iterator[Tensor]:
         """The logits of a window that was seen; KeyError for another."""
-        kept = self._tensors(_file_of(ids))
-        if "hidden" not in kept:
-            yield from kept["logits"].split(CHUNK_TOKENS)
+        start, kind, like = self._places[_digest_of(ids)]
+        kept = torch.empty_like(like, device="cpu")
+        self._files[_WINDOWS].seek(start)
+        self._files[_WINDOWS].readinto(kept.view(torch.uint8).numpy().data)
+        if kind != _HIDDEN:
+            yield from kept.split(CHUNK_TOKENS)
             return
-        head = {name: tensor.to(ids.device) for name, tensor in self._tensors(_HEAD).items()}
-        for hidden in kept["hidden"].split(CHUNK_TOKENS):
+        with safe_open(f"/dev/fd/{self._files[_HEAD].fileno()}", framework="pt") as opened:
+            head = {name: opened.get_tensor(name).to(ids.device) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        for hidden in kept.split(CHUNK_TOKENS):
             yield nn.functional.linear(hidden.to(ids.device), **head)
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        with safe_open(f"/dev/fd/{self._files[name].fileno()}", framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
 
     def knows_text(self, tokens: Tensor, context: int) -> bool:
         """Whether the first window of `context` tokens of a text (tokens,) was seen."""
-        return _file_of(tokens[: min(context, tokens.numel())]) in self._files
+        return _digest_of(tokens[: min(context, tokens.numel())]) in self._places
 
 
-_HEAD, _MOST_FILES = "head.safetensors", 10240  # what macOS allows, too
+# Of all windows, each a line of JSON (a digest of its tokens, what is kept, its format and shape), and the numbers.
+_HEAD, _WINDOWS, _HIDDEN = "predictions.safetensors", "predictions.windows", "hidden"
 
 
-def _file_of(ids: Tensor) -> str:
-    """The name of a window's file, by its tokens."""
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest() + ".safetensors"
+def _digest_of(ids: Tensor) -> str:
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()

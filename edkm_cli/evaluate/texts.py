@@ -36,7 +36,7 @@ class Measurements:
 
         Returns why they could not be remembered, if so: later stages then have perplexities only.
         """
-        # Open files outlive their directory: nothing is left on the disk when the process ends, however it ends.
+        # Open files outlive their directory: nothing is left on the disk once the original is measured.
         with tempfile.TemporaryDirectory(prefix="edkm-predictions-") as folder:
             recorder = Recorder(model, folder)
             self.by_stage[ORIGINAL] = self._figures(model, ORIGINAL, world, seen=recorder.see)

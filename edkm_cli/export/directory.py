@@ -18,7 +18,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
-from edkm_cli.files import json_text, require_room, sync, write_json, written_whole
+from edkm_cli.files import NO_LOCKS, json_text, require_room, sync, write_json, written_whole
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _SPARE_BYTES = 50_000_000  # beside the tensors: metrics, trackers, tokenizer
@@ -76,6 +76,12 @@ class OutputDirectory:
             raise UserError(f"--output must be a directory of its own, got {self.path}; choose another")
         if self.path.name.endswith(".partial"):
             raise UserError(f"--output {self.path} must not end in .partial, as unfinished results do; choose another")
+        if str(self.path).encode(errors="replace").decode() != str(self.path):  # a tokenizer is not saved there
+            raise UserError(f"--output must have a name in UTF-8, got {os.fsencode(self.path)!r}; choose another")
+        if os.path.ismount(self.path):
+            raise UserError(
+                f"--output {self.path} is where a disk is mounted, which cannot be replaced; name one inside"
+            )
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):
@@ -144,6 +150,11 @@ class OutputDirectory:
             return None
         if changes:
             raise UserError(f"--resume: {self.path} is finished, but {changes}; choose another --output or --overwrite")
+        for name, facts in ownership.listing(self.path)["files"].items():
+            file = self.path / name
+            if not file.is_file() or (file.suffix == ".safetensors" and ownership.entry_of(file) != facts):
+                rule = f"--resume: {self.path} is finished, but its {name} is missing or damaged"
+                raise UserError(f"{rule}; make it again with --overwrite, or choose another --output")
         settle(self.path)
         return content
 
@@ -191,17 +202,21 @@ class OutputDirectory:
         Wherever this is interrupted, `DIR` is the old result or the new one, whole (where the system cannot swap two
         directories, it may also be absent), and training state goes last: what was interrupted goes on from it, or is
         finished by `settle`. Raises UserError, and leaves the result in `DIR.partial`, where something foreign has come
-        into `DIR` meanwhile.
+        into `DIR` meanwhile, or something was taken out of `DIR.partial`.
         """
+        if not (self.partial / MARKER).is_file():
+            raise UserError(f"{self.partial} must stay as it is until the run ends, but was removed; start again")
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise UserError(f"the result is whole in {self.partial}: {self.path} has become a file; move it away")
         if self.path.exists():
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
-        listed = {"identity": facts.get("fingerprint"), "files": ownership.files_of(self.partial)}
-        write_json(self.partial / FILES, listed)
-        for file in self.partial.iterdir():
-            sync(file)
+        files = ownership.files_of(self.partial)
+        write_json(self.partial / FILES, {"identity": facts.get("fingerprint"), "files": files})
+        for name in files:
+            sync(self.partial / name)
         sync(self.partial)
-        if not self.path.exists():
+        if not self.path.exists() or (os.name != "nt" and not any(self.path.iterdir())):  # one of an image is not moved
             os.rename(self.partial, self.path)
         elif not _exchange(self.partial, self.path):
             old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
@@ -266,8 +281,10 @@ class Lock:
             if {"process", "host", "since"} <= facts.keys():
                 holder = f"process {facts['process']} on {facts['host']} since {facts['since']}"
             raise UserError(f"--output {self._directory} is written by {holder}; wait, or choose another") from None
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return
+            raise
         if self.path.stat().st_size and "process" not in ownership.read_object(self.path):
             self._lock.release()
             raise UserError(f"{self.path} is needed to keep other runs out, but holds something else; move it away")

@@ -18,7 +18,7 @@ from edkm_cli.config import CHECKPOINTS, TextSettings, lengths_of, too_long
 from edkm_cli.data.training import overlaps, require_held_out, unchanged
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
-from edkm_cli.errors import UserError
+from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.texts import STAGES, Measurements
 from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.ownership import run_paths
@@ -73,7 +73,12 @@ class Session:
         """The run on the model that `option` names, and its report; `options` are those of `OutputDirectory`."""
         inputs = run_paths(self.config, option, model)
         with OutputDirectory(self.config.output, inputs=inputs, world=self.world, **options) as self.output:
-            return self.steps()
+            try:
+                return self.steps()
+            except Preempted:
+                if self.output.marked() is not None:  # with the time that this part has taken
+                    self.mark()
+                raise
 
     def steps(self) -> dict[str, Any]:
         """What the run does, in order."""
@@ -194,12 +199,14 @@ class Session:
         staging = self.output.begin(keep=self.unfinished is not None)
         if self.unfinished is not None:
             self.measured.by_stage.update(self.unfinished["measured"])
+            for phase, seconds in self.unfinished.get("seconds", {}).items():
+                self.clock.seconds[phase] = round(self.clock.seconds.get(phase, 0.0) + seconds, 3)
         self.mark()
         return staging
 
     def mark(self) -> None:
         """Record what this run is, what it has measured so far, and the text that the model wrote for it."""
-        figures: dict[str, Any] = {"measured": self.measured.by_stage}
+        figures: dict[str, Any] = {"measured": self.measured.by_stage, "seconds": self.clock.seconds}
         if self.text is not None:
             path = self.output.partial / CHECKPOINTS / SELF_TEXT
             figures["text_sha256"] = digest([("", self.text)])

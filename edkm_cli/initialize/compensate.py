@@ -97,7 +97,9 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
             del h
             return _inverted(lower).flip(0, 1)  # U = R^-1
         diagonal += damping * mean
-    raise UserError("calibration inputs must be finite, but a layer's give no Cholesky factor; use --start kmeans")
+    raise UserError(
+        "calibration inputs must be finite and not all zero, but a layer's give no Cholesky factor; use --start kmeans"
+    )
 
 
 def _inverted(lower: Tensor) -> Tensor:

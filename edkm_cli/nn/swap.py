@@ -139,8 +139,9 @@ def fall_back(swaps: Iterable[Swap], target: str | None, granularity: str, embed
     nothing is left."""
 
     def settled(swap: Swap) -> Swap:
-        width = Granularity.parse(granularity).columns if swap.role == LINEAR else embedding_group
-        reason = "" if swap.reason or swap.role == OTHER else falls_back(target, swap.shape[1], width)
+        linear = swap.role == LINEAR
+        width = Granularity.parse(granularity).columns if linear else embedding_group
+        reason = "" if swap.reason or swap.role == OTHER else falls_back(target, swap.shape[1], width, linear=linear)
         return replace(swap, reason=reason) if reason else swap
 
     before = list(swaps)

@@ -30,6 +30,7 @@ _PATHS = (
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn",
 )  # fmt: skip
+_NUMBERS = ("scaling", "variance_epsilon", "sliding_window")  # of modules, and of Mistral's configuration
 
 
 def shorten(model: Any) -> None:
@@ -132,7 +133,8 @@ class _Shortcut:
 
     def _prepare(self, decoder: Any) -> None:
         self.__init__()  # type: ignore[misc]
-        plain, weights = True, []
+        plain, weights, said = True, [], vars(decoder.config)
+        self._members += [(said, key, said[key]) for key in _NUMBERS if key in said]
         for name, layer in decoder.layers._modules.items():
             self._note(decoder.layers._modules, name, layer)
             for path in (*_PATHS, "self_attn.q_norm", "self_attn.k_norm"):
@@ -153,6 +155,7 @@ class _Shortcut:
     def _note(self, holder: dict, name: str, module: nn.Module) -> None:
         self._members.append((holder, name, module))
         self._states.append(module.__dict__)
+        self._members += [(module.__dict__, key, module.__dict__[key]) for key in _NUMBERS if key in module.__dict__]
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         for tensors in (module._buffers, module._parameters):
             self._members += [(tensors, *item) for item in tensors.items()]

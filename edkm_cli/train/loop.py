@@ -197,7 +197,8 @@ def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     """Make a clustered model ready to train, in place."""
     freeze_dense_embeddings(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
+        enable({"use_reentrant": False})
         model.enable_input_require_grads()
     layers = clustered_layers(model)
     if world.size > 1 and any(layer.clustering.method == "dkm" for layer in layers.values()):

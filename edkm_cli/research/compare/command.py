@@ -29,6 +29,7 @@ from edkm_cli.export.ownership import cache_paths, input_paths, read_object, req
 from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.files import digest, write_json
 from edkm_cli.granularity import Granularity
+from edkm_cli.model_files import files_state
 from edkm_cli.preflight import choose_device
 from edkm_cli.report.charts import save
 from edkm_cli.research.baselines import SHARED, load
@@ -115,7 +116,7 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         "edkm_version": __version__,
         "method": entry.method,
         "model": config.model,
-        "model_files": _model_files(config.model),
+        "model_files": files_state(models.resolve(config.model).path),
         "data": list(config.data),
         "texts": list(evaluation_names(part_of(TextSettings, config), parse_sources(config.data))),
         "context": config.context,
@@ -130,7 +131,7 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
             raise UserError(f"{UNCOMPRESSED} has no options, got {entry.label!r}")
     elif entry.method in FILES:
         path, facts = facts_of(entry)
-        settings |= {"file": str(path), "file_state": _model_files(str(path)), "facts": facts}
+        settings |= {"file": str(path), "file_state": files_state(models.resolve(str(path)).path), "facts": facts}
     else:
         settings |= _baseline_settings(entry, config)
     return json.loads(json.dumps(settings))
@@ -181,15 +182,6 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         "calibration": {"samples": given["calibration_samples"], "sequence_length": given["sequence_length"]},
         "granularity": str(arguments.get("granularity", groups)),
     }
-
-
-def _model_files(name: str) -> dict[str, list[int]] | None:
-    """Sizes and times of a local model's files; None for a hub model, which its name stands for."""
-    path = models.resolve(name).path
-    if path is None:
-        return None
-    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
-    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _result(

@@ -12,6 +12,7 @@ they hold, and measured as every other row is.
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -29,6 +30,7 @@ from edkm_cli import models
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
+from edkm_cli.data.cache import end_with
 from edkm_cli.environment import peak_memory_bytes
 from edkm_cli.errors import Preempted, UserError, brief
 from edkm_cli.evaluate.perplexity import perplexity
@@ -271,4 +273,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with(os.getppid())
     sys.exit(main(sys.argv[1:]))
