@@ -1,8 +1,7 @@
 """The processes of a run: starting them, exchanging values, and sharding parameters over them.
 
 `torchrun` and `accelerate launch` start the processes and set RANK, WORLD_SIZE and the rendezvous; everything here is
-torch.distributed (gloo for host memory, nccl for GPUs). A single process is a world of one, in which all of this costs
-nothing.
+torch.distributed (gloo for host memory, nccl for GPUs). A single process is a world of one, where all of this costs nothing.
 
 Sharded means FSDP2: `fully_shard` on each decoder block keeps 1/N of its parameters on each process (rows, dimension
 0) and gathers a block when it is used. Inside a block's forward a layer sees whole weights, so clustering is exact and
@@ -225,10 +224,9 @@ def shard(module: nn.Module, world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
     # Also for the root, which FSDP2 would leave whole after a forward without backward (an evaluation): an optimizer
     # made then would train the whole parameter, of which nobody would hear.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(module, mesh=init_device_mesh(world.device.split(":")[0], (world.size,)), reshard_after_forward=True)
 
 
 def local(tensor: Tensor) -> Tensor:

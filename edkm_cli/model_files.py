@@ -279,8 +279,7 @@ def head_differs(directory: Path) -> bool:
         head, rows = one.get_slice(heads[0]), other.get_slice(inputs[0])
         if head.get_shape() != rows.get_shape() or head.get_dtype() != rows.get_dtype():
             return True
-        starts = range(0, head.get_shape()[0], _COMPARED_ROWS)
-        parts = (slice(first, first + _COMPARED_ROWS) for first in starts)
+        parts = (slice(first, first + _COMPARED_ROWS) for first in range(0, head.get_shape()[0], _COMPARED_ROWS))
         return not all(bool((head[part] == rows[part]).all()) for part in parts)
 
 

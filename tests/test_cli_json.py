@@ -38,3 +38,14 @@ def test_the_result_is_printed_where_the_file_cannot_be_written(tmp_path, capsys
 
 def test_what_is_not_finite_is_null():
     assert json.loads(json_text({"a": [float("nan"), 1.0], "b": float("inf")})) == {"a": [None, 1.0], "b": None}
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError(28, "No space left on device")])
+def test_the_file_is_written_where_nobody_reads_what_is_printed(tmp_path, monkeypatch, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("builtins.print", broken)
+    with pytest.raises(OSError):  # noqa: PT011 - either of the two
+        finish("text", {"a": 1}, tmp_path / "file.json")
+    assert json.loads((tmp_path / "file.json").read_text()) == {"a": 1}

@@ -1,13 +1,14 @@
 """Whole runs: an export that is another model fails, a changed evaluation text is noticed, bfloat16 learns like float32."""
 
 import os
+import shutil
 
 import pytest
 import torch
 
 import edkm_cli
 from edkm_cli import compress as module
-from edkm_cli.compress import compress
+from edkm_cli.compress import Run, compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source, tokenize
 from edkm_cli.errors import UserError
@@ -154,3 +155,18 @@ def test_three_hundred_steps_need_no_more_memory_than_thirty(model_directory, te
         compress(config_of(model_directory, text_file, tmp_path / str(steps), steps=steps, save_every=0))
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert peaks[1] - peaks[0] < 16 * 1024
+
+
+def test_a_model_that_changes_while_it_is_read_is_no_result(model_directory, text_file, tmp_path, monkeypatch):
+    model = shutil.copytree(model_directory, tmp_path / "model")
+
+    def start(self, *arguments):
+        started = original(self, *arguments)
+        os.utime(model / "model.safetensors", ns=(1, 1))
+        return started
+
+    original = Run._start
+    monkeypatch.setattr(Run, "_start", start)
+    with pytest.raises(UserError, match="changed while it was read"):
+        compress(config_of(model, text_file, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

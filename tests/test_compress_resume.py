@@ -38,8 +38,10 @@ def test_a_run_stopped_by_sigterm_goes_on_to_the_same_files(model_directory, tex
         with pytest.raises(Preempted, match=f"after step {after} of 6"):
             compress(parts, resume=True, observer=stop_after(after))
         assert not (tmp_path / "parts").exists()
-        compress(parts, resume=True)
+        report = compress(parts, resume=True)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
+        steps = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+        assert report["seconds"]["train"] >= sum(json.loads(line)["seconds"] for line in steps) - 0.01  # of both parts
         assert set(os.listdir(tmp_path)) == {"whole", "parts"}
         shutil.rmtree(tmp_path / "parts")
 

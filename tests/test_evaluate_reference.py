@@ -38,9 +38,9 @@ def test_predictions_of_a_llama_are_kept_exactly(tmp_path, dtype, tied):
 def test_hidden_states_are_kept_not_logits(tmp_path):
     remembered(tiny_llama(), tmp_path)
     sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
-    assert sizes.pop("head.safetensors") < 257 * 24 * 4 + 200
-    assert len(sizes) == 3
-    assert max(sizes.values()) < 16 * 24 * 4 + 200
+    assert sizes.pop("predictions.safetensors") < 257 * 24 * 4 + 200
+    (windows,) = sizes.values()  # one file, however many windows there are
+    assert 3 * 16 * 24 * 4 < windows < 3 * (16 * 24 * 4 + 200)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere"])

@@ -1,5 +1,6 @@
 """The output directory: checkpoints are not thrown away, and two runs do not share it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import pytest
 
 from edkm_cli.errors import UserError
+from edkm_cli.export import directory as module
 from edkm_cli.export.directory import Lock, OutputDirectory
 
 
@@ -81,3 +83,74 @@ def test_a_system_without_atomic_exchange_still_commits(tmp_path, monkeypatch):
 def test_what_is_named_as_unfinished_results_are_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"must not end in \.partial"):
         OutputDirectory(tmp_path / "out.partial")
+
+
+def committed(path, **files):
+    output = OutputDirectory(path)
+    for name, text in {"report": "{}", **files}.items():
+        (output.begin(keep=True) / f"{name}.json").write_text(text)
+    (output.partial / "model.safetensors").write_bytes(b"weights")
+    output.mark({"a": 1})
+    output.commit()
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_finished_result_whose_weights_are_not_what_was_written_is_not_taken_for_done(tmp_path, damage):
+    committed(tmp_path / "out")
+    again = OutputDirectory(tmp_path / "out", resume=True)
+    assert again.finished("report.json", {"a": 1}, {}) == {}
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(b"Weights") if damage == "changed" else weights.unlink()
+    with pytest.raises(UserError, match=r"its model\.safetensors is missing or damaged.*--overwrite"):
+        again.finished("report.json", {"a": 1}, {})
+
+
+def test_a_place_where_a_disk_is_mounted_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
+    with pytest.raises(UserError, match="where a disk is mounted"):
+        OutputDirectory(tmp_path / "out")
+    OutputDirectory(tmp_path / "other")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are not bytes")
+def test_a_name_that_is_no_text_is_refused_before_the_work(tmp_path):
+    with pytest.raises(UserError, match="a name in UTF-8"):
+        OutputDirectory(tmp_path / os.fsdecode(b"caf\xe9"))
+
+
+def test_an_empty_directory_is_replaced_without_being_moved(tmp_path, monkeypatch):
+    """As one of a container's image cannot be."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(module, "_exchange", lambda *paths: pytest.fail("it was moved"))
+    committed(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_what_comes_into_the_way_during_the_run_stays(tmp_path):
+    output = OutputDirectory(tmp_path / "out")
+    output.begin()
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(UserError, match="has become a file"):
+        output.commit()
+    assert (tmp_path / "out").read_text() == "precious"
+    (tmp_path / "out").unlink()
+    output.discard()
+    with pytest.raises(UserError, match="was removed"):
+        output.commit()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lock_that_cannot_be_had_is_not_done_without(tmp_path, monkeypatch):
+    lock = Lock(tmp_path / "out")
+
+    def refuse(number):
+        def acquire(*_, **__):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(lock._lock, "acquire", acquire)
+
+    refuse(errno.ENOSYS)  # a file system without locks
+    lock.acquire()
+    refuse(errno.EACCES)
+    with pytest.raises(PermissionError):
+        lock.acquire()

@@ -137,3 +137,15 @@ def test_only_splits_that_are_known_whole_are_named():
         steps[0]["pattern"]["Regex"] = pattern.replace("]+[", "]+[/")  # Tekken's ends so
         with pytest.raises(UserError, match="does not know how this tokenizer splits"):
             _split({"type": "Sequence", "pretokenizers": steps}, "")
+
+
+def test_gemma_s_scale_of_attention_is_llama_cpp_s(ids, tmp_path):
+    model = family("gemma3_text", torch.float32, **SIZES, query_pre_attn_scalar=64)
+    directory = paletted(tmp_path / "source", "integers", model=model)[0]
+    export_model(directory, "gguf", tmp_path / "out", options=Options())
+    source = models.resolve(str(tmp_path / "out" / "model.gguf"))
+    read, ours = models.load_dense(source, dtype="float32"), edkm_cli.load(directory, dtype=torch.float32)
+    with torch.no_grad():
+        expected, got = ours(ids % 257).logits, read(ids % 257).logits
+    assert read.config.query_pre_attn_scalar == 64
+    assert (got - expected).norm() < 0.02 * expected.norm()

@@ -10,7 +10,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.export.command import export_model
 from edkm_cli.export.formats import mlx
-from edkm_cli.export.formats.folder import read_model
+from edkm_cli.export.formats.folder import _with_older_names, read_model
 from edkm_cli.export.formats.options import Options
 from edkm_cli.research.compare import command, worker
 from edkm_cli.research.compare.command import settings_of
@@ -117,3 +117,9 @@ def test_a_row_of_ours_may_have_the_grid_of_another_engine(target, bits, palette
     assert (arguments["bits"], arguments["palette"], arguments["target"]) == (bits, palette, target)
     with pytest.raises(UserError, match=r"methods, 'edkm:bits=9:target=.*bits.*got 9"):
         settings_of(Entry.parse(f"edkm:target={target}:bits=9"), config)
+
+
+def test_positions_of_gpt_neox_have_its_own_older_names():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    names = _with_older_names({"model_type": "gpt_neox", "rope_parameters": rope})
+    assert (names["rotary_emb_base"], names["rotary_pct"], names["rope_scaling"]) == (1e4, 0.25, None)

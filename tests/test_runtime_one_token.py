@@ -192,3 +192,15 @@ def test_threads_that_share_a_model_write_what_each_writes_alone(llama):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda prompt: llama.generate(prompt, **options), 3 * prompts))
     assert all(torch.equal(one, other) for one, other in zip(found, 3 * wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"), [("self_attn", "scaling", 0.05), ("input_layernorm", "variance_epsilon", 0.5)]
+)
+def test_numbers_of_layers_that_are_changed_are_computed_with(llama, monkeypatch, part, name, value):
+    before = run(llama, monkeypatch, shortcut=True)[0]
+    for layer in llama.model.layers:
+        setattr(getattr(layer, part), name, value)
+    expected = run(llama, monkeypatch, shortcut=False)[0]
+    assert not torch.allclose(before, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], expected, rtol=1e-4, atol=1e-4)

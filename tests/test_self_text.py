@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from edkm_cli import self_text as self_text_module
 from edkm_cli.compress import compress
@@ -13,7 +14,16 @@ from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
 from edkm_cli.precision import bfloat16_linears
 from edkm_cli.preflight import plan_run
-from edkm_cli.self_text import SEQUENCE_TOKENS, first_tokens, rehearse_text, sample, self_text, write_text
+from edkm_cli.self_text import (
+    SEQUENCE_TOKENS,
+    first_tokens,
+    keep_text,
+    kept_text,
+    rehearse_text,
+    sample,
+    self_text,
+    write_text,
+)
 from families import family
 from helpers import byte_tokenizer, tiny_llama
 
@@ -152,3 +162,15 @@ def test_a_run_trains_on_what_the_model_wrote(model_directory, tmp_path, monkeyp
 def test_a_sharded_model_cannot_write(model_directory):
     with pytest.raises(UserError, match="--data self"):
         plan_run(CompressConfig(model=str(model_directory), data=("self",)), World(size=2, sharded=True))
+
+
+def test_a_kept_text_that_is_damaged_is_none(tmp_path):
+    text = torch.arange(960).view(2, 480)
+    keep_text(tmp_path / "text", text)
+    assert torch.equal(kept_text(tmp_path / "text"), text)
+    data = bytearray((tmp_path / "text").read_bytes())
+    data[-8] ^= 1  # another token, which is as good as any
+    (tmp_path / "text").write_bytes(data)
+    assert kept_text(tmp_path / "text") is None
+    save_file({"tokens": text}, tmp_path / "text")  # as earlier versions kept it
+    assert torch.equal(kept_text(tmp_path / "text"), text)

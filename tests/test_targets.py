@@ -3,8 +3,12 @@
 import pytest
 from transformers import AutoConfig
 
+from edkm_cli.config import build_config
+from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
-from edkm_cli.targets import TARGETS, check_model, closest, full_positions, repeated_layers
+from edkm_cli.preflight import plan_run
+from edkm_cli.targets import TARGETS, check_model, closest, falls_back, full_positions, repeated_layers
+from families import family
 
 LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -106,3 +110,18 @@ def test_engines_without_windows_are_told_of_the_positions_in_one():
     assert full_positions(architecture("mistral", sliding_window=16)) == 16
     assert full_positions(architecture("mistral", sliding_window=None, max_position_embeddings=99)) == 99
     assert full_positions(architecture("qwen2", use_sliding_window=False, max_position_embeddings=99)) == 99
+
+
+def test_rows_of_embeddings_need_not_be_super_blocks():
+    assert "no multiple of 256" in falls_back("gguf:q4_k", 576, 32)
+    assert falls_back("gguf:q4_k", 576, 32, linear=False) == ""
+    assert "no multiple of 32" in falls_back("gguf:q4_k", 40, 32, linear=False)
+
+
+@pytest.mark.parametrize("target", ["gguf:q4_0", "mlx:4"])
+def test_embeddings_of_a_target_may_stay_as_they_are(target, text_file, tmp_path):
+    family("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    flags = {"model": str(tmp_path), "data": [str(text_file)], "target": target, "embedding_bits": "16"}
+    plan = plan_run(build_config(None, flags), World())
+    assert plan.spec.embedding_group is None
+    assert plan.spec.embedding_bits == 16

@@ -53,5 +53,4 @@ def dense_dkm(
     for _ in range(iterations):
         a = attention(c) if m is None else attention(c) * m[:, :, None]
         c = (torch.einsum("gnk,gn->gk", a, w) + EMPTY_MASS * c) / (a.sum(1) + EMPTY_MASS)
-    clustered = torch.einsum("gnk,gk->gn", attention(c), c)
-    return from_groups(clustered, weight.shape, tile).to(weight.dtype), c
+    return from_groups(torch.einsum("gnk,gk->gn", attention(c), c), weight.shape, tile).to(weight.dtype), c

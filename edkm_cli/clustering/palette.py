@@ -1,5 +1,4 @@
-"""Lookup tables: by k-means per LUT group for the start, the nearest entry of each weight, entries as the stored dtype holds
-them.
+"""Lookup tables: by k-means per LUT group for the start, the nearest entry of each weight, entries as they are stored.
 
 Each weight counts by its squared gradient or by the mean squared input of its column (SqueezeLLM, arXiv 2306.07629).
 Before any training this decides the perplexity: on SmolLM2-135M at 3 bits, unweighted k-means with one LUT for each
@@ -35,8 +34,7 @@ def kmeans_start(
     are ignored; a group that has no others is clustered unweighted. Raises UserError for k outside 2 to 256, shapes that do
     not fit, NaN or Inf, and negative importance.
     """
-    geometry = Granularity.parse(granularity)
-    return kmeans_starts(weight, [k], granularity=geometry, importance=importance, name=name)[0]
+    return kmeans_starts(weight, [k], granularity=Granularity.parse(granularity), importance=importance, name=name)[0]
 
 
 @torch.no_grad()

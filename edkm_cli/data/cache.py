@@ -147,18 +147,14 @@ def _begin(encoder: Encoder, run: int) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    end_with(run)
+    threading.Thread(target=end_with, args=(run,), daemon=True).start()
 
 
 def end_with(run: int) -> None:
-    """This process, which a run has started, ends when that is gone: one that was killed stops no others."""
-
-    def wait() -> None:
-        while os.getppid() == run:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    """A process whose run was killed would wait for work for ever, or go on with it."""
+    while os.getppid() == run:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _encode(part: Part) -> Encoded:

@@ -4,8 +4,7 @@ Kinds of records, by their fields: `messages` (or ShareGPT's `conversations`), `
 `instruction` and `output`, and `text`. A record with several of these counts as the first that is not null.
 
 A chat template with a generation block (`{% generation %}`) says where the answers of a conversation are. Of any other, an
-answer is what the text of the conversation up to it has more than the same conversation that ends with the template's call
-for an answer.
+answer is what the conversation's text up to it has more than the same one that ends with the template's call for an answer.
 """
 
 from collections.abc import Mapping

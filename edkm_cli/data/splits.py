@@ -161,8 +161,7 @@ def _hub_parts(source: Source, split: str, options: TextSettings) -> Iterator[Pa
     is_small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
     streaming = not is_small if options.streaming is None else options.streaming
     measured = held_out_split(source) if split != ALL else None
-    chosen = (measured if split == TEST else None) or source.split or "train"
-    rows = hub_rows(source, chosen, streaming=streaming)
+    rows = hub_rows(source, (measured if split == TEST else None) or source.split or "train", streaming=streaming)
     if source.name == WIKITEXT2:
         texts = [row["text"] for row in rows]
         return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)])

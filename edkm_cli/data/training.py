@@ -109,8 +109,7 @@ class TrainingData:
         seen = np.zeros(wanted.shape, bool)
         for store in self.stores:
             if len(store.marks) and len(wanted):
-                at = np.minimum(np.searchsorted(store.marks, wanted), len(store.marks) - 1)
-                seen |= store.marks[at] == wanted
+                seen |= store.marks[np.minimum(np.searchsorted(store.marks, wanted), len(store.marks) - 1)] == wanted
         return int(seen.any(1).sum()), len(wanted)
 
 

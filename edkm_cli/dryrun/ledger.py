@@ -125,8 +125,7 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key not in self._entries:
             part, size = self._part_of(tensor), self._rounded(storage.nbytes(), self.share)
-            watch = weakref.ref(storage, lambda _: self._strike(key))
-            self._entries[key] = _Entry(size, self.place, part, watch)
+            self._entries[key] = _Entry(size, self.place, part, weakref.ref(storage, lambda _: self._strike(key)))
             self.accounts[self.place].add(part, size, self.phase)
         return self._entries[key]
 

@@ -40,8 +40,7 @@ def evaluate_model(
     """The result of `edkm eval` (its keys: docs/results.md): a local file is evaluated whole, a data set on its test split.
 
     Of several texts each has a row in `texts`; the keys beside it are those of the first. Without a text there is no
-    perplexity: it and what belongs to it are None. The reference is measured first, and there is a verdict. `say` gets
-    warnings.
+    perplexity: it and what belongs to it are None. The reference is measured first, for a verdict. `say` gets warnings.
 
     Raises UserError for a model, text or task that cannot be had, tasks and text before the model is loaded.
     """
@@ -144,8 +143,7 @@ def decode_speed(model: Any, prompt: Tensor, *, new_tokens: int = 16) -> float:
 @torch.no_grad()
 def prefill_speed(model: Any, tokens: Tensor) -> float:
     """Tokens per second of reading a prompt, of at most 512 of `tokens` (n,), up to its first new token."""
-    limit = min(_PREFILL_TOKENS, known_positions(model.config) or _PREFILL_TOKENS)
-    ids = tokens[:limit].to(model.device)[None]
+    ids = tokens[: min(_PREFILL_TOKENS, known_positions(model.config) or _PREFILL_TOKENS)].to(model.device)[None]
     run = partial(model, ids, logits_to_keep=1, use_cache=True)
     run()  # caches and kernels warm up
     return ids.shape[1] / least_seconds(run, ids.device, _RUNS)
@@ -154,8 +152,7 @@ def prefill_speed(model: Any, tokens: Tensor) -> float:
 def resident_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers in memory, shared ones once, and of tables that `PalettizedLinear` has made."""
     tables = (t for module in model.modules() if (t := vars(module).get("_table")) is not None)
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *tables)}
-    return sum(tensors.values())
+    return sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *tables)}.values())
 
 
 def measure_speed(model: Any, tokens: Tensor) -> dict[str, float | int]:

@@ -4,8 +4,7 @@ A perplexity on text that a model was trained on says little about what compress
 compared with that of a reference, the uncompressed model. Perplexity and mean KL can stay while single answers fail (arXiv
 2407.09141), so there are the upper percentiles, the KL by how sure the reference was (an error where it was sure changes
 text, one where it was not hardly does), and figures along the window, which show a model that fails far from its beginning.
-Logits exist some tokens at a time (`nn/parts.py`): those of a whole window over 128,256 words would take more than a small
-model.
+Logits exist some tokens at a time (`nn/parts.py`): of a whole window over 128,256 words they outweigh small models.
 """
 
 import math

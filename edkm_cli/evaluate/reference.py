@@ -9,6 +9,7 @@ to its logits (caps or scales them) has its log-probabilities kept in float16, w
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,7 @@ def other_vocabulary(ours: int, theirs: int) -> UserError:
 class Recorder:
     """Writes a model's predictions into `directory` while it is measured: `see` is given to `perplexity` as `seen`.
 
-    All processes of a sharded model make one alike. A disk that cannot be written to stops no measurement: `failure` says
-    why.
+    All processes of a sharded model make one alike. What a full disk stops is told by `failure`.
     """
 
     def __init__(self, model: Any, directory: str | Path):
@@ -90,17 +90,17 @@ class RememberedPredictions:
 
     def __init__(self, directory: str | Path):
         self._files = {path.name: path.open("rb") for path in Path(directory).glob("predictions.*")}
-        self._places: dict[str, tuple[int, str, Tensor]] = {}
+        self._places: dict[str, tuple[int, str, torch.dtype, list[int]]] = {}
         windows = self._files.get(_WINDOWS)
         while windows and (line := windows.readline()):
             digest, kind, dtype, *shape = json.loads(line)
-            self._places[digest] = windows.tell(), kind, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            windows.seek(self._places[digest][2].nbytes, 1)
+            self._places[digest] = windows.tell(), kind, getattr(torch, dtype), shape
+            windows.seek(getattr(torch, dtype).itemsize * math.prod(shape), 1)
 
     def __call__(self, ids: Tensor) -> Iterator[Tensor]:
         """The logits of a window that was seen; KeyError for another."""
-        start, kind, like = self._places[_digest_of(ids)]
-        kept = torch.empty_like(like, device="cpu")
+        start, kind, dtype, shape = self._places[_digest_of(ids)]
+        kept = torch.empty(shape, dtype=dtype)
         self._files[_WINDOWS].seek(start)
         self._files[_WINDOWS].readinto(kept.view(torch.uint8).numpy().data)
         if kind != _HIDDEN:

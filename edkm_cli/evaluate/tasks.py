@@ -38,8 +38,7 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
     None: as many examples as each task says, else none; as in the harness, a task that fixes zero keeps zero. With
     `trust_remote_code` the harness may fetch and run metrics that are code on the hub.
 
-    Raises UserError if the harness is not installed, for an unknown task, a task file that cannot be used, or data that
-    cannot be had.
+    Raises UserError if the harness is not installed, for an unknown task, or files and data that cannot be used.
     """
     names, folder = settings.benchmarks, _check_task_path(settings.task_path)
     manager = _manager(names, folder)

@@ -61,8 +61,7 @@ def write(model: Any, tokenizer: Any, asked: Sequence[Prompt], *, track: Track =
         with changed(model, generation_config=plain):  # transformers fills in from the model's own what is not given
             output = model.generate(given, attention_mask=attended)
         for index, row in zip(batch, output[:, width:].tolist(), strict=True):
-            end = next((place for place, token in enumerate(row) if token in ends), len(row))
-            written[index] = row[: end + 1]
+            written[index] = row[: next((place for place, token in enumerate(row) if token in ends), len(row)) + 1]
     return [written[index] for index in range(len(ids))]
 
 

@@ -71,8 +71,7 @@ def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) 
         return path.is_file()
     if name in files:
         return path.is_file() and entry_of(path) == files[name]
-    unfinished = begun and (not files or name.startswith(f"{CHECKPOINTS}/"))
-    return unfinished and _WRITTEN.fullmatch(name) is not None
+    return begun and (not files or name.startswith(f"{CHECKPOINTS}/")) and _WRITTEN.fullmatch(name) is not None
 
 
 def entry_of(path: Path) -> dict[str, Any]:

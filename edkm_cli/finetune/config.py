@@ -19,8 +19,7 @@ _MEASURED = "Text on which perplexity is measured; default: a part held out of t
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainingSettings, TextSettings):
-    """Everything that decides how a compressed model goes on training. Each field is a flag of `edkm finetune` and a key of
-    its YAML."""
+    """Everything that decides how a compressed model goes on training: flags of `edkm finetune` and keys of its YAML."""
 
     # fmt: off
     output: str = as_in_compress("output", "finetuned", help="Directory for the adapter, or for the trained model.")

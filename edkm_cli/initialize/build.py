@@ -259,8 +259,7 @@ class Tables:
             if recipe.average_bits is not None and not Override.of(recipe.overrides, name).bits:
                 widths = list(tried_bits(recipe.average_bits))
             options: dict[str, Any] = {"granularity": granularity, "importance": weighing, "name": name, "world": world}
-            starts = self._start(weight, recipe.clustering.grid, widths, **options)
-            by_bits = dict(zip(widths, starts, strict=True))
+            by_bits = dict(zip(widths, self._start(weight, recipe.clustering.grid, widths, **options), strict=True))
             if len(widths) > 1:
                 self._rises[name] = world.on_main(partial(rises_of, name, weight, weighing, recipe.spec, by_bits))
             self._candidates[name] = {bits: start.cpu() for bits, start in by_bits.items()}

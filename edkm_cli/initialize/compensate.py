@@ -76,8 +76,7 @@ def rounded_in_order(
     w = weight.t()[order].to(factor.dtype).contiguous()
     for start in range(0, columns, lazy_columns):
         at = slice(start, min(start + lazy_columns, columns))
-        errors = round_block(w[at], at)
-        w[at.stop :].addmm_(factor[at, at.stop :].t(), errors, alpha=-1)
+        w[at.stop :].addmm_(factor[at, at.stop :].t(), round_block(w[at], at), alpha=-1)
     return w[order.argsort()].t().to(weight.dtype).contiguous()
 
 
@@ -85,8 +84,7 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
     """U, upper triangular, with U^T U the inverse of the damped matrix, in `dtype`. Damping grows until there is one.
 
     `damping` is the share of the mean diagonal that is added. In float32 the factors are those of a matrix that differs
-    by at most `n 2^-24` of the diagonal, which is far less than what damping adds. Raises UserError if the matrix is not
-    finite.
+    by at most `n 2^-24` of the diagonal, far less than what damping adds. Raises UserError if the matrix is not finite.
     """
     h = _damped(hessian.to(dtype).flip(0, 1), damping)  # H = R R^T, R upper triangular: Cholesky's from the other end
     diagonal = h.diagonal()
@@ -129,8 +127,7 @@ def row_entries(layer: ClusteredLinear) -> Tensor:
     """The LUTs as `compensated` takes them, (out, tiles, k), rounded as they are stored."""
     options, shape = layer.clustering, (layer.out_features, layer.in_features)
     tile_rows, tile_columns = options.granularity.tile(*shape, layer=layer.name)
-    tiled = layer.lut().view(shape[0] // tile_rows, shape[1] // tile_columns, -1)
-    return tiled.repeat_interleave(tile_rows, 0)
+    return layer.lut().view(shape[0] // tile_rows, shape[1] // tile_columns, -1).repeat_interleave(tile_rows, 0)
 
 
 def gets_too_few(layer: LutLayer) -> bool:
@@ -358,5 +355,4 @@ def fitted_grid(
         off = kernels.lookup(indices, tables, (1, width), torch.float32) - wanted.float()
         return ((off @ hessian.float()) * off).sum(1)
 
-    better = errors(fitted) < errors(before)
-    return torch.where(better[:, None, None], fitted, before).reshape(parameters.shape)
+    return torch.where((errors(fitted) < errors(before))[:, None, None], fitted, before).reshape(parameters.shape)

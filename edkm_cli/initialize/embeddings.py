@@ -64,7 +64,6 @@ def _rounding(moment: Tensor, damping: float) -> Rounding:
             before = compensated(weight / factors, entries, factor.to(weight.device) / factors[order], order)
         steps = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
         levels = (before / steps).round_().clamp_(low, high)
-        errors = before.sub_(levels * steps).mul_(factors).square_() @ effect.to(before.device)[:, None]
-        return levels, errors
+        return levels, before.sub_(levels * steps).mul_(factors).square_() @ effect.to(before.device)[:, None]
 
     return Rounding(rounded, _POWERS, _TOPS)

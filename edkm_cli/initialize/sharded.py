@@ -220,8 +220,7 @@ def _empty(
 
 
 def _read(reader: StoredModel, dtype: torch.dtype, device: str, path: str, module: nn.Module, leave: Any = ()) -> None:
-    """Fill the parameters of the module at `path` that are still empty, all but those in `leave`, and the buffers that
-    files hold."""
+    """Fill the parameters of the module at `path` that are still empty, but those in `leave`, and stored buffers."""
     prefix = f"{path}." if path else ""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or prefix + name in leave:
@@ -233,8 +232,7 @@ def _read(reader: StoredModel, dtype: torch.dtype, device: str, path: str, modul
         inside, _, leaf = name.rpartition(".")
         owner = module.get_submodule(inside)
         # A copy: where a file holds it at an odd address, some processors' products differ in the last bit.
-        value = tensor.to(device, dtype, copy=True)
-        setattr(owner, leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=parameter.requires_grad))
     state = module.state_dict()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in state and prefix + name in reader:

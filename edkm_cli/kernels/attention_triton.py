@@ -25,8 +25,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 def supports(weight: Tensor, tile: Tile, k: int) -> bool:
     """Whether the kernels take this weight: groups of at most 16,384 weights, k a power of two up to 32."""
-    fits = tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0
-    return fits and weight.dtype in DTYPES
+    return tile[0] * tile[1] <= _MAX_GROUP and k <= _MAX_K and k & (k - 1) == 0 and weight.dtype in DTYPES
 
 
 @triton.jit

@@ -33,8 +33,7 @@ class CPasses(Passes):
         counts, means, squares = tiled.partial(), tiled.partial(), tiled.partial()
         tiled.run("spread", 1, matrix(tiled.weight), counts, means, squares)
         mean = (counts * means).sum(1, keepdim=True) / self.group_size
-        square = squares + counts * (means - mean).square()
-        return mean.reshape(-1), tiled.join(square) / self.group_size
+        return mean.reshape(-1), tiled.join(squares + counts * (means - mean).square()) / self.group_size
 
     def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k = self._tiled, centroids.shape[1]
@@ -87,8 +86,7 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
     tiled, out = Tiled(weight, tile), _empty(weight.shape, dtype=writable(dtype))
     flawed = _zeros(tiled.tile_rows * tiled.parts, dtype=torch.uint8)
-    entries = centroids.float().contiguous()
-    tiled.run("snap", centroids.shape[1], matrix(tiled.weight), entries, matrix(out), flawed)
+    tiled.run("snap", centroids.shape[1], matrix(tiled.weight), centroids.float().contiguous(), matrix(out), flawed)
     return out.to(dtype), not bool(flawed.any())
 
 
@@ -166,8 +164,7 @@ def count_patterns(weight: Tensor) -> Tensor:
 
 
 def sum_by_pattern(weight: Tensor, grad: Tensor) -> Tensor:
-    upstream = readable(grad)
-    return _histogram(weight, torch.float64, "sum_by_pattern", matrix(upstream))
+    return _histogram(weight, torch.float64, "sum_by_pattern", matrix(readable(grad)))
 
 
 def gather(weight: Tensor, table: Tensor) -> Tensor:

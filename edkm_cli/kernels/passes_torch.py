@@ -7,8 +7,7 @@ all others in float32; sums over a chunk are added up in float64.
 The distance from an entry is |w - c| in float32 (float64 for float64 weights), a tie goes to the lower index. One
 subtraction is correctly rounded everywhere, so every implementation finds the same index for every weight, bit for bit.
 
-K-means is Lloyd's iteration on sorted values from several starts, best kept: a local optimum, where `kmeans.c` finds the
-global one.
+K-means is Lloyd's iteration on sorted values from several starts: a local optimum, where `kmeans.c` finds the global one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -210,8 +209,7 @@ def changes(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, star
     for j in range(start, end):
         entries = luts[:, j // width]
         now = entries.gather(1, indices[:, j : j + 1].long())
-        best = now - part[:, j - start, None] / diagonal[j]
-        chosen = (entries - best).abs().argmin(1, keepdim=True)
+        chosen = (entries - (now - part[:, j - start, None] / diagonal[j])).abs().argmin(1, keepdim=True)
         found[:, j - start] = (entries.gather(1, chosen) - now)[:, 0]
         part.addr_(found[:, j - start], hessian[j, start:end])
         indices[:, j] = chosen[:, 0].to(indices.dtype)
@@ -271,8 +269,7 @@ def _starts(values: Tensor, mass: Tensor, k: int) -> list[Tensor]:
     spread = (values - values.mean(1, keepdim=True)).square()
     for density in (mass, mass * spread, (mass * (spread + spread.mean(1, keepdim=True))).sqrt()):
         below = density.cumsum(1)
-        at = torch.searchsorted(below, spots * below[:, -1:]).clamp_max(size - 1)
-        starts.append(values.gather(1, at))
+        starts.append(values.gather(1, torch.searchsorted(below, spots * below[:, -1:]).clamp_max(size - 1)))
     return starts
 
 

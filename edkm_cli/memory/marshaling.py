@@ -63,8 +63,7 @@ class _Saved:
     """What autograd holds in place of a saved tensor: a view of a moved record, or the tensor itself, which stays.
 
     Detects in-place writes between save and use, with autograd's own rule: the version counter. All views of a tensor share
-    its counter and keep their base alive, so a weak reference to the base is enough: once it is dead nobody can write
-    through it.
+    its counter and keep their base alive, so a weak reference to the base is enough: nobody writes through a dead one.
     """
 
     def __init__(self, tensor: torch.Tensor, view: View | None = None, record: _Record | None = None) -> None:

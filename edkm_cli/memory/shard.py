@@ -92,7 +92,6 @@ def _checksum(data: torch.Tensor) -> int:
     total = 0
     for chunk in data.split(_CHUNK_BYTES):
         words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
-        weights = torch.arange(1, 2 * words.numel(), 2, device=data.device)
-        mixed = (words * weights).sum() + (words >> 17).sum()
+        mixed = (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum() + (words >> 17).sum()
         total = (total * 0x9E3779B97F4A7C15 + int(mixed.item())) & 0xFFFFFFFFFFFFFFFF
     return total - (1 << 64) if total >= 1 << 63 else total

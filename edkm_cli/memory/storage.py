@@ -73,8 +73,7 @@ class Region:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The region as a 1-D tensor of `tensor`'s dtype. A view of the storage, or a packed copy if it has holes."""
         if self.holes is None:
-            length = (self.high - self.low) // tensor.itemsize
-            return tensor.as_strided((length,), (1,), self.low // tensor.itemsize)
+            return tensor.as_strided(((self.high - self.low) // tensor.itemsize,), (1,), self.low // tensor.itemsize)
         return self._without_expanded(tensor).contiguous().view(-1)
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:

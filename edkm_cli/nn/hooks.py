@@ -1,5 +1,4 @@
-"""What lasts as long as a block: forward hooks, attributes, evaluation; and where decoder layers are, and what they are
-called with."""
+"""What lasts as long as a block: hooks, attributes, evaluation; where decoder layers are, and what they are called with."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,5 +1,4 @@
-"""Charts as SVG text: lines, bars, stacked bars, a heat map, histograms with ticks. Here is their geometry; charts.jinja
-writes it.
+"""Charts as SVG text: lines, bars, stacked bars, a heat map, histograms: their geometry, which charts.jinja writes.
 
 Every mark that stands for a number has it as a tooltip; the page gives each chart a table as well. Colours are classes of
 the style sheet (`c1`, `c2` ... are its palette, `muted` its grey), so that light and dark need no second drawing.
@@ -132,8 +131,7 @@ def bars(
     """Horizontal bars of (label, parts, note) on one scale, all positive, with a line at `reference`.
 
     A part is (name, value, colour); those that are wide enough carry their name. Of single parts that differ much the
-    axis is logarithmic and starts at 1, where a perplexity's logarithm, the loss, is zero: lengths are losses. `caption`
-    stands below.
+    axis is logarithmic and starts at 1, where a perplexity's logarithm is zero: lengths are losses. `caption` is below.
     """
     totals = [sum(value for _, value, _ in parts) for _, parts, _ in rows]
     stacked = any(len(parts) > 1 for _, parts, _ in rows)

@@ -38,8 +38,7 @@ def forced_path() -> str:
 def most_tokens(dtype: torch.dtype) -> int:
     """Up to how many tokens the C kernel computes: all where its loops are written for the processor's vectors, else as many
     as it was measured to be the faster one for. What is measured on the machine itself, in C, changes no bit of a result."""
-    wide = lut_linear_c.level() or forced_path() == "kernel"
-    return _ALL_TOKENS if wide else 8 if dtype == torch.bfloat16 else 32
+    return _ALL_TOKENS if lut_linear_c.level() or forced_path() == "kernel" else 8 if dtype == torch.bfloat16 else 32
 
 
 def _path(x: Tensor, packed: Packed) -> str:
@@ -144,8 +143,7 @@ def table_gradient(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
         part = upstream[:, rows.start : rows.stop].t() @ flat
         part = part.float() if kept == torch.bfloat16 and triton is None else part
         part = passes.sum_by_code(part, packed, columns, rows.start)
-        tiles = torch.arange(rows.start, rows.stop, device=x.device) // tile[0]
-        sums.index_add_(0, tiles, part.double())
+        sums.index_add_(0, torch.arange(rows.start, rows.stop, device=x.device) // tile[0], part.double())
     return sums.flatten(0, 1).to(packed.table.dtype)
 
 

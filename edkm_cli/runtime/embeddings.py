@@ -108,8 +108,7 @@ class _RowScaled(PackedModule):
 
     def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest number of a row, or of each of its groups, or a
-        share of it, gets the first level, or its opposite. Some rows at a time: a vocabulary's weight may be larger than a
-        decoder layer.
+        share of it, gets the first level, or its opposite. Some rows at a time: vocabularies may be large.
         """
         factors = torch.ones(self.columns, device=weight.device)
         if (stored := self._buffers.get("factors")) is not None:
@@ -166,8 +165,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | Tensor | None:
     that the class keeps as a tensor is returned as one: it is rounded to the weight's dtype before it multiplies.
     """
     if type(embedding) is nn.Embedding:
-        plain = embedding.max_norm is None and not embedding.scale_grad_by_freq
-        return 1.0 if plain else None
+        return 1.0 if embedding.max_norm is None and not embedding.scale_grad_by_freq else None
     kept = getattr(embedding, "embed_scale", None)
     value = getattr(embedding, "scalar_embed_scale", kept)
     if isinstance(value, Tensor) and not value.is_meta and value.numel() == 1:

@@ -34,5 +34,4 @@ def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Ten
     W on: (rows, tiles of a row, 2**bits)."""
     tile, indices = packed.tile or (1, columns), packed.indices[first : first + len(values)].contiguous()
     codes = unpack(indices, packed.bits, columns).long().unflatten(1, (-1, tile[1]))  # (rows, tiles of a row, columns)
-    sums = values.new_zeros(*codes.shape[:2], 2**packed.bits)
-    return sums.scatter_add_(2, codes, values.reshape(codes.shape))
+    return values.new_zeros(*codes.shape[:2], 2**packed.bits).scatter_add_(2, codes, values.reshape(codes.shape))

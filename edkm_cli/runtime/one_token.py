@@ -126,8 +126,7 @@ class _Shortcut:
         return kept and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def _untouched(self) -> bool:
-        """Whether modules and their tensors are where they were, with no hook and no forward of their own, which want to be
-        called."""
+        """Whether modules and their tensors are where they were, with no hook and no forward of their own."""
         kept = all(holder.get(name) is member for holder, name, member in self._members)
         return kept and not any(self._hooks) and not any("forward" in state for state in self._states)
 

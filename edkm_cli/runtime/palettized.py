@@ -1,8 +1,7 @@
 """Modules of a compressed model: indices stay packed in memory, and products are computed from them (runtime/packed.py).
 
 `PalettizedLinear` decodes with a LUT, the embeddings of `edkm_cli.runtime.embeddings` with one scale a row. Buffers, not
-parameters: nothing here trains, and `model.to(dtype)` must not round a LUT, so dtype casts leave `lut` and `scale` as they
-are.
+parameters: nothing here trains, and `model.to(dtype)` must not round a LUT: dtype casts leave `lut` and `scale` alone.
 """
 
 import copy

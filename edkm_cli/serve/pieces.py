@@ -86,8 +86,7 @@ class Piece:
 def piece_of(
     name: str, shape: tuple[int, int], bits: int, granularity: Granularity, *, rows: range, columns: range
 ) -> Piece:
-    """The piece of a stored matrix. Raises UserError, naming it, where tiles do not divide the matrix, or `columns` cut
-    one."""
+    """The piece of a stored matrix. Raises UserError, naming it, where tiles do not divide it, or `columns` cut one."""
     tile = granularity.tile(*shape, layer=name)
     width = tile[1]
     if width != shape[1] and (columns.start % width or len(columns) % width):

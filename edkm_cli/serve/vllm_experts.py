@@ -2,8 +2,7 @@
 
 vLLM computes with the weights of all experts at once, dense or in formats that its kernels know. Here the experts that a
 step's tokens chose are called one after another, as in `edkm_cli.runtime.experts`, and no others are read. Who gets which
-token is not known when vLLM traces its graphs, so that all of this is one operator in them. Routers and shared experts are
-vLLM's own.
+token is not known when vLLM traces its graphs, so all of this is one operator. Routers and shared experts are vLLM's own.
 """
 
 from collections.abc import Iterable, Iterator

@@ -141,8 +141,7 @@ class PackedLinearMethod(LinearMethodBase):
                 pieces.append(piece_of(name, shape, bits, granularity, rows=rows, columns=columns))
             except UserError as error:
                 raise refused(str(error), remedy="") from None
-        dense = [name in self.spec.skipped for name in names]
-        layer.edkm_room = room = _Room(pieces, shards, dense, self.spec)
+        layer.edkm_room = room = _Room(pieces, shards, [name in self.spec.skipped for name in names], self.spec)
         dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
             if size := sum(room.sizes(leaf)):
@@ -184,8 +183,7 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
         kept = [as_kept(table, loaded["lut_scale"][i]) for i, table in zip(run, tables, strict=True)]
-        narrow = all(table.dtype == torch.float16 for table in kept)
-        tables = kept if narrow else [table.float() for table in kept]
+        tables = kept if all(table.dtype == torch.float16 for table in kept) else [table.float() for table in kept]
     members, joined, left = [], [], iter(tables)
     for stack in stacks([pieces[i] for i in run]):
         members.append(Rows(sum(len(piece.rows) for piece in stack), stack[0].bits, stacked_tile(stack)))

@@ -23,8 +23,7 @@ def require_attention_within_documents(model: Any) -> None:
     Raises UserError where they differ by more than a tenth of what attention across the borders would change.
     """
     device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    documents = torch.randint(0, vocabulary, _DOCUMENTS, generator=generator).to(device)
+    documents = torch.randint(0, vocabulary, _DOCUMENTS, generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(_DOCUMENTS[1], device=device).repeat(1, _DOCUMENTS[0])
     ids = documents.view(1, -1)
     with evaluating(model):

@@ -41,8 +41,7 @@ _PASS_TOKENS = 4096  # in one pass: where layers are read from files, each is re
 
 def micro_batch(blocks: Blocks, config: Any, world: World, step: int, micro: int) -> Batch:
     """This process's part of a micro-batch. A step sees the same blocks however they are split over processes."""
-    index = (step * config.gradient_accumulation + micro) * world.size + world.rank
-    return blocks.examples(index, config.batch_size)
+    return blocks.examples((step * config.gradient_accumulation + micro) * world.size + world.rank, config.batch_size)
 
 
 class RememberedTeacher:
@@ -55,8 +54,7 @@ class RememberedTeacher:
 
     def states(self, batch: Batch) -> Tensor:
         """(batch, sequence, width), as they are kept, on the batch's device. KeyError for a sequence that was not seen."""
-        rows = [self._rows[digest] for digest in _digests(batch)]
-        return self._states[rows].to(batch.ids.device)
+        return self._states[[self._rows[digest] for digest in _digests(batch)]].to(batch.ids.device)
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits of some of these states."""
@@ -83,8 +81,7 @@ def remember(
     say: Callable[[str], None] = lambda text: None,
 ) -> RememberedTeacher:
     """The teacher of a training by `config` (steps, batch sizes): what of it is not in
-    the cache is computed by `model`, the uncompressed one, which may change or go afterwards. Each process has its own
-    sequences.
+    the cache is computed by `model`, the uncompressed one, which may go afterwards. Each process has sequences of its own.
 
     Raises UserError where the disk has no room, or states are not finite.
     """
@@ -101,8 +98,7 @@ def remember(
     shape = (config.sequence_length, parts.width)
     kinds = [kind, str(parts.dtype), str(dtype), mixed_precision]
     about = " ".join([model_sha256, *kinds, str(shape), *[str(world.rank)] * world.sharded, *rows])
-    name = hashlib.sha256(about.encode()).hexdigest()[:32]
-    path = cache_directory() / "teacher" / f"{name}.states"
+    path = cache_directory() / "teacher" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.states"
     partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")
     at_once = max(1, _PASS_TOKENS // config.sequence_length)
     row_bytes = shape[0] * shape[1] * dtype.itemsize

@@ -54,8 +54,7 @@ def _planes(indices: Tensor, bits: int) -> Tensor:
     order = torch.cat([some.view(4, -1).flip(0).t().flatten() for some in parts])
     planes = torch.empty(bits, out, columns // _WORD, dtype=torch.int32)
     for plane in range(bits):
-        bit = (indices >> (bits - 1 - plane)) & 1
-        octets = (bit.view(out, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+        octets = (((indices >> (bits - 1 - plane)) & 1).view(out, -1, 8) * weights).sum(-1, dtype=torch.uint8)
         planes[plane] = octets[:, order].contiguous().view(torch.int32)
     return planes
 

@@ -34,8 +34,7 @@ def program(
     from coremltools.converters.mil.mil import get_new_symbol, types
 
     first, last = lengths
-    tokens = last if first == last else get_new_symbol()
-    specs = [mb.TensorSpec(shape=(1, tokens), dtype=types.int32)]
+    specs = [mb.TensorSpec(shape=(1, last if first == last else get_new_symbol()), dtype=types.int32)]
     if cache:
         state = (config.num_hidden_layers, config.num_key_value_heads, last, head_size(config))
         specs += [
@@ -104,13 +103,11 @@ class _Decoder:
 
     def _linear(self, x: Any, path: str) -> Any:
         bias = self.weight(f"{path}.bias")
-        more = {} if bias is None else {"bias": bias}
-        return self.mb.linear(x=x, weight=self.weight(f"{path}.weight"), **more)
+        return self.mb.linear(x=x, weight=self.weight(f"{path}.weight"), **({} if bias is None else {"bias": bias}))
 
     def _heads(self, x: Any, count: int) -> Any:
         """(1, tokens, count * size) -> (1, count, tokens, size)."""
-        parted = self.mb.reshape(x=x, shape=[1, -1, count, self.head_size])
-        return self.mb.transpose(x=parted, perm=[0, 2, 1, 3])
+        return self.mb.transpose(x=self.mb.reshape(x=x, shape=[1, -1, count, self.head_size]), perm=[0, 2, 1, 3])
 
     def _turned(self, x: Any) -> Any:
         """Rotary position embedding, the halves of a head as pairs."""
@@ -139,8 +136,7 @@ class _Decoder:
         groups = [1, self.key_heads, self.heads // self.key_heads, -1, self.head_size]
         query = mb.mul(x=query, y=np.float16(self.head_size**-0.5))
         scores = mb.matmul(x=mb.reshape(x=query, shape=groups), y=mb.expand_dims(x=key, axes=[2]), transpose_y=True)
-        shares = mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1)
-        mixed = mb.matmul(x=shares, y=mb.expand_dims(x=value, axes=[2]))
+        mixed = mb.matmul(x=mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1), y=mb.expand_dims(x=value, axes=[2]))
         mixed = mb.reshape(x=mixed, shape=[1, self.heads, -1, self.head_size])
         joined = mb.reshape(x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, -1, self.heads * self.head_size])
         return self._linear(joined, f"{path}.o_proj")

@@ -80,8 +80,7 @@ def fp4_codes(source: Compressed, path: str) -> Tensor:
     """The codes of a linear, (out, in / 2) uint8 with the even column in the low half, none of them minus zero; those of a
     scale that training turned round have the other sign."""
     codes, scales = source.indices(path), source.stored(f"{path}.scales").float()
-    turned = (scales < 0).repeat_interleave(codes.shape[1] // scales.shape[1], 1)
-    codes = torch.where(turned, codes ^ _SIGN, codes)
+    codes = torch.where((scales < 0).repeat_interleave(codes.shape[1] // scales.shape[1], 1), codes ^ _SIGN, codes)
     return pack(codes.masked_fill(codes == _SIGN, 0), 4)
 
 
@@ -207,8 +206,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
 def read_packed(
     folder: Path, indices: str, table: str, decode: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, float32 tensor) of the dense model, where a linear P stores `P.indices` and `P.table`, which `decode` makes
-    its weight of."""
+    """(name, float32 tensor) of the dense model, where a linear P stores `P.indices` and `P.table` for `decode`."""
     _, files = opened(folder)
     for name in files.tensors:
         path, _, leaf = name.rpartition(".")

@@ -110,8 +110,7 @@ def _super_blocks(kind: str, codes: Tensor, numbers: list[Tensor], units: Tensor
         nibbles = (codes & 15).unflatten(2, (2, 2, 64))
         parts = [_bits(nibbles, 4), _bits(halves >> 4, 2), scales.to(torch.int8).view(torch.uint8), d]
     elif kind == "Q3_K":
-        high = _bits((codes >> 2).unflatten(2, (8, 32)), 1)
-        parts = [high, _bits(halves & 3, 2), _six_bits(scales + 32), d]
+        parts = [_bits((codes >> 2).unflatten(2, (8, 32)), 1), _bits(halves & 3, 2), _six_bits(scales + 32), d]
     elif kind == "Q2_K":
         parts = [(scales | numbers[1] << 4).to(torch.uint8), _bits(halves, 2), d]
     else:
@@ -141,8 +140,7 @@ def _six_bits_of_two(scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _plain(source: Compressed, tensor: DenseTensor, naming: Naming, kind: str) -> Tensor:
-    order = naming.order(tensor.name, tensor.shape[0])
-    shifted = source.dense(tensor.name)[order] + naming.shift(tensor.name)
+    shifted = source.dense(tensor.name)[naming.order(tensor.name, tensor.shape[0])] + naming.shift(tensor.name)
     return rounded(shifted, torch.float32 if kind == "F32" else torch.float16, tensor.name)
 
 
@@ -191,8 +189,7 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         values = values.view(*reversed(tensor.shape.tolist()))
         order = naming.order(name, values.shape[0])
-        back = order.argsort() if isinstance(order, Tensor) else order
-        yield name, values[back] - naming.shift(name)
+        yield name, values[order.argsort() if isinstance(order, Tensor) else order] - naming.shift(name)
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:

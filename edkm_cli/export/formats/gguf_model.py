@@ -221,8 +221,7 @@ def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tu
         is_byte = bool(model.get("byte_fallback")) and re.fullmatch(r"<0x[0-9A-F]{2}>", text)
         tokens[number], kinds[number] = text, _BYTE if is_byte else _NORMAL
     for token in (token for token in added if token["id"] < size):
-        unknown = token["content"] == model.get("unk_token")
-        kind = _UNKNOWN if unknown else _CONTROL if token["special"] else _USER
+        kind = _UNKNOWN if token["content"] == model.get("unk_token") else _CONTROL if token["special"] else _USER
         tokens[token["id"]], kinds[token["id"]] = token["content"], kind
     return tokens, kinds
 

@@ -193,8 +193,7 @@ def _clip(weight: Tensor, products: Tensor, form: Uniform) -> Tensor:
         limit = largest * (1 - step / _SHRINK_STEPS)
         clamped = torch.minimum(torch.maximum(groups, -limit), limit)
         difference = form.fit(clamped).round(clamped) - groups
-        projected = torch.einsum("ogi,gij->ogj", difference, blocks)
-        error = (projected * difference).sum(-1, keepdim=True)
+        error = (torch.einsum("ogi,gij->ogj", difference, blocks) * difference).sum(-1, keepdim=True)
         better = error < least
         best, least = torch.where(better, limit, best), torch.where(better, error, least)
     return torch.minimum(torch.maximum(groups, -best), best).reshape(weight.shape)

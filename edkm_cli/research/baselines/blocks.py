@@ -1,8 +1,7 @@
 """Runs calibration text through the decoder, one block at a time.
 
 GPTQ and AWQ look at the inputs of one decoder block's linears, change the block, and go on to the next; the model
-never runs as a whole. Only the inputs of the current block are kept, in float32: 300 kB for each 512-token sample at
-width 576.
+never runs as a whole. Only the inputs of the current block are kept, in float32: 300 kB for 512 tokens of width 576.
 """
 
 from contextlib import suppress

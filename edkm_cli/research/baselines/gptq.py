@@ -120,5 +120,4 @@ def _order(diagonal: Tensor, width: int, order: str) -> Tensor:
         return diagonal.argsort(descending=True, stable=True)
     values, inside = diagonal.view(-1, width).sort(dim=1, descending=True, stable=True)
     groups = values[:, 0].argsort(descending=True, stable=True)
-    starts = torch.arange(0, diagonal.numel(), width, device=diagonal.device)
-    return (starts[:, None] + inside)[groups].flatten()
+    return (torch.arange(0, diagonal.numel(), width, device=diagonal.device)[:, None] + inside)[groups].flatten()

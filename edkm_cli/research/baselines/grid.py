@@ -40,8 +40,7 @@ class Grid(NamedTuple):
 
     def round(self, values: Tensor) -> Tensor:
         """The grid point nearest to each value, (..., n): what the stored integers decode to."""
-        integers = (torch.round(values / self.scale) + self.zero).clamp_(0, self.top)
-        return self.scale * (integers - self.zero)
+        return self.scale * ((torch.round(values / self.scale) + self.zero).clamp_(0, self.top) - self.zero)
 
 
 def fit_grid(groups: Tensor, *, bits: int, rule: str, scale_dtype: str = "float16") -> Grid:

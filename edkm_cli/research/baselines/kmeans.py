@@ -5,8 +5,7 @@ weight counts by its entry of the diagonal of the Fisher matrix: how much an err
 the start of `edkm compress --start kmeans`. The paper's sparse part (the largest and the most sensitive weights kept in
 16 bits) is left out.
 
-`importance="activation"` takes the mean squared input of a weight's column instead of the Fisher diagonal; `none` weighs
-all alike.
+`importance="activation"` takes the mean squared input of a weight's column for the Fisher diagonal; `none` weighs all alike.
 """
 
 from dataclasses import replace

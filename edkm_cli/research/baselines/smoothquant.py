@@ -28,8 +28,7 @@ def quantize(task: Task, *, alpha: float = 0.5, activation_bits: int = 8) -> Out
         alpha: how much of the outliers' range moves into the weights, 0 to 1.
         activation_bits: 2 to 8 bits an activation, hooks that stay on the model; 16: activations as they are.
 
-    Raises UserError for a value out of range, without calibration text, or for a model whose norms cannot take the
-    scales.
+    Raises UserError for a value out of range, without calibration text, or where norms cannot take the scales.
     """
     check_bits(activation_bits=activation_bits)
     if not 0 <= alpha <= 1:

@@ -190,8 +190,7 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _learner(rank: int, setting: dict[str, Any], folder: str) -> None:
     """One process: every technique in turn. Without sharding learners have nothing to say to each other and do the same
-    work on the same weight: learner 0 measures and the others wait, which bounds the machine's memory and keeps the
-    times honest.
+    work on the same weight: learner 0 measures while the others wait, which bounds memory and keeps times honest.
     """
     torch.set_num_threads(1)
     device, learners = torch.device(setting["device"]), setting["learners"]

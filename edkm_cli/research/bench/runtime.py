@@ -116,8 +116,7 @@ def _check(product: Tensor, x: Tensor, dense: Tensor) -> None:
 
 def _copy_bytes_per_second(place: torch.device) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=place)
-    target = torch.empty_like(source)
-    return _COPY_BYTES / _seconds([partial(target.copy_, source)], place)
+    return _COPY_BYTES / _seconds([partial(torch.empty_like(source).copy_, source)], place)
 
 
 def run(settings: RuntimeBench, *, log: Callable[[str], None] = print) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -273,5 +274,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_with(os.getppid())
+    Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     sys.exit(main(sys.argv[1:]))
