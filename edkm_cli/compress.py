@@ -136,7 +136,7 @@ class Run(Session):
                 options: dict[str, Any] = {"device": self.world.device, "dequantize": config.dequantize}
                 dense = open_layers(plan.source, dtype=getattr(torch, config.dtype), **options)
             dense = dense or Layers(self._load_dense())
-            models.require_finite(plan.source, dense)
+            model_files.require_finite(config.model, dense)
             dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
             stored = {f"{swap.name}.weight": dtype for swap in plan.swaps if not swap.reason}
             stored |= stored_dtypes(plan.source.path)

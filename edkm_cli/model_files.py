@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from edkm_cli.distributed import ALONE, World, full
+from edkm_cli.distributed import ALONE, World, full, local
 from edkm_cli.errors import UserError, brief
 from edkm_cli.files import TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
 from edkm_cli.format import QUANT_METHOD
@@ -117,6 +117,15 @@ def files_digest(path: Path) -> str:
     for file in [*weights, *sorted(beside)]:
         total.update(f"{file.name} {sha256_of(file)}\n".encode())
     return total.hexdigest()
+
+
+def require_finite(name: str, model: Any) -> None:
+    """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
+    for path, parameter in model.named_parameters():
+        parts = local(parameter.detach()).flatten().split(2**22)  # the question makes copies
+        if not all(bool(part.isfinite().all()) for part in parts):
+            rule = f"--model {name} must have finite weights, but {path} holds NaN or Inf; fetch the files again"
+            raise UserError(f"{rule}, or use --dtype float32 where another format is too narrow for them")
 
 
 def files_state(path: Path | None) -> dict[str, list[int]] | None:

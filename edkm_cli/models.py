@@ -18,7 +18,6 @@ import torch
 import yaml
 
 from edkm_cli import model_files
-from edkm_cli.distributed import local
 from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.files import read_json
 from edkm_cli.progress import no_warnings, quiet_bars
@@ -175,15 +174,6 @@ def dense_sizes(source: ModelSource, config: Any, dtype: str) -> Callable[[str],
     kinds = model_files.stored_dtypes(source.path)
     usual, most = (getattr(torch, name).itemsize for name in (stored_dtype(source, config, dtype), dtype))
     return lambda name: min(most, max(usual, kinds[name].itemsize if name in kinds else 0))
-
-
-def require_finite(source: ModelSource, model: Any) -> None:
-    """Raises UserError naming the first parameter that holds NaN or Inf: of such a model every figure would be NaN."""
-    for name, parameter in model.named_parameters():
-        parts = local(parameter.detach()).flatten().split(2**22)  # the question makes copies
-        if not all(bool(part.isfinite().all()) for part in parts):
-            rule = f"--model {source.name} must have finite weights, but {name} holds NaN or Inf; fetch the files again"
-            raise UserError(f"{rule}, or use --dtype float32 where another format is too narrow for them")
 
 
 def skeleton(source: ModelSource, config: Any) -> Any:

@@ -1,5 +1,4 @@
-"""How a run shows itself: seconds by phase, and progress bars on standard error: live in a terminal, a line every half
-minute in a log file."""
+"""How a run shows itself: seconds by phase, progress bars on standard error, in a log file a line every half minute."""
 
 import sys
 import time

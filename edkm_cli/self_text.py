@@ -36,7 +36,7 @@ from edkm_cli.settings import cache_directory
 # thousand times as large as all others, whatever it is, and the model must not be fitted to those of two tokens alone.
 SEQUENCE_TOKENS = 480
 _TOGETHER = 64  # sequences in a batch, at most
-_CACHE_BYTES = 1_000_000_000  # of keys and values, or half of what the weights take, if that is more
+_CACHE_BYTES = 1_000_000_000  # of keys and values, or half of what the weights take in 16 bits, if that is more
 
 
 def first_tokens(tokenizer: Any, rows: int) -> list[int]:
@@ -103,7 +103,7 @@ def at_once(model: Any, length: int) -> int:
         numbers = 2 * length * config.num_hidden_layers * heads * head_size(config)
     except (AttributeError, TypeError):  # no attention as others have it
         return _TOGETHER
-    return max(1, min(_TOGETHER, max(_CACHE_BYTES // model.dtype.itemsize, weights // 2) // max(1, numbers)))
+    return max(1, min(_TOGETHER, max(_CACHE_BYTES, weights) // model.dtype.itemsize // max(1, numbers)))
 
 
 @torch.no_grad()

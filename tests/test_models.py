@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.swap import is_tied
@@ -99,7 +99,7 @@ def test_a_weight_that_is_no_number_is_named(model_directory, tmp_path):
 
     source = models.resolve(altered(model_directory, tmp_path, spoil))
     with pytest.raises(UserError, match=r"finite weights, but model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
-        models.require_finite(source, models.load_dense(source, dtype="float32"))
+        model_files.require_finite(source.name, models.load_dense(source, dtype="float32"))
 
 
 def test_a_head_that_lacks_in_an_untied_model_is_named(tmp_path):

@@ -94,8 +94,7 @@ class TrainingData:
         return max((int(store.ids(at, min(at + (1 << 24), len(store))).max()) for store, at in parts), default=0)
 
     def summary(self, blocks: Blocks) -> dict[str, Any]:
-        """What became of the data: for each source what was read, learnt, masked and left out, and over all
-        `Blocks.counts`."""
+        """What became of the data: of each source what was read, learnt, masked and left out, and `Blocks.counts`."""
         rows = []
         for source, store in zip(self.sources, self.stores, strict=True):
             weight = {} if source.weight is None else {"weight": source.weight}

@@ -72,7 +72,7 @@ class Rehearsal:
         """The peaks at the places `device` and `host`; on a CPU everything is in `device`."""
         with self._stage, self._experts.counted():
             if self.plan.writes_text:
-                self._write(self._load(whole=True))
+                self._write()
             dense = self._load(whole=not self._streams)
             teacher = self._teacher(dense) if self.plan.distills else None
             model = self._start(dense)
@@ -135,11 +135,13 @@ class Rehearsal:
         self._enter_weights(model, in_turn=not whole)
         return model.eval()
 
-    def _write(self, model: Any) -> None:
-        """Two tokens of the text that the model writes itself, in a cache that has room for all."""
+    def _write(self) -> None:
+        """Two tokens of the text that the model writes itself, in a cache that has room for all. Layers that are read one by
+        one are rounded as soon as they are there."""
         self._ledger.begin("text")
-        with self._ledger.more(rounded_bytes(model, alone=self._streams) if self._rounds else 0, WEIGHTS):
-            rehearse_text(model, tokens=needed_tokens(self.plan))
+        rounded = rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0
+        with self._ledger.more(rounded, WEIGHTS):
+            rehearse_text(self._dense_model(self.plan.dense_dtype), tokens=needed_tokens(self.plan))
 
     def _evaluate(self, model: Any) -> None:
         """One of a run's four perplexities. The others need no more."""

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import save
 from torch import nn
 
-from edkm_cli import data, models
+from edkm_cli import data, model_files, models
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.export.checkpoint import DenseFormat
@@ -188,5 +188,5 @@ class Reference:
         dtype, device = self._session.dtype, self._session.world.device
         layers = open_layers(self._source, dtype=getattr(torch, dtype), device=device)
         layers = layers or Layers(load_source(self._source, dequantize=False, dtype=dtype, device=device))
-        models.require_finite(self._source, layers)
+        model_files.require_finite(self._source.name, layers)
         return layers

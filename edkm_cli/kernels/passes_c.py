@@ -1,6 +1,4 @@
-"""Passes over float32 and 16-bit weights on the CPU, by the C files beside this one; `passes_torch` and `table_torch` say
-what each returns.
-"""
+"""Passes over float32 and 16-bit weights on the CPU, in C; `passes_torch` and `table_torch` say what each returns."""
 
 import ctypes
 from collections.abc import Sequence
@@ -33,7 +31,8 @@ class CPasses(Passes):
         counts, means, squares = tiled.partial(), tiled.partial(), tiled.partial()
         tiled.run("spread", 1, matrix(tiled.weight), counts, means, squares)
         mean = (counts * means).sum(1, keepdim=True) / self.group_size
-        return mean.reshape(-1), tiled.join(squares + counts * (means - mean).square()) / self.group_size
+        square = squares + counts * (means - mean).square()
+        return mean.reshape(-1), tiled.join(square) / self.group_size
 
     def moments(self, centroids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tiled, k = self._tiled, centroids.shape[1]
@@ -86,7 +85,8 @@ def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, bool]:
     tiled, out = Tiled(weight, tile), _empty(weight.shape, dtype=writable(dtype))
     flawed = _zeros(tiled.tile_rows * tiled.parts, dtype=torch.uint8)
-    tiled.run("snap", centroids.shape[1], matrix(tiled.weight), centroids.float().contiguous(), matrix(out), flawed)
+    entries = centroids.float().contiguous()
+    tiled.run("snap", centroids.shape[1], matrix(tiled.weight), entries, matrix(out), flawed)
     return out.to(dtype), not bool(flawed.any())
 
 
@@ -164,7 +164,8 @@ def count_patterns(weight: Tensor) -> Tensor:
 
 
 def sum_by_pattern(weight: Tensor, grad: Tensor) -> Tensor:
-    return _histogram(weight, torch.float64, "sum_by_pattern", matrix(readable(grad)))
+    upstream = readable(grad)
+    return _histogram(weight, torch.float64, "sum_by_pattern", matrix(upstream))
 
 
 def gather(weight: Tensor, table: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ class _Weights:
 
 
 def _loss_of_logits(student: Tensor, teacher: Tensor | None, weights: _Weights, part: slice) -> tuple[Tensor, Tensor]:
-    """(the loss of some tokens, its gradient in their logits): logits (tokens, vocabulary), computed in float32, on a CPU
-    some tokens at a time.
+    """(the loss of some tokens, its gradient in their logits (tokens, vocabulary)), in float32, on a CPU in parts.
 
     Both losses end in the student's softmax p: with targets q that sum to one, the gradient of each is p - q.
     """
