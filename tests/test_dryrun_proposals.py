@@ -2,6 +2,7 @@
 
 import psutil
 import pytest
+from torch import nn
 
 from edkm_cli.config import CompressConfig
 from edkm_cli.dryrun.need import group_limits, physical_bytes
@@ -65,3 +66,18 @@ def test_a_container_s_limit_counts_as_the_machine_s_memory(tmp_path):
     (tmp_path / "slice:cri:12" / "memory.max").write_text("512\n")
     assert list(group_limits("0::/slice:cri:12\n", tmp_path)) == [512]
     assert physical_bytes() <= psutil.virtual_memory().total
+
+
+def test_text_is_planned_with_layers_that_are_rounded_as_they_are_read(tmp_path, monkeypatch):
+    model = tiny_llama(hidden=256, inner=512)
+    model.save_pretrained(tmp_path / "model")
+    config = CompressConfig(model=str(tmp_path / "model"), data=("self",), steps=0, device="cpu", output="out")
+    totals = {}
+    for rounds in (False, True):
+        monkeypatch.setattr("edkm_cli.dryrun.rehearsal.multiplies_bfloat16", lambda kind, rounds=rounds: rounds)
+        totals[rounds] = dry_run(config)["phases"]
+    linears = {name: module.weight.numel() for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = linears.pop("lm_head")
+    saved = totals[False]["text"] - totals[True]["text"]
+    assert saved == pytest.approx(2 * sum(linears.values()) - 2 * head, rel=0.01)  # of the head there are both
+    assert totals[True]["load"] == totals[False]["load"] < 4 * (sum(linears.values()) + 2 * head)  # never all of them
