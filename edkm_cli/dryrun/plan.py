@@ -183,7 +183,7 @@ def _changes(plan: RunPlan) -> dict[str, Change]:
 _COMBINATIONS = [tuple(names.split("+")) for names in (
     "memory", "data", "checkpoint", "batch", "checkpoint+batch", "offload", "shard", "shard+checkpoint",
     "shard+checkpoint+batch", "importance", "checkpoint+importance", "held", "held+checkpoint", "held+batch",
-    "held+checkpoint+batch", "held+checkpoint+importance", "dtype", "dtype+checkpoint", "dtype+held+checkpoint",
-    "dtype+held+checkpoint+importance",
+    "held+checkpoint+batch", "held+checkpoint+importance", "dtype", "data+dtype", "data+importance", "dtype+checkpoint",
+    "dtype+held+checkpoint", "dtype+held+checkpoint+importance",
 )]
 # fmt: on
