@@ -1,6 +1,5 @@
 """How files are read and written: JSON and safetensors, whole or not at all, and with checksums."""
 
-import errno
 import hashlib
 import json
 import math
@@ -18,7 +17,6 @@ from edkm_cli.errors import UserError, named
 from edkm_cli.settings import shown
 
 CHECKSUMS = "checksums.json"
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # what a file system without locks answers
 _MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a million tensors is as large
 
 # safetensors lays tensors out by falling alignment, then by name. The order of this table is that of the library.

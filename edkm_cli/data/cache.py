@@ -5,6 +5,7 @@ back from a process that dies; every byte is checked when it is opened. So a kil
 leave either a whole store or none.
 """
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -30,7 +31,7 @@ from edkm_cli.data.reading import Part
 from edkm_cli.data.store import StoreWriter, TokenStore, disk_error, in_memory, open_store
 from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
-from edkm_cli.files import NO_LOCKS, sync
+from edkm_cli.files import sync
 from edkm_cli.settings import token_cache_directory
 
 Say = Callable[[str], None]
@@ -176,7 +177,7 @@ def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str)
         except Timeout:
             return False
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise disk_error(error, path.parent, **cache) from error
         return True
 

@@ -18,7 +18,7 @@ from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.export import ownership
 from edkm_cli.export.ownership import FILES, MARKER
-from edkm_cli.files import NO_LOCKS, json_text, require_room, sync, write_json, written_whole
+from edkm_cli.files import json_text, require_room, sync, write_json, written_whole
 
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _SPARE_BYTES = 50_000_000  # beside the tensors: metrics, trackers, tokenizer
@@ -281,10 +281,10 @@ class Lock:
             if {"process", "host", "since"} <= facts.keys():
                 holder = f"process {facts['process']} on {facts['host']} since {facts['since']}"
             raise UserError(f"--output {self._directory} is written by {holder}; wait, or choose another") from None
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                return
+        except PermissionError:  # another user's
             raise
+        except OSError:
+            return
         if self.path.stat().st_size and "process" not in ownership.read_object(self.path):
             self._lock.release()
             raise UserError(f"{self.path} is needed to keep other runs out, but holds something else; move it away")
