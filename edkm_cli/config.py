@@ -66,7 +66,7 @@ def contradictions(config: Any) -> list[str]:
         found += misfits(config.target, bits=config.bits, **about)
     if config.compare_dense and not config.steps:
         found.append("compare_dense trains the uncompressed model for as many steps, but steps is 0; give steps")
-    if config.embedding_group and config.embedding_bits == 16 and config.target is None:
+    if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
     if str(config.embedding_bits).endswith("+") and (config.embedding_group or config.palette != FREE):
         found.append(
@@ -373,5 +373,6 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too
-        values = {**TARGETS[values["target"]].settings, **values}
+        dense = {"embedding_group": 0} if str(values.get("embedding_bits")) == "16" else {}  # not the target's
+        values = {**TARGETS[values["target"]].settings, **dense, **values}
     return from_mapping(CompressConfig, values)

@@ -191,7 +191,8 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     for name, value in values.items():
         if name not in known:
             close = get_close_matches(shown(name).strip("'\"").replace("-", "_"), list(known), n=1)
-            all_faults.append(f"unknown key {shown(name)}{f' (did you mean {close[0]!r}?)' if close else ''}")
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            all_faults.append(f"unknown key {shown(name)}{meant}")
             continue
         try:
             clean = coerce(name, value, hints[name])

@@ -125,3 +125,5 @@ def test_embeddings_of_a_target_may_stay_as_they_are(target, text_file, tmp_path
     plan = plan_run(build_config(None, flags), World())
     assert plan.spec.embedding_group is None
     assert plan.spec.embedding_bits == 16
+    with pytest.raises(UserError, match="embedding_group is for compressed embeddings"):
+        build_config(None, flags | {"embedding_group": 32})  # which somebody has given

@@ -38,7 +38,7 @@ def other_vocabulary(ours: int, theirs: int) -> UserError:
 class Recorder:
     """Writes a model's predictions into `directory` while it is measured: `see` is given to `perplexity` as `seen`.
 
-    All processes of a sharded model make one alike. What a full disk stops is told by `failure`.
+    All processes of a sharded model make one alike. A full disk stops no measurement: `failure` says why.
     """
 
     def __init__(self, model: Any, directory: str | Path):

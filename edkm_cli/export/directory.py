@@ -213,9 +213,9 @@ class OutputDirectory:
         facts = ownership.read_object(self.partial / MARKER)
         files = ownership.files_of(self.partial)
         write_json(self.partial / FILES, {"identity": facts.get("fingerprint"), "files": files})
-        for name in files:
-            sync(self.partial / name)
-        sync(self.partial)
+        for folder, _, names in os.walk(self.partial):
+            for path in (*(Path(folder, name) for name in names), Path(folder)):
+                sync(path)
         if not self.path.exists() or (os.name != "nt" and not any(self.path.iterdir())):  # one of an image is not moved
             os.rename(self.partial, self.path)
         elif not _exchange(self.partial, self.path):

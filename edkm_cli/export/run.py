@@ -276,7 +276,7 @@ def evaluation_names(config: TextSettings, texts: Sequence[data.Source]) -> dict
 
 
 def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tokenizer: Any) -> dict[str, list[str]]:
-    """The texts that are measured, by name; `texts` are trained on. Raises UserError where one cannot be had, or is both."""
+    """The measured texts, by name; `texts` are trained on. Raises UserError where one cannot be had, or is among these."""
     needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
     documents = {}
     for name, text in evaluation_names(config, texts).items():

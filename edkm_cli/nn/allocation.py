@@ -20,7 +20,7 @@ from torch import Tensor
 from edkm_cli.clustering import Grid, snap
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.format import DENSE_BITS, MOST_FACTORED_BITS, QuantizationSpec
+from edkm_cli.format import MOST_FACTORED_BITS, QuantizationSpec
 from edkm_cli.granularity import E3M4, FOURS, FREE, Granularity, Override
 from edkm_cli.nn.swap import OTHER, Swap
 from edkm_cli.packing import MAX_BITS, MIN_BITS, packed_width, parts_of
@@ -138,7 +138,7 @@ def planned_spec(
         bits=math.floor(config.bits),
         embedding_bits=last,
         embedding_rows=ends,
-        embedding_group=(config.embedding_group or None) if last < DENSE_BITS else None,
+        embedding_group=config.embedding_group or None,
         embedding_factors=few and config.palette == FREE and not config.embedding_group and config.importance != "none",
         skipped=[swap.name for swap in swaps if swap.reason and swap.role != OTHER],
         split_experts=any(is_expert(swap.name) for swap in swaps),

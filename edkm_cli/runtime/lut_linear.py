@@ -156,7 +156,7 @@ def lut_linear(
 ) -> Tensor:
     """x @ W.T + bias for a palettized W: x (..., in) floating, indices (out, bytes) uint8, lut (groups, 2**bits).
 
-    `tile`: the rows and columns that share a LUT. Differentiable in x, lut and bias. Raises ValueError for other shapes.
+    `tile`: rows and columns that share a LUT. Differentiable in x, lut and bias. Raises ValueError where shapes do not fit.
     """
     if unwatched(x, lut, bias):
         return _linear(x, indices, lut, bias, bits, *tile)

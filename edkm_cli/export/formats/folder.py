@@ -261,8 +261,8 @@ def _with_older_names(config: dict[str, Any]) -> dict[str, Any]:
     if rope:
         kind = rope.get("rope_type", "default")
         names["rope_scaling"] = {**rope, "type": kind} if kind != "default" else None
-    if config.get("model_type") == "gpt_neox":
-        names |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+        if config.get("model_type") == "gpt_neox":
+            names |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
     if isinstance(inner := config.get("text_config"), dict):  # of a model that reads images, too
         names["text_config"] = _with_older_names(inner)
     return config | names

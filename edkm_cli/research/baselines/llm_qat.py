@@ -42,7 +42,7 @@ def quantize(
     Args:
         steps: optimizer steps; 0 rounds the weights without training.
         sequences: how many are written; 0: as many as the steps take. Fewer are seen repeatedly.
-        activation_bits, kv_bits: 2 to 8 bits of each linear's input, and of keys and values; 16: as they are. Hooks stay.
+        activation_bits, kv_bits: 2 to 8 bits of a linear's input, and of keys and values, by hooks that stay; 16: none.
 
     Raises UserError for a value out of range, or if the loss stops being finite.
     """
