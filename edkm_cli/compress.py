@@ -114,8 +114,6 @@ class Run(Session):
         del teacher
         return self.world.on_main(lambda: self._finish(staging, offloaded))
 
-    # The steps.
-
     def _open_texts(self) -> None:
         """Tokenizer and texts, but what the model is yet to write."""
         config, plan = self.config, self.plan
@@ -234,7 +232,7 @@ class Run(Session):
         return result
 
     def _report(self, staging: Path, size: Any, offloaded: dict[str, Any]) -> dict[str, Any]:
-        """report.json."""
+        """What report.json holds (docs/results.md)."""
         config, plan, facts = self.config, self.plan, self.facts(self.plan.asked)
         return {
             "model": config.model,

@@ -80,7 +80,7 @@ def contradictions(config: Any) -> list[str]:
 
 
 def unmeasured_best(config: Any) -> list[str]:
-    """A best step of none."""
+    """The fault of `keep_best` without `eval_every`."""
     unmeasured = config.keep_best and not config.eval_every
     return ["keep_best chooses among measured steps, but eval_every is 0; give eval_every"] if unmeasured else []
 
@@ -172,8 +172,8 @@ class TrainingSettings:
     # fmt: off
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
-    learning_rate: float = setting(2e-4, "Highest learning rate of the weights.", TRAINING, "--learning-rate", "--lr",
-        positive=True, maximum=1e30)
+    learning_rate: float = setting(2e-4, "Highest learning rate of weights, norms and biases.", TRAINING,
+        "--learning-rate", "--lr", positive=True, maximum=1e30)
     lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True,
         maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
@@ -197,7 +197,7 @@ class TrainingSettings:
         choices={"none": "on the device", "cpu": "in host memory"})
     device: str = setting("auto", "Where to compute: auto, cpu, cuda or cuda:N.", SCALE)
     timeout_minutes: int = setting(30, "Minutes for which processes wait for one another.", SCALE, minimum=1)
-    seed: int = setting(0, "Seed of the order of the data and of random initial values.", TRAINING, minimum=0)
+    seed: int = setting(0, "Seed of the data's order, of written text and of random values.", TRAINING, minimum=0)
     save_every: int = setting(50, "Steps between checkpoints of training, for --resume; 0 saves none.", OUTPUT,
         minimum=0)
     keep: int = setting(2, "Number of training checkpoints to keep.", OUTPUT, minimum=1)
@@ -215,7 +215,7 @@ class TrainingSettings:
 
     @property
     def most_checkpoints(self) -> int:
-        """Of training on the disk at once, with one that is being written, and the best step's."""
+        """Checkpoints of training on the disk at once: those kept, one being written, and the best step's."""
         return bool(self.steps) * ((self.keep + 1) * bool(self.save_every) + 2 * self.keep_best)
 
 
@@ -241,8 +241,8 @@ class CompressConfig(TrainingSettings, TextSettings):
         "columns).", COMPRESSION, check=Granularity.parse)
     lut_dtype: str = setting("auto",
         "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e3m4 where rows "
-        "are so short that the room is worth more.", COMPRESSION, choices=("auto", *LUT_DTYPES))
-    lut_scale: float | None = setting(None, "Scale of all float8_e4m3fn tables, a power of two; default: one a matrix.",
+        "are so short that smaller tables are worth more than exact ones.", COMPRESSION, choices=("auto", *LUT_DTYPES))
+    lut_scale: float | None = setting(None, "Scale of all float8_e4m3fn tables, a power of two; default: one for each.",
         COMPRESSION, positive=True)
     palette: str = setting(FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION,
         choices=PALETTES)
@@ -260,10 +260,10 @@ class CompressConfig(TrainingSettings, TextSettings):
     overrides: tuple[str, ...] = setting((),
         "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
         COMPRESSION, "--override", check=Override.parse)
-    target_size: str | None = setting(None, "Size of its tensors, such as 2.5GiB: sets --bits to the average that fits.",
+    target_size: str | None = setting(None, "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
         COMPRESSION, check=parse_bytes)
     experts: str = setting("compressed", "What becomes of the experts of a mixture-of-experts model.", COMPRESSION,
-        choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full and vLLM"})
+        choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full or vLLM"})
     method: str = setting("edkm", "How clustering is computed.", COMPRESSION,
         choices={"edkm": "fast, and without an attention map in memory", "dkm": "the reference, which keeps that map"})
     mode: str = setting("straight-through", "Which weights the model computes with while it trains.", COMPRESSION,

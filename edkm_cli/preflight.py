@@ -78,15 +78,15 @@ class RunPlan:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the start works on one decoder layer after the other, each dense no longer than that takes: where every
-        layer is reconstructed, then packed, since no weight trains afterwards."""
+        """Whether only the decoder layer that the start works on is dense: where every layer is reconstructed, then packed,
+        since no weight trains afterwards."""
         config, inside = self.config, tuple(f"{path}." for path in decoder_layers(self.skeleton))
         packs = config.start == "reconstructed" and (config.assignments == "held" or not config.steps)
         return packs and not self.world.sharded and all(swap.name.startswith(inside) for swap in self.clustered)
 
     @property
     def streams(self) -> bool:
-        """Whether such layers stay in the model's files until then, which packed ones cannot."""
+        """Whether each layer is read from the files when the start reaches it, which one of a packed model cannot be."""
         return self.by_layer and not (self.config.dequantize and read_spec(self.source.location) is not None)
 
     @property
@@ -130,9 +130,9 @@ class RunPlan:
 def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) -> CompressConfig:
     """The configuration with every open setting decided: no `auto`, and no None that stands for a choice.
 
-    Only `device`, `memory` and `streaming` stay as they are, which are decided where they take effect, and
-    `embedding_bits` and `lut_dtype`, for which `plan_run` looks at the model. Raises UserError for what was asked for and
-    cannot be had where it runs.
+    Only `device`, `memory`, `streaming`, `data_column` and `text_tokens` stay as they are, which are decided where they
+    take effect, and `embedding_bits` and `lut_dtype`, for which `plan_run` looks at the model. Raises UserError for what was
+    asked for and cannot be had where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
     sharding = "full" if world.sharded or config.sharding == "full" else "none"

@@ -1,7 +1,7 @@
 """Text that the uncompressed model writes itself: what calibrates and trains where nobody has given text (docs/data.md).
 
-It is sampled at temperature 1, from the token that begins the model's documents: each next token is a sample of its own
-distribution, so that squared gradients of the next-token loss average to the Fisher matrix itself.
+It is sampled at temperature 1, from tokens that begin the model's documents or turns: each next token is a sample of its
+own distribution, so that squared gradients of the next-token loss average to the Fisher matrix itself.
 
 Sequences grow together, one token a step, with a cache of keys and values that is allocated once: as many as that has room
 for. What each draws does not depend on that number. What was written is kept in the user's cache directory under a digest
@@ -62,7 +62,7 @@ def write_text(
 
     Args:
         model: a Hugging Face causal LM, on any device; it is put into evaluation mode for the call.
-        begins: first tokens, or several equally many of them each, taken in turn.
+        begins: the first token of each sequence, or lists of first tokens of one length, taken in turn.
         seed: of the sampling. The same model, seed and machine give the same text.
     """
     device = next(model.parameters()).device

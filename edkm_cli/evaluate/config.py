@@ -9,13 +9,14 @@ from edkm_cli.settings import DATA, DEVICE, DTYPES, MODEL, REMOTE_CODE, SCALE, T
 class EvalConfig:
     """What `edkm eval` measures, and what it asks of a model that is compared with `reference`; a limit of 0 asks nothing.
 
-    The limits of KL and agreement lie a little beyond what 3 bits cost SmolLM2-135M. A matrix whose outputs are wrong by
+    The limits of KL and agreement allow twice the KL that 3 bits cost SmolLM2-135M. A matrix whose outputs are wrong by
     more than themselves does more harm than none.
     """
 
     # fmt: off
     data: tuple[str, ...] = setting((),
-        "Text to measure on: wikitext2, builtin, builtin-prose or a file. Default: wikitext2; with --tasks none.",
+        "Text to measure on, named as in edkm compress. Default: wikitext2; with --tasks none, or builtin-prose beside "
+        "--reference.",
         DATA, "--data", "--eval-data")
     context: int = setting(2048, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int | None = setting(None, "Number of windows, from the first; default: all.", DATA, minimum=1)

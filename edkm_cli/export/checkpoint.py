@@ -219,8 +219,8 @@ def write_checkpoint(
     files = write_tensors(directory, announced, converted, max_shard_size=max_shard_size, total_parameters=parameters)
     write_config(target, spec, directory)
     files += ["config.json", *copy_code(model, directory)]
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:  # as it is: `save_pretrained` may refuse some
+        model.generation_config.to_json_file(directory / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     stored = TensorFiles(directory)  # read back from the disk

@@ -49,7 +49,7 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     gradient_checkpointing: bool | None = as_in_compress("gradient_checkpointing",
         help="Save memory: compute activations again in the backward pass; default: with --train tables.")
     steps: int = as_in_compress("steps", help="Optimizer steps.", minimum=1)
-    learning_rate: float = as_in_compress("learning_rate", help="Highest learning rate of updates, norms and biases.")
+    learning_rate: float = as_in_compress("learning_rate", help="Highest learning rate of LoRA matrices or norms.")
     lut_learning_rate: float = as_in_compress("lut_learning_rate", help="Highest learning rate with --train tables.")
     weight_decay: float = as_in_compress("weight_decay", help="Weight decay of an adapter's updates.")
     dtype: str = as_in_compress("dtype", help="Number format of activations; updates and tables keep theirs.",
@@ -93,7 +93,7 @@ class MergeConfig:
     start_tokens: int | None = as_in_compress("start_tokens",
         help="Tokens that the merged model is fitted on; default: as many as train, 20480 to 61440.")
     start_passes: int = as_in_compress("start_passes",
-        help="How often the fit of each decoder layer goes over these tokens; 0 only compensates rounding errors.")
+        help="How often the fit of each decoder layer goes over these tokens; 0: closed form only.")
     steps: int = as_in_compress("steps", 20,
         help="Optimizer steps in which the fitted model learns from the adapted one; 0 needs less memory.")
     learning_rate: float = as_in_compress("learning_rate")

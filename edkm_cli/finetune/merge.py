@@ -1,8 +1,8 @@
 """`edkm merge`: an adapter becomes part of the tables and indices of the compressed model it was trained on.
 
 The update B A of a layer is small beside the gaps of its table: rounded to the nearest entries, nearly every weight would
-fall back to the entry it had. So weights are compensated column by column, and decoder layer by decoder layer trained to
-give what the adapted one gives (`edkm_cli.initialize.reconstruct`), from the tables that are there; then all together, to
+fall back to the entry it had. So weights are compensated column by column and corrected decoder layer by decoder layer, to
+give what the adapted one gives (`edkm_cli.initialize.reconstruct`), from the tables that are there; then all train, to
 predict what the adapted model predicts. Layers without an update are clustered, too: their weights are entries of their
 tables already.
 """

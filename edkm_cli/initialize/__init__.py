@@ -1,1 +1,1 @@
-"""Dense model -> clustered model: importance, k-means, error compensation, loading in shards."""
+"""Dense model -> clustered model: importance, k-means, embeddings, compensation, reconstruction, shards."""

@@ -236,8 +236,8 @@ def _go_on(kept: KeptStart, begun: Begun | None, bits: dict[str, int], layers: L
 class Tables:
     """Where the tables of linears start, which follows from the importance of their weights.
 
-    Nothing of weight size is kept but what updates of tables in training are weighted by: of each linear tables with each
-    number of bits that it may get, and what the loss is expected to rise by.
+    Kept are, of each linear, tables with each number of bits that it may get and what the loss is expected to rise by; of
+    the weight's size only what updates of tables in training are weighted by.
     """
 
     def __init__(self, recipe: Recipe, world: World, start: Callable[..., list[Tensor]], track: Track = no_progress):

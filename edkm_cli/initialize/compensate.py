@@ -137,7 +137,7 @@ def gets_too_few(layer: LutLayer) -> bool:
 
 
 def few_tokens(model: nn.Module, say: Callable[[str], None]) -> dict[str, int]:
-    """Tokens of the experts' matrices that `gets_too_few` is true of, by name; what that means is said."""
+    """Tokens of the experts' matrices that `gets_too_few` is true of, by name; `say` gets a warning."""
     layers: dict[str, Any] = {name: layer for name, layer in lut_layers(model).items() if gets_too_few(layer)}
     few = {name: int(layer.tokens) for name, layer in layers.items()}
     if few:

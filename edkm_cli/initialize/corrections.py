@@ -151,8 +151,8 @@ class Corrections:
         return (weight + change).to(layer.weight.dtype)
 
     def forget(self, layer: ClusteredLinear) -> None:
-        """Let go of what only this layer, which is corrected, has asked for; the pass over all texts, which goes on where
-        none is left with these inputs, needs more memory than any other."""
+        """Drop what only this corrected layer needed; free blocks go back where no other matrix has its inputs, before the
+        pass over all texts goes on, which needs the most memory."""
         stream, exact = self._adds_to.pop(layer, None), self._exact.get(layer)
         for module in (layer, stream):
             if module is not None and module not in self._adds_to.values():

@@ -1,4 +1,4 @@
-"""How much an error in each weight raises the loss of the model: the importance that weighs the k-means start.
+"""How much an error in each weight raises the loss of the model: the importance that weighs k-means and decides bits.
 
 `activation`: the mean squared input of each column (the diagonal of GPTQ's Hessian). `gradient`: the diagonal of the
 empirical Fisher matrix, sum over tokens of (g_o x_i)^2 (SqueezeLLM, arXiv 2306.07629, section 4.1, there per sequence).

@@ -77,7 +77,7 @@ class Layers:
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
-        """The model with all its layers in memory, for many passes that round: see `bfloat16_linears`."""
+        """The model with all its layers in memory, for many passes with `bfloat16_linears`."""
         with ExitStack() as held:
             for path in self.paths if self.streamed else ():
                 held.enter_context(bfloat16_linears(held.enter_context(self.whole(path)), alone=True))

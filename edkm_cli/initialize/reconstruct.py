@@ -1,5 +1,5 @@
 """The reconstructed start: decoder layer by decoder layer, what each gave before it was compressed is restored, in closed
-form first (`edkm_cli.initialize.corrections`), then by a few small steps of the layer (docs/clustering.md, "The start").
+form (`edkm_cli.initialize.corrections`), and with `passes` by a few small steps, too (docs/clustering.md, "The start").
 
 The loss is the squared error relative to the squared norm, token by token: the first tokens of a text have activations a
 thousand times as large as all others and would be all that counts.

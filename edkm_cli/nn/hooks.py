@@ -57,7 +57,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter of the model asks for a gradient as long as the block lasts, or as long as nobody makes it."""
+    """No parameter of the model asks for a gradient as long as the block lasts, unless somebody makes it ask."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     try:

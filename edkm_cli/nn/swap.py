@@ -1,8 +1,8 @@
 """Which modules of a causal language model are compressed, and swapping them.
 
-The decoder stack's linears become LUT layers; the input and output embeddings are rounded to a row scale at
-`embedding_bits`. The rule is the same for a dense model that is to be clustered, for the skeleton a checkpoint is loaded
-into, and for a dry run on the meta device.
+The decoder stack's linears become LUT layers; the input and output embeddings are rounded to scales of rows and factors of
+columns at `embedding_bits`. The rule is the same for a dense model that is to be clustered, for the skeleton a checkpoint
+is loaded into, and for a dry run on the meta device.
 """
 
 import math

@@ -92,7 +92,7 @@ def products(matrices: Sequence[Packed], columns: int) -> lut_linear_c.Products 
 
 
 def keep(matrices: Sequence[Packed], columns: int) -> int | None:
-    """`lut_linear_c.keep`; None where that is not the way for all of them, too."""
+    """`lut_linear_c.keep`; None, too, where the C kernel does not take all of them."""
     return lut_linear_c.keep(matrices, columns, _limits()) if _kernel_takes(matrices) else None
 
 

@@ -94,7 +94,7 @@ class _RowScaled(PackedModule):
         return self._kept[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As of all packed modules."""
+        """See `PackedModule.dequantize`."""
         factors = self._factors()
         if factors is None:
             decoded = [dispatch.dense(part, self.columns, dtype) for part in self.parts()]

@@ -1,4 +1,4 @@
-"""The operators edkm::lut_linear and edkm::row_scaled_linear: linears whose weight stays packed.
+"""The operators edkm::lut_linear, edkm::row_scaled_linear and edkm::row_scaled_embedding: the weight stays packed.
 
 They take tensors and numbers only, so that `torch.compile`, `torch.export` and other runtimes can call them. Backward
 decodes W again, in parts, for the gradient of x, and makes dL/dW in parts for that of a lookup table: nothing of a weight's

@@ -155,8 +155,8 @@ def unwatched(x: Tensor, *others: Tensor | None) -> bool:
 def products(prepared: Prepared, most_tokens: dict[torch.dtype, int]) -> Products | None:
     """A function of x that gives its product with each matrix, or None where another path is to be taken.
 
-    That is where x is no plain contiguous tensor in host memory, is of a dtype with fewer `most_tokens`, or somebody
-    watches (`unwatched`), and where a matrix has moved since. There is no such function without the extension module.
+    It gives None where x is no plain contiguous tensor in host memory, has more tokens than `most_tokens` of its dtype, or
+    somebody watches (`unwatched`), and where a matrix has moved since. Without the extension module there is no function.
     """
     tensors = tuple(t for packed in prepared.matrices for t in packed[:3] if t is not None)
     module, most = _calls(), tuple(most_tokens[dtype] * prepared.columns for dtype in ORDER)

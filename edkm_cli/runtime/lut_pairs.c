@@ -1,4 +1,4 @@
-/* The same product for bfloat16 activations, where the processor multiplies pairs of bfloat16 and adds them in float32
+/* The product of lut_linear.c for bfloat16 activations, where the processor multiplies pairs of bfloat16 and adds them in float32
  * (AVX-512 BF16): tables are rounded to bfloat16, as the dense weight would be, and 32 entries are looked up by one permute of
  * words.
  *

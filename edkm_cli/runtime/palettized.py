@@ -170,7 +170,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         return kept
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As of all packed modules."""
+        """See `PackedModule.dequantize`."""
         return dispatch.dense(self.packed(), self.columns, dtype)
 
     def _made_table(self) -> Tensor:
