@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,9 @@ def _continue(
 ) -> Tensor:
     """`ids` (batch, tokens) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
     cache = _cache(length) if _takes_our_cache(model) else DynamicCache(config=model.config)
-    current = ids
+    name, current = "cache" if "cache" in signature(model.forward).parameters else "past_key_values", ids
     while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
-        logits = model(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(input_ids=current, use_cache=True, **{name: cache}).logits[:, -1].float()
         current = sample(logits, draws[:, ids.shape[1], None])
         ids = torch.cat((ids, current), 1)
         next(steps, None)

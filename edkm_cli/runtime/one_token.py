@@ -25,7 +25,7 @@ from edkm_cli.runtime.palettized import PalettizedLinear
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _ROOM = 256  # tokens for which a cache gets more room at a time
 _PLAIN_OPTIONS = ("cache_position", "return_dict", "use_cache", "logits_to_keep")
-_INPUTS = ("input_ids", "past_key_values")
+_INPUTS = ("input_ids", "cache", "past_key_values")  # transformers 5.24 renamed the latter
 _PATHS = (
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn",
@@ -84,7 +84,7 @@ class _Shortcut:
 
     def forward(self, decoder: Any, given: dict[str, Any]) -> Any:
         """What `decoder.forward(**given)` returns, or None where that has to be asked."""
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids, cache = given.get("input_ids"), given.get("cache", given.get("past_key_values"))
         if torch.is_grad_enabled() or decoder.training or type(ids) is not Tensor or tuple(ids.shape) != (1, 1):
             return None
         if not unwatched(ids) or _has_any_global_hook():
@@ -114,7 +114,7 @@ class _Shortcut:
         for layer, room in zip(cache.layers, rooms, strict=True):
             room.seen = layer.keys, layer.values = room.keys.narrow(2, 0, past + 1), room.values.narrow(2, 0, past + 1)
         last = decoder.norm(hidden.to(step.dtype).view(1, 1, -1))
-        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache)
+        return BaseModelOutputWithPast(last, cache)  # which has two names
 
     def _fresh(self) -> bool:
         """Whether what was prepared is still what the model computes with. Asked for each token, so by plain loops: asking
