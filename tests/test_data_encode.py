@@ -1,10 +1,12 @@
 """Tokens of documents, and which of them are learnt, exact at the borders."""
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from edkm_cli.config import TextSettings
+from edkm_cli.data import tokenize
 from edkm_cli.data.encode import Counts, Encoder, split_long
 from edkm_cli.data.reading import Part
 from helpers import byte_tokenizer
@@ -29,6 +31,13 @@ def encode(records, tokenizer=None, **encoding):
 
 def learnt(encoded, tokenizer):
     return tokenizer.decode(encoded.ids[encoded.trained].tolist())
+
+
+def test_tokens_of_large_numbers_are_kept_whatever_their_count():
+    tokenizer = byte_tokenizer()
+    tokenizer.get_vocab = lambda: {"<eos>": 70_000}
+    assert Encoder(tokenizer, TextSettings()).dtype == np.uint32
+    assert Encoder(byte_tokenizer(), TextSettings()).dtype == np.uint16
 
 
 def test_of_an_answered_record_the_answer_and_its_end_are_learnt():
@@ -73,6 +82,8 @@ def test_a_tokenizer_that_begins_texts_begins_every_document():
     encoded = encode(["yes", {"prompt": "no", "completion": " yes"}], tokenizer)
     assert tokenizer.decode(encoded.ids.tolist()) == "<bos>yes<eos><bos>no yes<eos>"
     assert learnt(encoded, tokenizer) == "<bos>yes<eos> yes<eos>"
+    for text in ("yes", "<bos>yes"):  # what a chat template began has its own
+        assert tokenizer.decode(tokenize([text, "no"], tokenizer)) == "<bos>yes\n\nno"
 
 
 def test_records_without_text_or_answer_are_left_out_and_counted():

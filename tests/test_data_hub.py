@@ -61,6 +61,13 @@ def test_a_set_is_trained_on_its_training_split_and_measured_on_its_test_split(h
     )
 
 
+def test_a_part_of_a_split_of_a_local_set_is_no_pattern_of_files(hub):
+    for name in ("./owner/name:en@train[:10%]", str(hub) + ":en@train[:10%]"):
+        options = TextSettings(data_column="body", streaming=False)
+        data = open_training_data(parse_sources([name]), byte_tokenizer(), options=options)
+        assert byte_tokenizer().decode(data.all_tokens()).startswith("train 0<eos>train 1<eos>")
+
+
 def test_of_a_set_without_a_split_for_it_the_last_tenth_is_held_out(hub):
     train, test = (
         load_documents(parse_source("owner/name:de"), split, options=TextSettings(data_column="body"))

@@ -67,6 +67,18 @@ def test_a_directory_and_a_glob_are_read_in_the_order_of_names(tmp_path):
     assert load_documents(parse_source(str(tmp_path / "*.json*")), "all") == [*documents, *documents]
 
 
+def test_a_column_of_a_table_comes_with_the_tools_of_its_records(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = [
+        {"chat": [{"role": "user", "content": "1 + 1?"}], "tools": [{"name": "add"}], "system": "Add.", "id": 7}
+    ] * 3
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "r.parquet")
+    parts = read_files(parse_source(str(tmp_path / "r.parquet")), column="chat")
+    assert [record for part in parts for record in part.load()] == [
+        {k: row[k] for k in ("chat", "tools", "system")} for row in rows
+    ]
+
+
 def test_ranges_of_lines_cover_a_file_once_whatever_the_lines(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     path.write_text('\n\n"a"\n' + json.dumps("b" * 500) + "\n\n\n" + '"c"')

@@ -57,6 +57,9 @@ def test_of_prompt_and_completion_the_completion_is_learnt():
 
 
 def test_of_alpaca_the_output_is_learnt_also_beside_a_text():
+    prompt = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    document = only({"instruction": "Name a colour.", "output": "Blue."})
+    assert document.text == f"{prompt}\n\n### Instruction:\nName a colour.\n\n### Response:\nBlue."
     record = {"instruction": "Add", "input": "1 2", "output": "3", "text": "all of it"}
     document = only(record)
     assert document.text.endswith("### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n3")
@@ -73,8 +76,9 @@ def test_of_alpaca_the_output_is_learnt_also_beside_a_text():
                 for name, turn in zip(("system", "human", "gpt", "human", "gpt"), TURNS, strict=True)
             ]
         },
+        {"messages": TURNS[1:], "system": "Be short."},
     ],
-    ids=["messages", "sharegpt"],
+    ids=["messages", "sharegpt", "system beside them"],
 )
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<end>\n"), (MARKED, "<end>")], ids=["plain", "generation"])
 def test_of_a_conversation_every_answer_is_learnt_with_its_end(record, template, end):
@@ -107,9 +111,18 @@ def test_an_answer_without_a_question_is_learnt_from_where_the_template_calls_fo
 @pytest.mark.parametrize("change", [{"content": ""}, {"weight": 0}])
 def test_empty_answers_and_those_of_no_weight_are_not_learnt(template, change):
     turns = [*TURNS[:2], {**TURNS[2], **change}, *TURNS[3:]]
-    document = only({"messages": turns}, tokenizer=tokenizer(template))
-    assert [text.strip() for text in answers(document)] == ["No.<end>"]
-    assert document.text.count("<|assistant|>") == 2
+    shared = [{**turn, "from": turn["role"], "value": turn["content"]} for turn in turns]  # as ShareGPT has them
+    for record in ({"messages": turns}, {"conversations": shared}):
+        document = only(record, tokenizer=tokenizer(template))
+        assert [text.strip() for text in answers(document)] == ["No.<end>"]
+        assert document.text.count("<|assistant|>") == 2
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_template_that_names_the_day_gives_the_same_text_on_every_day(template):
+    document = only({"messages": TURNS}, tokenizer=tokenizer("{{ strftime_now('%d %b %Y') }}" + template))
+    assert document.text.startswith("26 Jul 2024<|system|>")
+    assert [text.strip() for text in answers(document)] == ["Yes.<end>", "No.<end>"]
 
 
 def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not():

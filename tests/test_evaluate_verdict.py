@@ -99,17 +99,18 @@ def test_matrices_are_compared_beside_routers_that_give_more_than_products(model
 
 
 def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():
-    model, tokenizer, asked = tiny_llama(), byte_tokenizer(), prompts(10)
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    asked = prompts(10, tokenizer)
     assert len({prompt.kind for prompt in asked}) == 8
     most = EvalConfig().prompts
-    assert len(prompts(most)) == most
+    assert len(prompts(most, tokenizer)) == most
     with pytest.raises(UserError, match=f"prompts must be at most {most}"):
         EvalConfig(prompts=most + 1)
-    texts = write(model, tokenizer, asked)
+    texts = write(model, asked)
     model.generation_config.update(
         repetition_penalty=5.0, num_beams=2, return_dict_in_generate=True, stop_strings=["e"]
     )
-    assert write(model, tokenizer, asked) == texts
+    assert write(model, asked) == texts
     assert model.generation_config.num_beams == 2
     for prompt, text in zip(asked[:3], texts, strict=False):
         ids = tokenizer(prompt.text)["input_ids"]
@@ -203,6 +204,22 @@ def test_experts_that_stayed_dense_are_no_matrices_of_their_own(text_file, tmp_p
     named = [matrix["name"] for matrix in json.loads(result.read_text())["matrices"]]
     assert "model.layers.0.self_attn.q_proj" in named
     assert not any("experts" in name for name in named)
+
+
+def test_a_template_that_refuses_questions_is_told_before_the_reference_is_measured(
+    model_directory, text_file, tmp_path
+):
+    strict = saved(model_directory, tmp_path / "strict", lambda model: None)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('a system message is needed') }}"
+    tokenizer.save_pretrained(strict)
+    status, _, err = run("eval", model_directory, "--reference", strict, "--data", text_file, *MEASURE, "--prompts", 8)
+    assert status == 2
+    assert (
+        "chat template cannot render a question (TemplateError: a system message is needed); mend it, or give --prompts 0"
+        in err
+    )
+    assert "reference:" not in err
 
 
 def test_a_limit_that_nothing_could_be_measured_for_is_not_kept(model_directory, text_file, tmp_path):

@@ -86,6 +86,10 @@ def test_matrices_of_different_bits_and_scales_for_groups_round_trip(lut_dtype, 
     layers = {layer["name"]: layer for layer in describe(Compressed(tmp_path / "one"))["layers"]}
     assert {name: layers[name]["bits"] for name in own} == own
     assert layers["model.layers.0.self_attn.q_proj"]["bits"] == 3
+    assert ", 2 to 5 bits, row:1" in summary("inspect", describe(Compressed(tmp_path / "one")))
+    every = {name: 4 for name, layer in layers.items() if layer["luts"]}
+    none_of_three = export(*cluster(tiny_llama(), mixed={"module_bits": every}), tmp_path / "every")
+    assert ", 4 bits, row:1" in summary("inspect", describe(Compressed(none_of_three)))
     assert verify(Compressed(tmp_path / "one"))["tensors"] > 20
     assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["format_version"] == 3
 

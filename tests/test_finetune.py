@@ -323,6 +323,7 @@ def test_a_run_that_would_learn_no_token_is_refused_before_it_trains(packed, tmp
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(UserError, match="must hold a token to learn"):
         finetune(packed, settings(text, tmp_path / "out", steps=2, seed=3))
+    assert not list(tmp_path.glob("out*"))  # nothing was measured yet
     report = finetune(packed, settings(text, tmp_path / "out", steps=2, train_on="all"))
     assert report["steps"] == 2
 

@@ -55,7 +55,7 @@ class Encoder:
         empty = list(tokenizer("")["input_ids"])
         self._begin = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+        self.dtype = np.uint16 if max(tokenizer.get_vocab().values(), default=0) < 1 << 16 else np.uint32
         probe, self._direct = [_PROBE + (tokenizer.eos_token or "")], False
         wanted, self._direct = self._ids(probe), getattr(tokenizer, "is_fast", False)
         self._direct = self._direct and self._ids(probe) == wanted

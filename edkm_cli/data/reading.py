@@ -250,7 +250,8 @@ def _rows(path: Path, column: str | None) -> Iterator[Any]:
     try:
         if suffix_of(path) == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as table:
-                columns = [column] if column in table.schema_arrow.names else None
+                names = table.schema_arrow.names
+                columns = [name for name in (column, "tools", "system") if name in names] if column in names else None
                 for batch in table.iter_batches(batch_size=512, columns=columns):
                     yield from batch.to_pylist()
             return

@@ -9,7 +9,10 @@ answer is what the conversation's text up to it has more than the same one that 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from edkm_cli.errors import UserError
 
@@ -26,6 +29,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _CHATS = ("messages", "conversations", "conversation")
+# What templates take for today: with the real day a run that is resumed tomorrow would have another text.
+_DAY = SimpleNamespace(now=lambda: datetime(2024, 7, 26))
 
 Span = tuple[int, int]
 
@@ -41,17 +46,7 @@ class Document:
 
 
 def alpaca_prompt(record: Mapping[str, Any]) -> str:
-    """The prompt of Alpaca's authors, up to where the answer begins.
-
-    >>> print(alpaca_prompt({"instruction": "Name a colour.", "output": "Blue."}) + "Blue.")
-    Below is an instruction that describes a task. Write a response that appropriately completes the request.
-    <BLANKLINE>
-    ### Instruction:
-    Name a colour.
-    <BLANKLINE>
-    ### Response:
-    Blue.
-    """
+    """The prompt of Alpaca's authors, up to where the answer begins."""
     given = record.get("input") or ""
     return _ALPACA_PROMPT.format(
         with_input=", paired with an input that provides further context" if given else "",
@@ -88,6 +83,7 @@ def render(
     return [replace(one, text=text, answers=None if whole else one.answers) for one, text in clean]
 
 
+@patch("transformers.utils.chat_template_utils.datetime", _DAY, create=True)
 def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
     if not chat.messages:
         return []
@@ -114,10 +110,10 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
     if column is not None:
         value = record[column]
         is_chat = isinstance(value, list)
-        return _Chat(_messages(value, column, where)) if is_chat else Document(_text(value, column, where))
+        return _Chat(_messages(value, column, where, record)) if is_chat else Document(_text(value, column, where))
     for name in _CHATS:
         if record.get(name) is not None:
-            return _Chat(_messages(record[name], name, where))
+            return _Chat(_messages(record[name], name, where, record))
     known = any(name in record for name in ("text", *_CHATS))
     for fields in (("prompt", "completion"), ("instruction", "output")):
         if not all(name in record for name in fields):
@@ -155,11 +151,13 @@ def _text(value: Any, name: str, where: str, *, of: str = "record") -> str:
     return value
 
 
-def _messages(turns: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """The messages of a field. Raises UserError where they are none."""
+def _messages(turns: Any, name: str, where: str, beside: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The messages of a field, after the `system` text that may stand beside it. Raises UserError where they are none."""
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise UserError(f"{name!r} must be a list of messages with 'role' and 'content', but in {where} it is not")
-    return [_turn(turn, where) for turn in turns]
+    said, system = [_turn(turn, where) for turn in turns], (beside or {}).get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    return said if not said or said[0]["role"] == "system" else [*first, *said]
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -168,7 +166,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         role = _ROLES.get(str(turn["from"]).lower())
         if role is None:
             raise UserError(f"a turn must be from one of {', '.join(_ROLES)}, one in {where} is from {turn['from']!r}")
-        turn = {"role": role, "content": turn["value"] or ""}
+        turn = {**turn, "role": role, "content": turn["value"] or ""}
     message = {name: value for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
         raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")

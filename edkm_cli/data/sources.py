@@ -140,7 +140,8 @@ def _files(text: str, option: str) -> Source | None:
         if not files:
             raise UserError(f"{option} names a directory without files that end in {endings}: {path}")
         return Source(text, "files", files=tuple(files))
-    if any(sign in text for sign in "*?[") and not path.is_file() and not (hub and hub["split"]):
+    named = path.is_file() or (hub and hub["split"]) or _local_set(text) is not None
+    if any(sign in text for sign in "*?[") and not named:
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
         files = [file for file in matches if file.is_file() and suffix_of(file) in SUFFIXES]
         if not files:
@@ -149,7 +150,7 @@ def _files(text: str, option: str) -> Source | None:
     known = suffix_of(path) in SUFFIXES
     if path.is_file() and known:
         return Source(text, "files", files=(path,))
-    if not path.is_file() and ((hub and (hub["split"] or hub["config"])) or _local_set(text) is not None):
+    if not path.is_file() and (named or (hub and hub["config"])):
         return None
     if not path.is_file() and (known or text.startswith((".", "/", "~"))):
         raise UserError(f"{option} names a file that does not exist: {path}; check the path")

@@ -312,7 +312,8 @@ def tokenize(documents: list[str], tokenizer: Any) -> Tensor:
     protocol asks; a text of more than WHOLE_BYTES characters in pieces. Raises UserError where it has less than two."""
     text = "\n\n".join(documents)
     pieces = [text] if len(text) <= WHOLE_BYTES else split_long(text)
-    rows = [tokenizer(piece, verbose=False, add_special_tokens=piece is pieces[0])["input_ids"] for piece in pieces]
+    first = "" if text.startswith(tokenizer.bos_token or "\0") else pieces[0]  # what a template began has its BOS
+    rows = [tokenizer(piece, verbose=False, add_special_tokens=piece is first)["input_ids"] for piece in pieces]
     ids = torch.cat([torch.tensor(row, dtype=torch.int64) for row in rows])
     return_free_blocks()
     if len(ids) < 2:

@@ -47,6 +47,7 @@ class Study:
 
     def see_reference(self, model: Any) -> None:
         """Measure the uncompressed model. Raises UserError where the disk has no room for what is kept of it."""
+        self._asked = writing.prompts(self.settings.prompts, self.tokenizer)  # before the work: a template may refuse
         recorder, self._longest = Recorder(model, self.directory), self._longest_window(model)
         self._measure(model, [*self._texts_passes, *self._longest], "reference: ", seen=recorder.see)
         (self.directory / "layers").mkdir()
@@ -60,8 +61,7 @@ class Study:
         if recorder.failure:
             raise UserError(recorder.failure)
         self._predictions = RememberedPredictions(self.directory)
-        self._asked = writing.prompts(self.settings.prompts)
-        self._texts = writing.write(model, self.tokenizer, self._asked, track=self.track) if self._asked else []
+        self._texts = writing.write(model, self._asked, track=self.track) if self._asked else []
         self._answers = self._run_tasks(model)
         self._floor = self._noise_floor(model)
 
@@ -77,7 +77,7 @@ class Study:
             rows |= compare_layers(model, self._sample, self.directory / "layers")
         compared = None
         if self._asked:
-            texts = writing.write(model, self.tokenizer, self._asked, track=self.track)
+            texts = writing.write(model, self._asked, track=self.track)
             compared = writing.compare_writing(self._asked, texts, self._texts, self.tokenizer, model)
         positions = {"context": longest.context, "rows": by_position(longest.predictions)}
         return measured, {"noise_floor": self._floor, **rows, "positions": positions, "writing": compared}

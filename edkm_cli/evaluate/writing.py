@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from edkm_cli.errors import explained
 from edkm_cli.nn.hooks import changed
 from edkm_cli.progress import Track, no_progress
 
@@ -28,26 +29,27 @@ _FILE = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, or, where `asked`, a message to answer."""
+    """A text to continue, or a message to answer, and its tokens."""
 
     kind: str
     text: str
-    asked: bool
+    ids: list[int]
 
 
-def prompts(count: int) -> list[Prompt]:
-    """The first so many prompts, one of each kind after the other."""
+def prompts(count: int, tokenizer: Any) -> list[Prompt]:
+    """The first so many prompts, one of each kind after the other. Messages have the tokenizer's chat template, where it
+    has one. Raises UserError where that fails."""
     kinds = json.loads(_FILE.read_text(encoding="utf-8"))
     turns = zip(*([(kind["name"], text, kind["asked"]) for text in kind["prompts"]] for kind in kinds), strict=True)
-    return [Prompt(*entry) for turn in turns for entry in turn][:count]
+    some = [entry for turn in turns for entry in turn][:count]
+    with explained("the model's chat template cannot render a question", "; mend it, or give --prompts 0"):
+        return [Prompt(kind, text, _ids(tokenizer, text, asked)) for kind, text, asked in some]
 
 
 @torch.no_grad()
-def write(model: Any, tokenizer: Any, asked: Sequence[Prompt], *, track: Track = no_progress) -> list[list[int]]:
-    """The tokens that a model writes after each prompt, to its end of text (with it) or 48, the likeliest one each time.
-
-    Messages have the tokenizer's chat template, where it has one."""
-    ids = [_ids(tokenizer, prompt) for prompt in asked]
+def write(model: Any, asked: Sequence[Prompt], *, track: Track = no_progress) -> list[list[int]]:
+    """The tokens that a model writes after each prompt, to its end of text (with it) or 48, the likeliest one each time."""
+    ids = [prompt.ids for prompt in asked]
     ends = _ends(model)
     plain = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, pad_token_id=0, eos_token_id=ends or None)
     written: dict[int, list[int]] = {}
@@ -107,12 +109,12 @@ def compare_writing(
     }
 
 
-def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    if prompt.asked and tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt.text}]
+def _ids(tokenizer: Any, text: str, asked: bool) -> list[int]:
+    if asked and tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer(prompt.text)["input_ids"]
+    return tokenizer(text)["input_ids"]
 
 
 def _ends(model: Any) -> list[int]:

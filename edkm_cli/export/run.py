@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import data, models
-from edkm_cli.config import CHECKPOINTS, TextSettings, lengths_of, too_long
+from edkm_cli.config import CHECKPOINTS, TextSettings, TrainingSettings, lengths_of, too_long
 from edkm_cli.data.training import overlaps, require_held_out, unchanged
 from edkm_cli.distributed import World
 from edkm_cli.environment import hardware, peak_memory_bytes, versions
@@ -29,7 +29,7 @@ from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Clock, Observer
 from edkm_cli.self_text import NOT_WRITTEN, keep_text, kept_text, self_text, text_shape
 from edkm_cli.settings import part_of
-from edkm_cli.train.teacher import RememberedTeacher, remember
+from edkm_cli.train.teacher import RememberedTeacher, remember, require_labels
 
 SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wrote for this run
 
@@ -115,8 +115,9 @@ class Session:
         self._overlap = overlaps(self.data, self._documents, say=say)
 
     def lay_out(self) -> None:
-        """Divide the training text into blocks. Raises UserError where it is too short."""
+        """Divide the training text into blocks. Raises UserError where it is too short, or no step has a token to learn."""
         self.blocks = self.data.blocks(self.config.sequence_length, seed=self.config.seed)
+        require_labels(self.blocks, part_of(TrainingSettings, self.config), self.world)
 
     def finished(self, report: str, asked: Any, **resolved: Any) -> dict[str, Any] | None:
         """To resume: the report of a finished run that is this one. Where there is none, `unfinished` is what is recorded of

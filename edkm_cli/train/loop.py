@@ -160,7 +160,6 @@ def train(
     first = checkpoints.load_newest(model, optimizer)
     training = _Training(model, objective, blocks, config, world, accelerator, optimizer, temperature)
     best = BestStep(staging, first, world) if config.keep_best else None
-    training.require_labels()
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
     with metrics, preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
@@ -226,15 +225,6 @@ class _Training:
         self._parts = Parts(self.model, whole=self.world.sharded)
         offloads = self.config.offload == "cpu"
         self.marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
-
-    def require_labels(self) -> None:
-        """Raises UserError where no step has a token to learn: of long prompts, sequences may hold no answer."""
-        turns = [
-            (step, micro) for step in range(self.config.steps) for micro in range(self.config.gradient_accumulation)
-        ]
-        if not self.world.any(any(micro_batch(self.blocks, self.config, self.world, *turn).learnt for turn in turns)):
-            rule = f"the sequences of all {self.config.steps} steps must hold a token to learn, but hold prompts alone"
-            raise UserError(f"{rule}; give a longer --sequence-length, more --steps or --train-on all", everywhere=True)
 
     def heat(self, step: int) -> float | None:
         """Give the layers the temperature of a step, in modes that have one."""

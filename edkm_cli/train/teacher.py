@@ -44,6 +44,14 @@ def micro_batch(blocks: Blocks, config: Any, world: World, step: int, micro: int
     return blocks.examples((step * config.gradient_accumulation + micro) * world.size + world.rank, config.batch_size)
 
 
+def require_labels(blocks: Blocks, config: Any, world: World) -> None:
+    """Raises UserError where no step has a token to learn: of long prompts, sequences may hold no answer."""
+    turns = [(step, micro) for step in range(config.steps) for micro in range(config.gradient_accumulation)]
+    if turns and not world.any(any(micro_batch(blocks, config, world, *turn).learnt for turn in turns)):
+        rule = f"the sequences of all {config.steps} steps must hold a token to learn, but hold prompts alone"
+        raise UserError(f"{rule}; give a longer --sequence-length, more --steps or --train-on all", everywhere=True)
+
+
 class RememberedTeacher:
     """The states of sequences, by their tokens; the head is a copy of its own."""
 
