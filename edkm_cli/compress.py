@@ -85,7 +85,7 @@ class Run(Session):
         self._open_texts()
         state = partial(model_files.files_state, self.plan.source.path)
         files = self.world.on_main(state)
-        sha256 = model_digest(self.plan.source, self.plan.architecture, self.world)
+        sha256 = model_digest(self.plan.source, self.plan.architecture)
         if (report := self.finished("report.json", self.plan.asked, model_sha256=sha256)) is not None:
             return report
         dense = self._load()

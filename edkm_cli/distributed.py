@@ -200,9 +200,8 @@ def peers(world: World) -> Iterator[None]:
 
     def lost(reason: str) -> PeerLost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the line comes first
-        return PeerLost(
-            f"process {world.rank} of {world.size} lost another one ({reason}), whose message says why; go on with --resume"
-        )
+        rule = f"process {world.rank} of {world.size} lost another one ({reason}), whose message says why"
+        return PeerLost(f"{rule}; go on with --resume, and with more --timeout-minutes if it was still at work")
 
     def ended(number: int, frame: object) -> None:
         raise lost("its launcher ended this one")

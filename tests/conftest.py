@@ -7,6 +7,7 @@ import gc
 import multiprocessing.forkserver
 import os
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -111,6 +112,9 @@ def python(fork_server, tmp_path_factory):
     client = directory / "python"
     client.write_text(preloaded.CLIENT.format(python=sys.executable, path=str(directory / "socket")))
     client.chmod(0o755)
+    while not (directory / "socket").exists():
+        assert server.is_alive()
+        time.sleep(0.01)
     yield client
     server.kill()
     server.join()

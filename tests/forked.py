@@ -35,6 +35,8 @@ def compress_together(rank, size, port, log, configs, resume, environment=()):
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(environment)
+    if "FOLDERS" in os.environ:  # each works in one of its own
+        os.chdir(os.environ["FOLDERS"] + str(rank))
     if os.environ.get("EXACT_PRODUCTS") == "1":  # as the fixture `exact_products` does in the test's own process
         precision.multiplies_bfloat16 = lambda device: False
     log_layers(f"{log}.{rank}.layers", stop=os.environ.get("STOP_AFTER_A_LAYER") == "1")

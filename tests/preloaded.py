@@ -43,8 +43,9 @@ def serve(path):
     """Answer clients until killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen(16)
+        os.rename(f"{path}.new", path)  # who sees it is answered
         while True:
             client = listener.accept()[0]
             if os.fork() == 0:

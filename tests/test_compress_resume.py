@@ -127,6 +127,12 @@ def test_a_finished_run_is_not_run_again(model_directory, text_file, tmp_path):
     assert compress(config, resume=True) == json.loads(json.dumps(first))
 
 
+def test_without_steps_it_is_no_matter_how_many_sequences_one_would_see(model_directory, text_file, tmp_path):
+    first = compress(settings(model_directory, text_file, tmp_path / "out", steps=0))
+    other = settings(model_directory, text_file, tmp_path / "out", steps=0, batch_size=2)
+    assert compress(other, resume=True)["perplexity"] == first["perplexity"]
+
+
 def test_a_changed_setting_model_or_text_is_named(model_directory, text_file, tmp_path):
     config = settings(model_directory, text_file, tmp_path / "out", steps=6)
     with pytest.raises(Preempted):

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from edkm_cli.config import TextSettings
 from edkm_cli.data import cache, open_training_data, parse_source, parse_sources, splits, store
@@ -129,6 +131,18 @@ def test_a_cache_can_be_made_again(large):
     opened(large, said.append, rebuild_cache=True)
     assert "are made again" in said[0]
     assert len(stores(large)) == 1
+
+
+def test_what_another_process_has_made_again_is_not_made_once_more(large):
+    opened(large)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(large.parent / "cache" / "tokens" / f"{stores(large)[0]}.lock"):
+            made = pool.submit(opened, large, said.append, rebuild_cache=True)
+            while not said:
+                time.sleep(0.01)
+        assert made.result(60).sha256
+    assert said == ["another process is tokenizing the same data; waiting for it"]
 
 
 @pytest.mark.parametrize("file", [store.TOKENS, store.TRAINED, store.ENDS, store.MARKS, store.MANIFEST])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 
@@ -23,7 +24,11 @@ CASES = {
     "sharded-trained-luts": {"sharding": "full", "mode": "soft", "iterations": 0},
     "sharded-dkm": {"sharding": "full", "method": "dkm", "mode": "soft", "importance": "activation"},
     "data-parallel-dkm": {"method": "dkm", "mode": "soft", "granularity": "block:4x8"},
-    "data-parallel-held": {"assignments": "held", "lut_dtype": "float16"},  # whose rows are shared out
+    "data-parallel-held": {
+        "assignments": "held",
+        "lut_dtype": "float16",
+        "log_with": ("tensorboard",),
+    },  # rows are shared out
     "data-parallel-without-teacher": {"distill": False},
 }
 
@@ -96,6 +101,20 @@ def test_a_start_that_two_processes_were_killed_in_goes_on_with_the_next_layer(
     assert layers["resumed"] == ["model.layers.1"]
     assert layers["log"] == ["model.layers.0", "model.layers.1"]
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("alone")
+def test_processes_that_have_different_models_say_so_before_the_work(start, model_directory, text_file, tmp_path):
+    for rank in range(2):
+        shutil.copytree(model_directory, tmp_path / f"node{rank}" / "model")
+    weights = tmp_path / "node1" / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x40")
+    config = settings("model", text_file, tmp_path / "out", steps=2)
+    children = together(start, [config], tmp_path / "log", environment={"FOLDERS": str(tmp_path / "node")})
+    for rank, child in enumerate(children):
+        child.join(PATIENCE_SECONDS)
+        assert "must have the same settings, model and texts" in (tmp_path / f"log.{rank}").read_text()
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.slow

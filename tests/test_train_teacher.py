@@ -202,7 +202,7 @@ def test_of_processes_that_work_together_none_has_its_lock_before_the_first_has(
     with ThreadPoolExecutor(2) as pool:
         with other:  # of another run
             ended = [pool.submit(process, rank) for rank in (1, 0)]
-            assert "another run is busy" in said.get(timeout=60)
+            assert "another process is busy" in said.get(timeout=60)
             with FileLock(tmp_path / "1.lock", timeout=0):
                 assert done == []
         for one in ended:

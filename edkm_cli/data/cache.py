@@ -52,8 +52,8 @@ def cached_store(
     root = token_cache_directory()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     directory = root / key
-    with locked(root / f"{key}.lock", say, "tokenizing the same data"):
-        store = None if options.rebuild_cache else open_store(directory, settings)
+    with locked(root / f"{key}.lock", say, "tokenizing the same data") as waited:  # then it was made again just now
+        store = None if options.rebuild_cache and not waited else open_store(directory, settings)
         if store is not None:
             return store
         if directory.exists():
@@ -164,11 +164,11 @@ def _encode(part: Part) -> Encoded:
 
 
 @contextmanager
-def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str) -> Iterator[None]:
-    """Hold a lock that ends with this process, however it ends. Where the file system has none, two runs may do the work
-    twice; the rename then lets the first one win. Processes of a `world` that work together take theirs after the first one
-    has its own, so that of two runs one has all. `cache`: how `disk_error` calls what is kept there."""
-    lock, told = FileLock(path), iter([f"another run is {doing}; waiting for it"])
+def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str) -> Iterator[bool]:
+    """Hold a lock that ends with this process, however it ends; gives whether another had it before. Where the file system
+    has none, two runs may do the work twice; the rename then lets the first one win. Processes of a `world` take
+    theirs after the first one has its own, so that of two runs one has all. `cache`: how `disk_error` calls it."""
+    lock, told = FileLock(path), iter([f"another process is {doing}; waiting for it"])
 
     def taken() -> bool:
         try:
@@ -191,6 +191,6 @@ def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str)
     while not (world.main or taken()):
         wait()
     try:
-        yield
+        yield not list(told)
     finally:
         lock.release()

@@ -130,13 +130,13 @@ class Session:
         config, output = self.config, self.output
         self.identity = {
             **{key: value for key, value in asdict(config).items() if key not in (*_FREE, *_BATCH)},
-            "sequences_per_step": config.step_sequences(self.world.size),
+            "sequences_per_step": config.step_sequences(self.world.size) if config.steps else 0,
             "tokens_sha256": self.data.sha256,
             "evaluation_sha256": digest(self.measured.texts.items()),
             **resolved,
         }
         if self.world.any(self.world.on_main(lambda: self.identity) != self.identity):
-            rule = "all processes must have the same settings and texts, but they differ"
+            rule = "all processes must have the same settings, model and texts, but they differ"
             raise UserError(f"{rule}; give each node the same files", everywhere=True)
         content = output.finished(report, self.identity, asdict(asked))
         if content is None:
@@ -261,10 +261,10 @@ class Session:
         return {**self.data.summary(self.blocks), "measured_and_trained_on": measured}
 
 
-def model_digest(source: models.ModelSource, architecture: Any, world: World) -> str:
+def model_digest(source: models.ModelSource, architecture: Any) -> str:
     """What tells a model from another: its files, or of one of the hub its revision."""
     if source.path is not None:
-        return world.on_main(partial(files_digest, source.path))
+        return files_digest(source.path)
     return getattr(architecture, "_commit_hash", None) or models.config_digest(architecture)
 
 

@@ -157,7 +157,7 @@ class PackedSession(Session):
 
     def digest(self, *more: Path) -> str:
         """Of the compressed model's files, and of `more`."""
-        return " ".join([self.world.on_main(lambda: files_digest(self.directory)), *map(sha256_of, more)])
+        return " ".join([files_digest(self.directory), *map(sha256_of, more)])
 
 
 class Reference:
@@ -177,7 +177,7 @@ class Reference:
                 self._refuse(f"has {there or 'nothing'} at {name}, which is {here} in {session.directory}")
         if models.load_tokenizer(self._source).get_vocab() != session.tokenizer.get_vocab():
             self._refuse(f"has another tokenizer than {session.directory}")
-        self.sha256 = model_digest(self._source, architecture, session.world)
+        self.sha256 = model_digest(self._source, architecture)
 
     def _refuse(self, why: str) -> None:
         rule = f"--reference must be the uncompressed model that DIR was made of, but {self._name} {why}"

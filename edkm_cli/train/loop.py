@@ -66,8 +66,8 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
-        if self._accelerator is not None:
-            self._accelerator.end_training()
+        for tracker in self._accelerator.trackers if self._accelerator else ():  # not `end_training`: the group stays
+            tracker.finish()
 
 
 def keep_metrics(path: Path, steps: int) -> None:
