@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import edkm_cli
 from edkm_cli.clustering import lookup
+from edkm_cli.data import load_documents, parse_source, tokenize
 from edkm_cli.errors import Preempted, UserError
+from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, build_distill_config
 from edkm_cli.granularity import MULTIPLES
@@ -133,7 +136,9 @@ def test_a_checkpoint_nears_its_reference_and_a_killed_run_ends_with_the_same_we
     whole = finetune(packed, build_distill_config(None, {**flags, "output": str(tmp_path / "whole")}))
     (row,) = whole["texts"]
     assert row["stages"]["exported"]["kl_per_token"] < row["stages"]["compressed"]["kl_per_token"]
-    assert row["original"] < row["compressed"]
+    measured = tokenize(load_documents(parse_source("builtin")), byte_tokenizer())
+    alone = perplexity(AutoModelForCausalLM.from_pretrained(model_directory), measured, context=64, max_windows=2)
+    assert row["original"] == pytest.approx(alone.perplexity, rel=1e-5)
     assert whole["config"]["label_weight"] == 0
     cut, write = build_distill_config(None, {**flags, "output": str(tmp_path / "cut")}), Metrics.write
 
