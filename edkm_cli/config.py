@@ -242,7 +242,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     lut_dtype: str = setting("auto",
         "Number format of the lookup tables' entries; auto: float16, and with bits by sensitivity float8_e3m4 where rows "
         "are so short that smaller tables are worth more than exact ones.", COMPRESSION, choices=("auto", *LUT_DTYPES))
-    lut_scale: float | None = setting(None, "Scale of all float8_e4m3fn tables, a power of two; default: one for each.",
+    lut_scale: float | None = setting(None, "Scale of float8_e4m3fn tables, a power of two; default: one for each matrix.",
         COMPRESSION, positive=True)
     palette: str = setting(FREE, "What a lookup table may hold; all but free are for tiles of one row.", COMPRESSION,
         choices=PALETTES)
@@ -260,7 +260,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     overrides: tuple[str, ...] = setting((),
         "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
         COMPRESSION, "--override", check=Override.parse)
-    target_size: str | None = setting(None, "Size of the result, such as 2.5GiB: sets --bits to the average that fits.",
+    target_size: str | None = setting(None, "Size of all tensors, such as 2.5GiB: sets --bits to the average that fits.",
         COMPRESSION, check=parse_bytes)
     experts: str = setting("compressed", "What becomes of the experts of a mixture-of-experts model.", COMPRESSION,
         choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full or vLLM"})
