@@ -169,8 +169,6 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
     # accelerate must not wrap the model a second time.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if size == 1:
-        if device.startswith("cuda:"):
-            torch.cuda.set_device(device)  # kernels are started on the current GPU, wherever their tensors are
         return World(device=device)
     if device.startswith("cuda"):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

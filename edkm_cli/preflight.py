@@ -275,6 +275,8 @@ def choose_device(device: str) -> str:
         raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise UserError(f"--device must be one this machine has, but {device!r} is not available; use cpu or auto")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # kernels are started on the current GPU, wherever their tensors are
     return "cpu" if kind == "cpu" else device
 
 

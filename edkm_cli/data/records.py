@@ -108,8 +108,7 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
     if column is not None and column not in record:
         raise UserError(f"--data-column must be a field of the records, which are {_fields(record)}, got {column!r}")
     if column is not None:
-        value = record[column]
-        is_chat = isinstance(value, list)
+        value, is_chat = record[column], isinstance(record[column], list)
         return _Chat(_messages(value, column, where, record)) if is_chat else Document(_text(value, column, where))
     for name in _CHATS:
         if record.get(name) is not None:

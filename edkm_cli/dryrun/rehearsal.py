@@ -166,8 +166,8 @@ class Rehearsal:
         config, plan = self.config, self.plan
         calibration = torch.empty(2 * max(config.calibration_tokens or 0, 2), dtype=torch.int64, device="meta")
         text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device="meta")
-        # The second batch finds the sums of the first in memory; beside a GPU they are in the host's.
-        batches = calibration_text(calibration, plan)[: 1 if self.world.gpu else 2]
+        # The second batch finds the sums of the first in memory; of a whole model beside a GPU they are in the host's.
+        batches = calibration_text(calibration, plan)[: 1 if self.world.gpu and not plan.by_layer else 2]
         steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), torch.device("meta"):

@@ -15,8 +15,7 @@ class EvalConfig:
 
     # fmt: off
     data: tuple[str, ...] = setting((),
-        "Text to measure on, named as in edkm compress. Default: wikitext2; with --tasks none, or builtin-prose beside "
-        "--reference.",
+        "Text to measure on, as in edkm compress. Default: wikitext2; with --tasks none (beside --reference builtin-prose).",
         DATA, "--data", "--eval-data")
     context: int = setting(2048, "Tokens in a window on which perplexity is measured.", DATA, minimum=2)
     max_windows: int | None = setting(None, "Number of windows, from the first; default: all.", DATA, minimum=1)

@@ -49,8 +49,7 @@ def prompts(count: int, tokenizer: Any) -> list[Prompt]:
 @torch.no_grad()
 def write(model: Any, asked: Sequence[Prompt], *, track: Track = no_progress) -> list[list[int]]:
     """The tokens that a model writes after each prompt, to its end of text (with it) or 48, the likeliest one each time."""
-    ids = [prompt.ids for prompt in asked]
-    ends = _ends(model)
+    ids, ends = [prompt.ids for prompt in asked], _ends(model)
     plain = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, pad_token_id=0, eos_token_id=ends or None)
     written: dict[int, list[int]] = {}
     order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # those of a batch are of nearly the same length

@@ -31,18 +31,20 @@ Take = Callable[[str, nn.Module, dict[str, Tensor]], None]
 
 
 class _Collector:
-    """A hook on linears that adds up squared inputs, or squared gradients of the weight, in float32 in host memory; of
-    those in `moments`, products of the inputs, or of what an embedding gives, of its gradients.
+    """A hook on linears that adds up squared inputs, or squared gradients of the weight, in float32 in host memory, or
+    `near`, where they are; of those in `moments`, products of the inputs, or of what an embedding gives, of its gradients.
 
     Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
     """
 
-    def __init__(self, layers: dict[str, Any], kind: str, world: World, moments: Sequence[str] = ()):
+    def __init__(
+        self, layers: dict[str, Any], kind: str, world: World, moments: Sequence[str] = (), near: bool = False
+    ):
         self.sums: dict[str, Tensor] = {}
         self.tokens = dict.fromkeys(layers, 0)
         self.counts = True
         self._waiting: dict[str, list[Tensor]] | None = None
-        self._kind, self._world, self._moments = kind, world, moments
+        self._kind, self._world, self._moments, self._home = kind, world, moments, None if near else "cpu"
         self._layers, self._names = layers, {layer: name for name, layer in layers.items()}
 
     def see(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -84,7 +86,7 @@ class _Collector:
 
     def _add(self, name: str, value: Tensor, *, by_rows: bool = False) -> None:
         value = value.float() if self.counts else torch.zeros_like(value, dtype=torch.float32)
-        value = (self._world.scatter_rows(value) if by_rows and self._world.sharded else value).cpu()
+        value = (self._world.scatter_rows(value) if by_rows and self._world.sharded else value).to(device=self._home)
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
     def means(self, tokens: int) -> dict[str, Tensor]:
@@ -97,7 +99,7 @@ class _Collector:
                 self.sums[name] = torch.zeros(shape, device="meta" if self._layers[name].weight.is_meta else "cpu")
         # In place: the sums of a 7B model are 26 GB.
         found = {
-            name: (value if split and name not in self._moments else self._world.sum(value)).div_(max(tokens, 1))
+            name: (value if split and name not in self._moments else self._world.sum(value.cpu())).div_(max(tokens, 1))
             for name, value in sorted(self.sums.items())
         }
         experts = [name for name in found if is_expert(name) and not found[name].is_meta]
@@ -173,9 +175,9 @@ How = tuple[str, World, Sequence[str]]  # kind, world and moments of `collect`
 
 
 @contextmanager
-def _collecting(model: Any, names: Sequence[str], how: How) -> Iterator[_Collector]:
+def _collecting(model: Any, names: Sequence[str], how: How, *, near: bool) -> Iterator[_Collector]:
     layers = {name: model.get_submodule(name) for name in names}
-    collector = _Collector(layers, *how)
+    collector = _Collector(layers, *how, near)
     linears = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
     with hooked(linears, collector.see, after=True):
         yield collector
@@ -185,7 +187,7 @@ def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, tra
     kind, world, moments = how
     turns = world.turns(batches)
     with (
-        _collecting(model, (*names, *moments), how) as sums,
+        _collecting(model, (*names, *moments), how, near=False) as sums,
         frozen(model),
         evaluating(model),
         bfloat16_autocast(world.device, model.dtype),
@@ -211,7 +213,7 @@ def _by_layer(
     inputs, model = HiddenStates(), layers.model
 
     def collector(path: str) -> AbstractContextManager[_Collector]:
-        return _collecting(model, [name for name in names if name.startswith(f"{path}.")], how)
+        return _collecting(model, [name for name in names if name.startswith(f"{path}.")], how, near=True)
 
     with frozen(model), evaluating(model), bfloat16_autocast(world.device, model.dtype):
         with torch.no_grad():
@@ -226,7 +228,7 @@ def _by_layer(
                 if not gradient:
                     take(path, layer, sums.means(tokens))
             next(progress, None)
-        with _collecting(model, moments, how) as ends:
+        with _collecting(model, moments, how, near=True) as ends:
             for index, (batch, ends.counts) in enumerate(turns):
                 hidden[index] = _from_the_end(layers, hidden[index], batch, gradient=gradient, sums=ends)
         for path, call in reversed(calls) if gradient else ():
