@@ -370,6 +370,8 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
     values = given_values(file, flags)
+    if flags.get("target_size") and flags.get("bits"):
+        refuse(["target_size says how many bits there are on average; leave bits or target_size out"])
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too

@@ -154,3 +154,11 @@ def test_a_file_gives_each_key_once_and_no_list_for_a_name(tmp_path):
     with pytest.raises(UserError, match=r"learning_rate must be at most 1e\+30"):
         build_config(None, {"learning_rate": 1e300})
     assert choose_device("cpu:0") == "cpu"
+
+
+def test_a_size_and_bits_are_not_both_given(tmp_path):
+    with pytest.raises(UserError, match="leave bits or target_size out"):
+        build_config(None, {"model": "m", "bits": 4, "target_size": "64MB"})
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\nbits: 4\n")
+    assert build_config(file, {"target_size": "64MB"}).target_size == "64MB"  # a flag stands above a file
