@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from filelock import FileLock
@@ -135,14 +136,13 @@ def test_a_cache_can_be_made_again(large):
 
 def test_what_another_process_has_made_again_is_not_made_once_more(large):
     opened(large)
-    said: list[str] = []
+    said: Queue[str] = Queue()
     with ThreadPoolExecutor(1) as pool:
         with FileLock(large.parent / "cache" / "tokens" / f"{stores(large)[0]}.lock"):
-            made = pool.submit(opened, large, said.append, rebuild_cache=True)
-            while not said:
-                time.sleep(0.01)
+            made = pool.submit(opened, large, said.put, rebuild_cache=True)
+            assert said.get(timeout=60) == "another process is tokenizing the same data; waiting for it"
         assert made.result(60).sha256
-    assert said == ["another process is tokenizing the same data; waiting for it"]
+    assert said.empty()
 
 
 @pytest.mark.parametrize("file", [store.TOKENS, store.TRAINED, store.ENDS, store.MARKS, store.MANIFEST])

@@ -24,11 +24,8 @@ CASES = {
     "sharded-trained-luts": {"sharding": "full", "mode": "soft", "iterations": 0},
     "sharded-dkm": {"sharding": "full", "method": "dkm", "mode": "soft", "importance": "activation"},
     "data-parallel-dkm": {"method": "dkm", "mode": "soft", "granularity": "block:4x8"},
-    "data-parallel-held": {
-        "assignments": "held",
-        "lut_dtype": "float16",
-        "log_with": ("tensorboard",),
-    },  # rows are shared out
+    # Rows are shared out; what trackers end must not be the group of processes.
+    "data-parallel-held": {"assignments": "held", "lut_dtype": "float16", "log_with": ("tensorboard",)},
     "data-parallel-without-teacher": {"distill": False},
 }
 
