@@ -4,14 +4,16 @@ It is sampled at temperature 1, from tokens that begin the model's documents or 
 own distribution, so that squared gradients of the next-token loss average to the Fisher matrix itself.
 
 Sequences grow together, one token a step, with a cache of keys and values that is allocated once: as many as that has room
-for. What each draws does not depend on that number. What was written is kept in the user's cache directory under a digest
-of weights, configuration, seed and sizes: a second run reads it.
+for. Where products are in bfloat16 it is, too: reading it is a third of a step's time and more. What each draws does not
+depend on their number. What was written is kept in the user's cache directory under a digest of weights, configuration,
+seed and sizes: a second run reads it.
 """
 
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -29,8 +32,9 @@ from edkm_cli.data import store_of
 from edkm_cli.files import digest, written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
-from edkm_cli.precision import bfloat16_linears
+from edkm_cli.precision import bfloat16_linears, multiplies_bfloat16
 from edkm_cli.progress import Track, no_progress
+from edkm_cli.runtime.decoder_step_c import attend, library
 from edkm_cli.settings import cache_directory
 
 # No divisor of the length of blocks: most blocks then begin inside a sequence. The first token of a text gets activations a
@@ -67,12 +71,14 @@ def write_text(
         seed: of the sampling. The same model, seed and machine give the same text.
     """
     device = next(model.parameters()).device
-    draws = _draws(sequences, length, torch.Generator(device).manual_seed(seed))
-    write = _continue if _takes_our_cache(model) else _generate
-    batches = _evenly(sequences, at_once(model, length))
+    draws = torch.rand(sequences, length, generator=torch.Generator(device).manual_seed(seed), device=device)
+    dtype = cache_dtype(model, device.type)
+    write = partial(_continue, dtype=dtype) if dtype else _generate
+    batches = _evenly(sequences, at_once(model, length, dtype or model.dtype))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
-    with evaluating(model), bfloat16_linears(model):
+    attention = partial(_attention, functional.scaled_dot_product_attention)
+    with evaluating(model), bfloat16_linears(model), changed(functional, scaled_dot_product_attention=attention):
         for batch in batches:
             ids = torch.tensor([begins[row % len(begins)] for row in batch], device=device).view(len(batch), -1)
             written.append(write(model, ids, length, draws[batch], steps).cpu())
@@ -86,17 +92,24 @@ def _evenly(sequences: int, most: int) -> list[list[int]]:
     return [rows.tolist() for rows in np.array_split(range(sequences), -(-sequences // most))]
 
 
-def _draws(sequences: int, length: int, generator: torch.Generator) -> Tensor:
-    """A uniform number for each token, (sequences, length)."""
-    draws = torch.zeros(sequences, length, device=generator.device)
-    for batch in _evenly(sequences, _TOGETHER):
-        for step in range(1, length):
-            draws[batch, step] = torch.rand(len(batch), generator=generator, device=generator.device)
-    return draws
+def cache_dtype(model: Any, device: str) -> torch.dtype | None:
+    """Of keys and values in `_cache` where a model writes on a `cpu` or `cuda`: its own, or bfloat16 where `attend` reads
+    them. None where the cache has to be transformers' own: layers with another state than keys and values of all tokens,
+    or of the last ones (Mamba, linear attention, convolutions)."""
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # a configuration that came with the model's own files
+        return None
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    rounds = device == "cpu" and model.dtype == torch.float32 and multiplies_bfloat16(device) and library() is not None
+    plain = config._attn_implementation == "sdpa" and not getattr(config, "kv_lora_rank", None)
+    return torch.bfloat16 if rounds and plain and head_size(config) % 32 == 0 else model.dtype
 
 
-def at_once(model: Any, length: int) -> int:
-    """How many sequences of `length` tokens are written together: as many as keys and values have room for."""
+def at_once(model: Any, length: int, dtype: torch.dtype) -> int:
+    """How many sequences of `length` tokens are written together: as many as keys and values of a dtype have room for."""
     config = model.config.get_text_config(decoder=True)
     weights = sum(parameter.numel() for parameter in model.parameters())
     try:
@@ -104,35 +117,26 @@ def at_once(model: Any, length: int) -> int:
         numbers = 2 * length * config.num_hidden_layers * heads * head_size(config)
     except (AttributeError, TypeError):  # no attention as others have it
         return _TOGETHER
-    return max(1, min(_TOGETHER, max(_CACHE_BYTES, weights) // model.dtype.itemsize // max(1, numbers)))
+    return max(1, min(_TOGETHER, max(_CACHE_BYTES, weights) // dtype.itemsize // max(1, numbers)))
 
 
 @torch.no_grad()
-def rehearse_text(model: Any, *, tokens: int) -> None:
-    """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device."""
-    sequences, length = text_shape(model.config, tokens)
-    rows = len(_evenly(sequences, at_once(model, length))[0])
+def rehearse_text(model: Any, *, tokens: int, device: str) -> None:
+    """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device that will write
+    on another one."""
+    (sequences, length), dtype = text_shape(model.config, tokens), cache_dtype(model, device)
+    rows = len(_evenly(sequences, at_once(model, length, dtype or model.dtype))[0])
     ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-    _continue(model, ids, length, torch.zeros(rows, length, device=model.device), iter(()), new_tokens=2)
-
-
-def _takes_our_cache(model: Any) -> bool:
-    """Whether every layer keeps keys and values of all tokens, or of the last ones: what `_cache` holds. Layers with
-    another state (Mamba, linear attention, convolutions) need transformers' own."""
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except (AttributeError, KeyError, TypeError, ValueError):  # a configuration that came with the model's own files
-        return False
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    _continue(model, ids, 3, torch.zeros(rows, length, device=model.device), iter(()), dtype)
 
 
 def _continue(
-    model: Any, ids: Tensor, length: int, draws: Tensor, steps: Iterator[Any], new_tokens: int | None = None
+    model: Any, ids: Tensor, until: int, draws: Tensor, steps: Iterator[Any], dtype: torch.dtype | None
 ) -> Tensor:
-    """`ids` (batch, tokens) continued to `length` tokens, or by `new_tokens` where only those are wanted."""
-    cache = _cache(length) if _takes_our_cache(model) else DynamicCache(config=model.config)
+    """`ids` (batch, tokens) continued until there are so many, in a cache with room for as many as there are `draws`."""
+    cache = _cache(draws.shape[1], dtype) if dtype else DynamicCache(config=model.config)
     name, current = "cache" if "cache" in signature(model.forward).parameters else "past_key_values", ids
-    while ids.shape[1] < (length if new_tokens is None else 1 + new_tokens):
+    while ids.shape[1] < until:
         logits = model(input_ids=current, use_cache=True, **{name: cache}).logits[:, -1].float()
         current = sample(logits, draws[:, ids.shape[1], None])
         ids = torch.cat((ids, current), 1)
@@ -167,7 +171,26 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max_(logits.shape[-1] - 1)
 
 
-def _cache(length: int) -> Any:
+def _attention(
+    plain: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    *args: Any,
+    scale: Any = None,
+    **rest: Any,
+) -> Tensor:
+    """`plain`, PyTorch's attention, that also takes a cache in bfloat16 beside a query in float32."""
+    if key.dtype == query.dtype:
+        return plain(query, key, value, attn_mask, *args, scale=scale, **rest)
+    out = attend(query.to(key.dtype), key, value, scale or query.shape[-1] ** -0.5) if attn_mask is None else None
+    if out is None:
+        out = plain(query, key.to(query.dtype), value.to(query.dtype), attn_mask, *args, scale=scale, **rest)
+    return out.to(query.dtype)
+
+
+def _cache(length: int, dtype: torch.dtype) -> Any:
     """transformers' growing cache, but with room for `length` positions from the start: it would copy all at each step."""
 
     class Layer(DynamicLayer):
@@ -175,7 +198,9 @@ def _cache(length: int) -> Any:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
                 both = (key_states, value_states)  # of other widths in multi-head latent attention
-                self.room = [states.new_empty(*states.shape[:2], length, states.shape[3]) for states in both]
+                self.room = [
+                    states.new_empty(*states.shape[:2], length, states.shape[3], dtype=dtype) for states in both
+                ]
             start = self.get_seq_length()
             end = start + key_states.shape[-2]
             for room, states in zip(self.room, (key_states, value_states), strict=True):

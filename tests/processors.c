@@ -195,7 +195,7 @@ static int check_clustering(void) {
 }
 
 static int check_writing(int64_t head_size, int64_t tokens, int64_t dtype) {
-    enum { HEADS = 6, KV_HEADS = 2, ROOM = 70 };
+    enum { HEADS = 14, KV_HEADS = 2, ROOM = 70 };
     static char q[HEADS * 256 * 4], keys[KV_HEADS * ROOM * 256 * 4], values[sizeof keys], out[sizeof q], normed[sizeof q];
     static float scores[HEADS * (ROOM + 16)];
     Step step = {.heads = HEADS, .kv_heads = KV_HEADS, .head_size = head_size, .dtype = dtype, .scale = 0.3};
@@ -209,7 +209,7 @@ static int check_writing(int64_t head_size, int64_t tokens, int64_t dtype) {
         keep_number(rounded(number(), dtype), dtype, keys, i);
         keep_number(rounded(number(), dtype), dtype, values, i);
     }
-    ATTEND[dtype](&attention, 0, HEADS);
+    ATTEND[dtype](&attention, 0, 5), ATTEND[dtype](&attention, 5, HEADS); /* 4, 1; 2, 4, 3 heads together */
     for (int64_t h = 0; h < HEADS; h++) {
         int64_t base = h / (HEADS / KV_HEADS) * layer.head_stride;
         double shares[ROOM], mass = 0;

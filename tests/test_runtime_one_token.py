@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 import edkm_cli
 from edkm_cli.kernels import build
 from edkm_cli.runtime import one_token
+from edkm_cli.runtime.decoder_step_c import attend
 from edkm_cli.runtime.palettized import PalettizedLinear
 from families import family
 from helpers import cluster, export, tiny_llama
@@ -204,3 +205,26 @@ def test_numbers_of_layers_that_are_changed_are_computed_with(llama, monkeypatch
     expected = run(llama, monkeypatch, shortcut=False)[0]
     assert not torch.allclose(before, expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 6, 32), (9, 3, 64), (14, 2, 96), (4, 1, 256)])
+@pytest.mark.parametrize("tokens", [1, 16, 77])
+def test_many_sequences_attend_as_torch_does(dtype, heads, kv_heads, size, tokens):
+    torch.manual_seed(0)
+    query = torch.randn(5, heads, 1, size).to(dtype)
+    keys, values = (torch.randn(5, kv_heads, 80, size).to(dtype)[:, :, :tokens] for _ in range(2))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), scale=0.3, enable_gqa=True
+    )
+    unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(attend(query, keys, values, 0.3).double(), exact, rtol=unit, atol=1e-5)
+
+
+def test_attention_of_other_tensors_is_left_to_torch():
+    query, keys = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 9, 32)
+    assert attend(query, keys, keys, 1.0) is not None
+    assert attend(query.expand(2, 4, 3, 32), keys, keys, 1.0) is None
+    assert attend(query, keys, torch.randn(2, 2, 9, 64), 1.0) is None
+    assert attend(query, keys.transpose(1, 2).contiguous().transpose(1, 2), keys, 1.0) is None
+    assert attend(query[..., :24], keys[..., :24], keys[..., :24], 1.0) is None

@@ -1,10 +1,12 @@
 """Text that a model writes: sampled from its own distribution, the same for a seed, written once."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional
 
 from edkm_cli import self_text as self_text_module
 from edkm_cli.compress import compress
@@ -43,21 +45,50 @@ def test_tokens_are_drawn_from_the_models_distribution():
 def test_the_cache_of_keys_and_values_changes_nothing():
     model = tiny_llama()
     text = write_text(model, [1, 2], sequences=3, length=20, seed=5)
-    generator = torch.Generator().manual_seed(5)
+    draws = torch.rand(3, 20, generator=torch.Generator().manual_seed(5))
     ids = torch.tensor([[1], [2], [1]])
     with torch.no_grad(), bfloat16_linears(model):
         while ids.shape[1] < 20:
             cumulative = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1).double().cumsum(-1)
-            drawn = torch.rand(3, 1, generator=generator) * cumulative[:, -1:]
+            drawn = draws[:, ids.shape[1], None] * cumulative[:, -1:]
             ids = torch.cat((ids, (cumulative > drawn).int().argmax(-1, keepdim=True)), 1)
     assert (text == ids).float().mean() > 0.9  # a rounding may turn one draw, and all that follow it in a row
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_cache_in_bfloat16_beside_a_float32_model_changes_logits_by_roundings(kernel, monkeypatch):
+    model, ids = tiny_llama(head_dim=32), torch.randint(0, 257, (40, 12))
+    if not kernel:
+        monkeypatch.setattr(self_text_module, "attend", lambda *_: None)
+    plain = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", partial(self_text_module._attention, plain))
+    cache = self_text_module._cache(12, torch.bfloat16)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        steps = [model(input_ids=one, past_key_values=cache).logits for one in ids.split(1, 1)]
+    error = (torch.cat(steps, 1) - whole).std() / whole.std()
+    assert cache.layers[1].keys.dtype == torch.bfloat16
+    assert 0 < error < 0.01
+
+
+def test_the_cache_is_in_bfloat16_where_the_kernel_reads_it(monkeypatch):
+    monkeypatch.setattr(self_text_module, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(self_text_module, "library", lambda: object())
+    wide = tiny_llama(head_dim=32)
+    assert self_text_module.cache_dtype(wide, "cpu") == torch.bfloat16
+    assert self_text_module.cache_dtype(wide, "cuda") == torch.float32
+    assert self_text_module.cache_dtype(tiny_llama(), "cpu") == torch.float32
+    assert self_text_module.cache_dtype(family("minicpm3", qk_rope_head_dim=32), "cpu") == torch.float32
+    assert self_text_module.cache_dtype(family("falcon_h1"), "cpu") is None
+    wide.set_attn_implementation("eager")
+    assert self_text_module.cache_dtype(wide, "cpu") == torch.float32
 
 
 def test_what_a_sequence_draws_does_not_depend_on_those_beside_it(monkeypatch):
     model = tiny_llama()
     together = write_text(model, [1, 2], sequences=5, length=20, seed=5)
     monkeypatch.setattr(self_text_module, "_CACHE_BYTES", 0)
-    assert self_text_module.at_once(model, 4000) == 1
+    assert self_text_module.at_once(model, 4000, torch.float32) == 1
     monkeypatch.setattr(self_text_module, "at_once", lambda *_: 2)
     assert (together == write_text(model, [1, 2], sequences=5, length=20, seed=5)).float().mean() > 0.9
 
@@ -125,15 +156,15 @@ def test_transformers_own_generate_writes_the_same_text_as_our_cache(model_type,
     model = family(model_type)
     model.generation_config.update(repetition_penalty=3.0, return_dict_in_generate=True, eos_token_id=[1, 2, 3])
     ours = write_text(model, [3, 4], sequences=3, length=20, seed=0)
-    monkeypatch.setattr(self_text_module, "_takes_our_cache", lambda model: False)
+    monkeypatch.setattr(self_text_module, "cache_dtype", lambda *_: None)
     assert torch.equal(write_text(model, [3, 4], sequences=3, length=20, seed=0), ours)
     assert model.generation_config.repetition_penalty == 3.0
 
 
 def test_writing_is_rehearsed_without_memory():
     with torch.device("meta"):
-        rehearse_text(tiny_llama().to("meta"), tokens=4000)
-        rehearse_text(family("falcon_h1").to("meta"), tokens=100)
+        rehearse_text(tiny_llama().to("meta"), tokens=4000, device="cpu")
+        rehearse_text(family("falcon_h1").to("meta"), tokens=100, device="cpu")
 
 
 def test_a_run_trains_on_what_the_model_wrote(model_directory, tmp_path, monkeypatch):

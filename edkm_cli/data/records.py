@@ -237,6 +237,7 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
     )
 
 
+@patch("transformers.utils.chat_template_utils.datetime", _DAY, create=True)
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
     """The text of a conversation; `ask`: with the template's call for an answer. Raises TemplateError."""
     try:

@@ -21,7 +21,7 @@ from edkm_cli.model_files import build
 from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.preflight import RunPlan, needed_tokens
 from edkm_cli.progress import Observer, quiet_bars
-from edkm_cli.self_text import at_once, text_shape, write_text
+from edkm_cli.self_text import at_once, cache_dtype, text_shape, write_text
 
 _FEW_TOKENS, _MORE_TOKENS, _STEPS, _WRITTEN = 1024, 8192, 2, 8
 _OF_LAYERS = ("reconstruction", "compensation", "k-means start")  # loops over decoder layers or their linears
@@ -78,8 +78,8 @@ def _write_one_layer(plan: RunPlan, folder: Path) -> Any:
 def _text_seconds(plan: RunPlan, model: Any) -> float:
     """Of the text that the model writes, from a few tokens of as many sequences as it writes together."""
     sequences, length = text_shape(plan.architecture, needed_tokens(plan))
-    batches = -(-sequences // at_once(plan.skeleton, length))
     model = model.to(plan.world.device, getattr(torch, plan.dense_dtype))
+    batches = -(-sequences // at_once(plan.skeleton, length, cache_dtype(model, model.device.type) or model.dtype))
     begin = time.perf_counter()
     write_text(model, [0], sequences=-(-sequences // batches), length=_WRITTEN + 1, seed=0)
     return (time.perf_counter() - begin) / _WRITTEN * batches * length

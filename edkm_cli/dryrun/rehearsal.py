@@ -141,7 +141,8 @@ class Rehearsal:
         self._ledger.begin("text")
         rounded = rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0
         with self._ledger.more(rounded, WEIGHTS):
-            rehearse_text(self._dense_model(self.plan.dense_dtype), tokens=needed_tokens(self.plan))
+            model, device = self._dense_model(self.plan.dense_dtype), "cuda" if self.world.gpu else "cpu"
+            rehearse_text(model, tokens=needed_tokens(self.plan), device=device)
 
     def _evaluate(self, model: Any) -> None:
         """One of a run's four perplexities. The others need no more."""

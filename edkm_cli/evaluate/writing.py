@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from edkm_cli.data.records import render_text
 from edkm_cli.errors import explained
 from edkm_cli.nn.hooks import changed
 from edkm_cli.progress import Track, no_progress
@@ -110,8 +111,7 @@ def compare_writing(
 
 def _ids(tokenizer: Any, text: str, asked: bool) -> list[int]:
     if asked and tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text = render_text(tokenizer, [{"role": "user", "content": text}], None, ask=True)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer(text)["input_ids"]
 

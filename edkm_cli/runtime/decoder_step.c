@@ -9,6 +9,8 @@
 
 #define MOST_HEAD_SIZE 256
 #define AT_ONCE 32 /* of a head, whose size is a multiple of it */
+#define AHEAD 1536 /* elements of keys to fetch before they are read; values, while keys are */
+#define TOGETHER 4 /* query heads that use a key or value once it is read */
 #define SHARED_PAIRS (1 << 16) /* products of a query with cached keys and values from which on threads share heads */
 
 /* What is told of a model; Python lays these structs out (decoder_step_c.py). Sizes are numbers of elements, `width`, `inner` and
@@ -78,50 +80,59 @@ static void rotate(const Step *step, void *x, int64_t heads) {
         }
 }
 
-/* softmax(q k^T * scale) v of query heads [first, last). Sums go in an order that depends on shapes only. */
-INLINE void attend(int64_t dtype, const Attention *a, int64_t first, int64_t last) {
+/* softmax(q k^T * scale) v of HEADS query heads from h on that share keys and values, with room for their scores. Sums go in an
+ * order that depends on shapes only. */
+INLINE void attend_together(int64_t dtype, const Attention *a, int64_t h, const int HEADS, float *scores) {
     const Step *step = a->step;
-    int64_t size = step->head_size;
-    for (int64_t h = first; h < last; h++) {
-        int64_t group = h / (step->heads / step->kv_heads), base = group * a->layer->head_stride;
-        const char *keys = at_element(a->layer->keys, dtype, base), *values = at_element(a->layer->values, dtype, base);
-        float *scores = a->scores + h * a->padded;
-        vf q[MOST_HEAD_SIZE / LANES], mass = {}, top = splat(-INFINITY);
+    int64_t size = step->head_size, base = h / (step->heads / step->kv_heads) * a->layer->head_stride;
+    const char *keys = at_element(a->layer->keys, dtype, base), *values = at_element(a->layer->values, dtype, base);
+    vf q[TOGETHER][MOST_HEAD_SIZE / LANES], factors[TOGETHER];
+    for (int c = 0; c < HEADS; c++)
         for (int64_t i = 0; i < size; i += LANES)
-            q[i / LANES] = read_lanes(a->q, dtype, h * size + i) * splat((float)step->scale);
-        for (int64_t t = 0; t < a->padded; t += LANES) {
-            vf dots[LANES];
-            for (int64_t n = 0; n < LANES; n++) {
-                dots[n] = splat(0);
-                for (int64_t i = 0; t + n < a->tokens && i < size; i += LANES)
-                    dots[n] += q[i / LANES] * read_lanes(keys, dtype, (t + n) * size + i);
+            q[c][i / LANES] = read_lanes(a->q, dtype, (h + c) * size + i) * splat((float)step->scale);
+    for (int64_t t = 0; t < a->padded; t += LANES) {
+        vf dots[TOGETHER][LANES] = {};
+        for (int64_t n = 0, at = t * size; n < LANES && t + n < a->tokens; n++)
+            for (int64_t i = 0; i < size; i += LANES, at += LANES) {
+                vf key = read_lanes(keys, dtype, at);
+                for (int c = 0; c < HEADS; c++) dots[c][n] += q[c][i / LANES] * key;
+                __builtin_prefetch(at_element(keys, dtype, at + AHEAD)), __builtin_prefetch(at_element(values, dtype, at), 0, 2);
             }
-            vf score = choose(valid(t / LANES, a->tokens), sum_lanes(dots), splat(-INFINITY));
-            top = greatest(top, score);
-            put(scores + t, score);
-        }
-        float most = top[0];
-        for (int lane = 1; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+        for (int c = 0; c < HEADS; c++)
+            put(scores + c * a->padded + t, choose(valid(t / LANES, a->tokens), sum_lanes(dots[c]), splat(-INFINITY)));
+    }
+    for (int c = 0; c < HEADS; c++) {
+        float *of = scores + c * a->padded, most = -INFINITY;
+        vf top = splat(-INFINITY), mass = {};
+        for (int64_t t = 0; t < a->padded; t += LANES) top = greatest(top, *(const vfu *)(of + t));
+        for (int lane = 0; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
         for (int64_t t = 0; t < a->padded; t += LANES) {
-            vf lower = greatest((*(const vfu *)(scores + t) - splat(most)) * splat((float)LOG2E), splat(-200));
+            vf lower = greatest((*(const vfu *)(of + t) - splat(most)) * splat((float)LOG2E), splat(-200));
             vf share = keep(exp2_negative(lower), valid(t / LANES, a->tokens));
             mass += share;
-            put(scores + t, share);
+            put(of + t, share);
         }
-        vf factor = splat((float)(1.0 / total(mass)));
-        for (int64_t i = 0; i < size; i += AT_ONCE) { /* a part of all values, whose sums are in registers */
-            vf sums[AT_ONCE / LANES] = {}, more[AT_ONCE / LANES] = {};
-            int64_t t = 0;
-            for (; t + 1 < a->tokens; t += 2)
-                for (int v = 0; v < AT_ONCE / LANES; v++) {
-                    sums[v] += splat(scores[t]) * read_lanes(values, dtype, t * size + i + v * LANES);
-                    more[v] += splat(scores[t + 1]) * read_lanes(values, dtype, (t + 1) * size + i + v * LANES);
-                }
+        factors[c] = splat((float)(1.0 / total(mass)));
+    }
+    for (int64_t i = 0; i < size; i += AT_ONCE) { /* a part of all values, whose sums are in registers */
+        vf sums[TOGETHER][AT_ONCE / LANES] = {};
+        for (int64_t t = 0; t < a->tokens; t++)
             for (int v = 0; v < AT_ONCE / LANES; v++) {
-                if (t < a->tokens) sums[v] += splat(scores[t]) * read_lanes(values, dtype, t * size + i + v * LANES);
-                write_lanes(a->out, dtype, h * size + i + v * LANES, (sums[v] + more[v]) * factor, LANES);
+                vf value = read_lanes(values, dtype, t * size + i + v * LANES);
+                for (int c = 0; c < HEADS; c++) sums[c][v] += splat(scores[c * a->padded + t]) * value;
             }
-        }
+        for (int c = 0; c < HEADS; c++)
+            for (int v = 0; v < AT_ONCE / LANES; v++)
+                write_lanes(a->out, dtype, (h + c) * size + i + v * LANES, sums[c][v] * factors[c], LANES);
+    }
+}
+
+INLINE void attend(int64_t dtype, const Attention *a, int64_t first, int64_t last) {
+    int64_t of_group = a->step->heads / a->step->kv_heads;
+#define ATTEND_IF(n) if (count == n) attend_together(dtype, a, h, n, a->scores + first * a->padded);
+    for (int64_t h = first, count; h < last; h += count) {
+        count = smaller(smaller(last, (h / of_group + 1) * of_group) - h, TOGETHER);
+        ATTEND_IF(1) ATTEND_IF(2) ATTEND_IF(3) ATTEND_IF(4)
     }
 }
 
@@ -159,9 +170,8 @@ static int multiply(const Packed *const *packed, int count, const void *x, int64
 int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float *hidden) {
     int64_t q_size = step->heads * step->head_size, kv_size = step->kv_heads * step->head_size, dtype = step->dtype;
     int64_t padded = (past / LANES + 1) * LANES, widest = step->width > q_size ? step->width : q_size;
-    float *own = NULL;
-    size_t floats = (size_t)(2 * widest + q_size + 2 * kv_size + 2 * step->inner + step->heads * padded);
-    if (posix_memalign((void **)&own, 64, floats * sizeof(float))) return 1;
+    float *own = scratch((size_t)(2 * widest + q_size + 2 * kv_size + 2 * step->inner + step->heads * padded));
+    if (!own) return 1;
     float *normed = own, *summed = normed + widest, *q = summed + widest, *k = q + q_size, *v = k + kv_size;
     float *gate = v + kv_size, *up = gate + step->inner, *scores = up + step->inner;
     int failed = 0;
@@ -190,6 +200,13 @@ int edkm_decoder_step(const Step *step, const Layer *layers, int64_t past, float
         failed |= edkm_lut_linear(layer->down, gate, dtype, step->inner, 1, second, 0);
         add(summed, dtype, step->width, hidden);
     }
-    free(own);
     return failed;
+}
+
+/* Attention of a new token in each of many sequences; `heads` and `kv_heads` count those of all. Returns 1 where memory is short. */
+int edkm_attend(const Step *step, const Layer *layer, int64_t tokens, const void *q, void *out) {
+    Attention attention = {step, layer, q, out, tokens, NULL, (tokens + LANES - 1) / LANES * LANES};
+    if (!(attention.scores = scratch((size_t)(step->heads * attention.padded)))) return 1;
+    share(ATTEND[step->dtype], &attention, step->heads, 1);
+    return 0;
 }

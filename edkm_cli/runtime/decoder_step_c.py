@@ -19,6 +19,7 @@ from edkm_cli.runtime.lut_linear_c import library
 from edkm_cli.runtime.packed import Packed, check
 
 _LANES, _MOST_HEAD_SIZE = 16, 256
+_STEP = struct.Struct("7q2d2Q")
 _LAYER = 14  # numbers in struct Layer
 _KEYS, _VALUES, _STRIDE = 11, 12, 13
 
@@ -93,11 +94,30 @@ class DecoderStep:
             first = index * _LAYER
             numbers[first + _KEYS], numbers[first + _VALUES] = keys.data_ptr(), values.data_ptr()
             numbers[first + _STRIDE] = keys.stride(1)
-        step = struct.pack(
-            "7q2d2Q", len(self.layers), *sizes[:5], DTYPES[self.dtype], *sizes[5:], cosines.data_ptr(), sines.data_ptr()
-        )
+        places = cosines.data_ptr(), sines.data_ptr()
+        step = _STEP.pack(len(self.layers), *sizes[:5], DTYPES[self.dtype], *sizes[5:], *places)
         if self._function(step, numbers.buffer_info()[0], past, hidden.data_ptr()):
             raise MemoryError(f"a token after {past} others")
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
+    """softmax(query keys^T * scale) values for one new token in each of many sequences, with sums in float32.
+
+    query and result: (sequences, heads, 1, head_size), of the dtype of keys and values (sequences, kv_heads, tokens,
+    head_size), whose heads are equally far apart and 32, 64, ... or 256 wide. None for others, or without the kernel.
+    Raises MemoryError where memory is short.
+    """
+    (sequences, heads, new, size), (_, kv_heads, tokens, width), apart = query.shape, keys.shape, keys.stride(1)
+    alike = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1) and size == width == values.shape[3]
+    if library() is None or not alike or new != 1 or size % 32 or size > _MOST_HEAD_SIZE:
+        return None
+    query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    sizes = (sequences * heads, sequences * kv_heads, size, DTYPES[query.dtype], 0.0, scale)
+    layer = array("q", (*[0] * _KEYS, keys.data_ptr(), values.data_ptr(), apart))
+    step = _STEP.pack(1, 0, 0, *sizes, 0, 0)
+    if library().edkm_attend(step, layer.buffer_info()[0], tokens, query.data_ptr(), out.data_ptr()):
+        raise MemoryError(f"attention to {tokens} tokens of {sequences} sequences")
+    return out
 
 
 def supports(layers: Sequence[LayerWeights], sizes: Sizes, dtype: torch.dtype) -> bool:

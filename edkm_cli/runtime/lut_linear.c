@@ -295,11 +295,8 @@ static void decode_units(const void *job, int64_t first, int64_t last) {
         for (s.from = rows->from; s.from < rows->end; s.from = s.end) {
             s.end = smaller(s.from + DEPTH, rows->end);
             decode(&s, row, w);
-            for (int64_t c = s.from; c < s.end; c += LANES)
-                write_lanes(
-                    rows->out, call->out_dtype, i * width + c - rows->from, load_x(w + c - s.from) * scale,
-                    (int)smaller(LANES, s.end - c)
-                );
+            for (int64_t c = s.from, to = i * width + c - rows->from; c < s.end; c += LANES, to += LANES)
+                write_lanes(rows->out, call->out_dtype, to, load_x(w + c - s.from) * scale, (int)smaller(LANES, s.end - c));
         }
     }
 }
@@ -353,10 +350,8 @@ static void sum_rows(const void *job, int64_t first, int64_t last) {
             /* Where a register has fewer lanes, sums in registers take longer than sums in memory. */
             if (TOGETHER == UNIT && bits <= 4 && even_tiles(call, part)) {
                 const uint8_t *p = bytes + from * bits / 8;
-                if (bits == 1) sum_small(1, &u, p, values, tile, sums);
-                else if (bits == 2) sum_small(2, &u, p, values, tile, sums);
-                else if (bits == 3) sum_small(3, &u, p, values, tile, sums);
-                else sum_small(4, &u, p, values, tile, sums);
+#define SUM_IF(n) if (bits == n) sum_small(n, &u, p, values, tile, sums);
+                SUM_IF(1) SUM_IF(2) SUM_IF(3) SUM_IF(4)
                 continue;
             }
             memset(sums, 0, (size_t)k * sizeof *sums);

@@ -37,6 +37,7 @@ def library() -> Any:
         compiled.edkm_packed_rows.argtypes = (block, address, *(number,) * 5, address)
         compiled.edkm_sum_by_code.argtypes = (block, address, number, number, address)
         compiled.edkm_decoder_step.argtypes = (block, address, number, address)
+        compiled.edkm_attend.argtypes = (block, address, number, address, address)
         compiled.edkm_merged_keep.argtypes = (block,)
         compiled.edkm_merged_forget.argtypes = (ctypes.c_uint64,)
     return compiled

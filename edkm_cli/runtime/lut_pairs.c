@@ -355,10 +355,8 @@ INLINE void add_run(
 }
 
 INLINE __m512 both_halves(__m512 sum) {
-    __m512i words = (__m512i)sum;
-    return _mm512_add_ps(
-        _mm512_cvtph_ps(_mm512_castsi512_si256(words)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1))
-    );
+    __m256i low = _mm512_castsi512_si256((__m512i)sum), high = _mm512_extracti64x4_epi64((__m512i)sum, 1);
+    return _mm512_add_ps(_mm512_cvtph_ps(low), _mm512_cvtph_ps(high));
 }
 
 INLINE __m512 add_sums(int half, __m512 a, __m512 b) {
@@ -580,10 +578,8 @@ static void lay_out_words(const Call *call, int64_t token, int64_t column, void 
 /* `count` vectors of 32 weights, as words or, where they are multiplied one by one, as floats: the odd ones first. */
 INLINE void put_weights(int fma, int count, const __m512i weights[], Decoded *w, int row, int64_t at) {
     for (int k = 0; k < count; k++, at += 32) {
-        if (!fma) {
-            _mm512_store_si512(w->words[row] + at, weights[k]);
-            continue;
-        }
+        if (!fma) _mm512_store_si512(w->words[row] + at, weights[k]);
+        if (!fma) continue;
         _mm512_store_si512(w->floats[row] + at, _mm512_and_si512(weights[k], _mm512_set1_epi32((int)0xffff0000)));
         _mm512_store_si512(w->floats[row] + at + LANES, _mm512_slli_epi32(weights[k], 16));
     }

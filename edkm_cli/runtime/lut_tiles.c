@@ -149,15 +149,11 @@ static void multiply_squares(Strip *s, Decoded w[2], Sums *all) {
                 const char *x = panel_at(call, s->panel + p, s->from);
                 const int64_t panels = smaller(2, s->panels - p);
                 Sums *sums = fresh && done ? all : all + ((row - first) / UNIT * TILED_PANELS + 2 * p);
-                if (strips == 2 && panels == 2) multiply_square(2, 2, w, x, pairs, apart, fresh, sums);
-                else if (strips == 2) multiply_square(2, 1, w, x, pairs, apart, fresh, sums);
-                else if (panels == 2) multiply_square(1, 2, w, x, pairs, apart, fresh, sums);
-                else multiply_square(1, 1, w, x, pairs, apart, fresh, sums);
+#define SQUARE_IF(r, p) if (strips == r && panels == p) multiply_square(r, p, w, x, pairs, apart, fresh, sums);
+                SQUARE_IF(1, 1) SQUARE_IF(1, 2) SQUARE_IF(2, 1) SQUARE_IF(2, 2)
                 for (int64_t i = 0; done && i < strips; i++)
-                    for (int64_t j = 0; j < panels; j++)
-                        finish_sums(
-                            call, s->part, row + i * UNIT, (int)smaller(UNIT, end - row - i * UNIT), s->panel + p + j, sums[2 * i + j]
-                        );
+                    for (int64_t j = 0, at = row + i * UNIT; j < panels; j++)
+                        finish_sums(call, s->part, at, (int)smaller(UNIT, end - at), s->panel + p + j, sums[2 * i + j]);
             }
         }
     }
