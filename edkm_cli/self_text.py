@@ -77,8 +77,7 @@ def write_text(
     batches = _evenly(sequences, at_once(model, length, dtype or model.dtype))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
-    attention = partial(_attention, functional.scaled_dot_product_attention)
-    with evaluating(model), bfloat16_linears(model), changed(functional, scaled_dot_product_attention=attention):
+    with evaluating(model), bfloat16_linears(model):
         for batch in batches:
             ids = torch.tensor([begins[row % len(begins)] for row in batch], device=device).view(len(batch), -1)
             written.append(write(model, ids, length, draws[batch], steps).cpu())
@@ -102,9 +101,9 @@ def cache_dtype(model: Any, device: str) -> torch.dtype | None:
         return None
     if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         return None
-    config = model.config.get_text_config(decoder=True)
+    config, known = model.config.get_text_config(decoder=True), type(model).__module__.startswith("transformers.")
     rounds = device == "cpu" and model.dtype == torch.float32 and multiplies_bfloat16(device) and library() is not None
-    plain = config._attn_implementation == "sdpa" and not getattr(config, "kv_lora_rank", None)
+    plain = known and config._attn_implementation == "sdpa" and not getattr(config, "kv_lora_rank", None)
     return torch.bfloat16 if rounds and plain and head_size(config) % 32 == 0 else model.dtype
 
 
@@ -136,11 +135,13 @@ def _continue(
     """`ids` (batch, tokens) continued until there are so many, in a cache with room for as many as there are `draws`."""
     cache = _cache(draws.shape[1], dtype) if dtype else DynamicCache(config=model.config)
     name, current = "cache" if "cache" in signature(model.forward).parameters else "past_key_values", ids
-    while ids.shape[1] < until:
-        logits = model(input_ids=current, use_cache=True, **{name: cache}).logits[:, -1].float()
-        current = sample(logits, draws[:, ids.shape[1], None])
-        ids = torch.cat((ids, current), 1)
-        next(steps, None)
+    attention = partial(_attention, functional.scaled_dot_product_attention)
+    with changed(functional, scaled_dot_product_attention=attention):
+        while ids.shape[1] < until:
+            logits = model(input_ids=current, use_cache=True, **{name: cache}).logits[:, -1].float()
+            current = sample(logits, draws[:, ids.shape[1], None])
+            ids = torch.cat((ids, current), 1)
+            next(steps, None)
     return ids
 
 

@@ -224,6 +224,7 @@ def test_many_sequences_attend_as_torch_does(dtype, heads, kv_heads, size, token
 def test_attention_of_other_tensors_is_left_to_torch():
     query, keys = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 9, 32)
     assert attend(query, keys, keys, 1.0) is not None
+    assert attend(query.to("meta"), keys.to("meta"), keys.to("meta"), 1.0) is None
     assert attend(query.expand(2, 4, 3, 32), keys, keys, 1.0) is None
     assert attend(query, keys, torch.randn(2, 2, 9, 64), 1.0) is None
     assert attend(query, keys.transpose(1, 2).contiguous().transpose(1, 2), keys, 1.0) is None

@@ -80,6 +80,8 @@ def test_the_cache_is_in_bfloat16_where_the_kernel_reads_it(monkeypatch):
     assert self_text_module.cache_dtype(tiny_llama(), "cpu") == torch.float32
     assert self_text_module.cache_dtype(family("minicpm3", qk_rope_head_dim=32), "cpu") == torch.float32
     assert self_text_module.cache_dtype(family("falcon_h1"), "cpu") is None
+    theirs = type("Theirs", (type(wide),), {"__module__": "files_of_a_model"})(wide.config)
+    assert self_text_module.cache_dtype(theirs, "cpu") == torch.float32
     wide.set_attn_implementation("eager")
     assert self_text_module.cache_dtype(wide, "cpu") == torch.float32
 

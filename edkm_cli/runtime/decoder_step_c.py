@@ -109,7 +109,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor 
     """
     (sequences, heads, new, size), (_, kv_heads, tokens, width), apart = query.shape, keys.shape, keys.stride(1)
     alike = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1) and size == width == values.shape[3]
-    if library() is None or not alike or new != 1 or size % 32 or size > _MOST_HEAD_SIZE:
+    if not query.is_cpu or library() is None or not alike or new != 1 or size % 32 or size > _MOST_HEAD_SIZE:
         return None
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
     sizes = (sequences * heads, sequences * kv_heads, size, DTYPES[query.dtype], 0.0, scale)
