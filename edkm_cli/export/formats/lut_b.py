@@ -123,12 +123,8 @@ def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
     for bit in range(_BITS):
         place = _BITS * element + bit
         index |= ((packed[..., place // 8].long() >> (place % 8)) & 1) << bit
-    values = codebook.float().gather(-1, index)
-    weight = torch.empty(*leading, down * _ROWS, across * _COLUMNS)
-    for row in range(_ROWS):
-        for column in range(_COLUMNS):
-            weight[..., row::_ROWS, column::_COLUMNS] = values[..., row * _COLUMNS + column]
-    return weight
+    values = codebook.float().gather(-1, index).unflatten(-1, (_ROWS, _COLUMNS))  # (..., down, across, 8, 64)
+    return values.transpose(-3, -2).reshape(*leading, down * _ROWS, across * _COLUMNS)
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
