@@ -161,20 +161,16 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     hints = get_type_hints(quantize) | SHARED
     kinds = {name: hints[name] for name in defaults} | dict.fromkeys(_CALIBRATION, int)
     given = {name: getattr(config, name) for name in (*SHARED, "steps", *_CALIBRATION)}
-    for name, value in entry.options:
-        if name not in kinds:
-            raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
-        try:
-            given[name] = coerce(name, value, kinds[name])
-        except ValueError as error:
-            raise UserError(f"methods, {entry.label!r}: {error}") from error
-    arguments = {name: given.get(name, default) for name, default in defaults.items()}
+    if not dict(entry.options).keys() <= kinds.keys():
+        raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
     try:
+        given |= {name: coerce(name, value, kinds[name]) for name, value in entry.options}
+        arguments = {name: given.get(name, default) for name, default in defaults.items()}
         for name, low in {**dict(zip(_CALIBRATION, (1, 2), strict=True)), "group_size": 0}.items():
             check_at_least(low, **{name: given[name]})
         check_bits(bits=given["bits"] if "bits" in dict(entry.options) else 2)  # else its row says so
         Granularity.parse(arguments.get("granularity") or "row:1")
-    except UserError as error:
+    except (UserError, ValueError) as error:
         raise UserError(f"methods, {entry.label!r}: {error}") from error
     groups = f"group:{arguments['group_size']}" if arguments.get("group_size") else "row:1"
     return {
