@@ -236,10 +236,8 @@ class _Layer:
         """Forward and backward once: bytes kept between the two, seconds, checksum of the gradient."""
         uniquify = Uniquify([self.weight]) if "U" in technique else None
         codecs = [codec for codec in (uniquify, Shard() if "S" in technique else None) if codec is not None]
-        plain = technique == "none"
-        marshal = MarshalSavedTensors(
-            hops=None if plain else 4, codecs=codecs, identity=not plain, keep=(self.x,), min_bytes=0, force=True
-        )
+        sharing: dict[str, Any] = {"hops": None, "identity": False} if technique == "none" else {}
+        marshal = MarshalSavedTensors(codecs=codecs, keep=(self.x,), min_bytes=0, force=True, **sharing)
         self.weight.grad = self.x.grad = None
         if technique == "closed-form":
             with torch.no_grad():

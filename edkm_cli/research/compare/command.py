@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from edkm_cli import __version__, models
 from edkm_cli.config import TextSettings, build_config
 from edkm_cli.data import parse_sources, tokenize, training_tokens
+from edkm_cli.data.cache import Say
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
@@ -50,9 +50,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
 ))  # fmt: skip
 
 
-def compare(
-    config: CompareConfig, *, overwrite: bool = False, say: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+def compare(config: CompareConfig, *, overwrite: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Measure what is missing, and return all rows: what `DIR/compare.json` and `--json` hold.
 
     Returns:
@@ -180,9 +178,7 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     }
 
 
-def _result(
-    path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bool, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _result(path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bool, say: Say) -> dict[str, Any]:
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now. The `folder`
     is the workers' own."""
     predictions, stored = folder / PREDICTIONS, read_object(path)
