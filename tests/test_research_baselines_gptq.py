@@ -6,7 +6,7 @@ import torch
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import gptq
 from edkm_cli.research.baselines.gptq import quantize_weight
-from edkm_cli.research.baselines.grid import Uniform, fit_grid
+from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import quantized, tiny_llama
 
@@ -26,14 +26,14 @@ def brute_force(weight, hessian, *, bits, width, rule="minmax", order=None, stat
     w, columns = weight.clone(), weight.shape[1]
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
     order = list(range(columns)) if order is None else order
-    result = torch.zeros_like(w)
-    grid = fit_grid(w, bits=bits, rule=rule)
+    form, result = Uniform(bits, rule=rule), torch.zeros_like(w)
+    grid = form.fit(w)
     for position, j in enumerate(order):
         if static:
             start = j // width * width
-            grid = fit_grid(weight[:, start : start + width], bits=bits, rule=rule)
+            grid = form.fit(weight[:, start : start + width])
         elif width < columns and position % width == 0:
-            grid = fit_grid(w[:, order[position : position + width]], bits=bits, rule=rule)
+            grid = form.fit(w[:, order[position : position + width]])
         result[:, j] = grid.round(w[:, j : j + 1])[:, 0]
         left = order[position:]
         inverse = torch.linalg.inv(damped[left][:, left])

@@ -5,7 +5,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import rtn
-from edkm_cli.research.baselines.grid import RULES, Uniform, fit_grid
+from edkm_cli.research.baselines.grid import RULES, Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import quantized, tiny_llama
 
@@ -88,8 +88,8 @@ def test_the_symmetric_rule_sends_the_most_negative_weight_to_the_lowest_level_u
 def test_scales_are_stored_in_the_dtype_asked_for():
     weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     for rule in RULES:
-        exact = fit_grid(weight.double(), bits=3, rule=rule, scale_dtype="float32").scale
-        stored = fit_grid(weight.double(), bits=3, rule=rule).scale
+        exact = Uniform(3, rule=rule, scale_dtype="float32").fit(weight.double()).scale
+        stored = Uniform(3, rule=rule).fit(weight.double()).scale
         assert torch.equal(exact.float().double(), exact)
         assert torch.equal(exact.half().double(), stored)
         assert not torch.equal(exact, stored)

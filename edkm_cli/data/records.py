@@ -16,10 +16,6 @@ from unittest.mock import patch
 
 from edkm_cli.errors import UserError
 
-_ALPACA_PROMPT = (
-    "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
-    "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:\n"
-)
 # ShareGPT's names for those who speak -> the roles that chat templates know.
 _ROLES = {
     "system": "system",
@@ -48,10 +44,11 @@ class Document:
 def alpaca_prompt(record: Mapping[str, Any]) -> str:
     """The prompt of Alpaca's authors, up to where the answer begins."""
     given = record.get("input") or ""
-    return _ALPACA_PROMPT.format(
-        with_input=", paired with an input that provides further context" if given else "",
-        instruction=record["instruction"],
-        input=f"\n\n### Input:\n{given}" if given else "",
+    paired = ", paired with an input that provides further context" if given else ""
+    beside = f"\n\n### Input:\n{given}" if given else ""
+    return (
+        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+        f"request.\n\n### Instruction:\n{record['instruction']}{beside}\n\n### Response:\n"
     )
 
 

@@ -9,12 +9,14 @@ Sets of the hub, and local copies of them, are read by `datasets`: streamed, or 
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from edkm_cli.config import TextSettings
 from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
@@ -65,14 +67,7 @@ def _without_retries(source: Source) -> Iterator[None]:
     if os.path.isdir(source.repository) or _answers():
         yield
         return
-    import datasets
-    import huggingface_hub
-
-    modules: list[Any] = [datasets.config, huggingface_hub.constants]
-    with ExitStack() as restored:
-        for module in modules:
-            restored.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
-            module.HF_HUB_OFFLINE = True
+    with patch("datasets.config.HF_HUB_OFFLINE", True), patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
         yield
 
 
@@ -181,12 +176,8 @@ def builtin_texts(name: str = BUILTIN) -> list[str]:
 
 def held_out_start(sizes: list[int]) -> int:
     """The first unit of the last tenth, by characters; at least one stays on each side where there are two."""
-    left = (1 - HELD_OUT_FRACTION) * sum(sizes)
-    for index, size in enumerate(sizes):
-        left -= size
-        if left < 0:
-            return max(index, 1) if len(sizes) > 1 else index
-    return len(sizes)
+    first = bisect_right(list(accumulate(sizes)), (1 - HELD_OUT_FRACTION) * sum(sizes))
+    return max(first, 1) if len(sizes) > 1 else first
 
 
 def _divided(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part]:

@@ -174,13 +174,7 @@ def digest(array: np.ndarray) -> str:
 
 def file_digest(path: Path) -> str:
     """Of a file's bytes, read in chunks so that they do not stay in this process's memory."""
-
-    def read(start: int) -> bytes:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(_DIGEST_CHUNK)
-
-    return _digest(path.stat().st_size, read)
+    return _digest(path.stat().st_size, lambda start: np.fromfile(path, np.uint8, _DIGEST_CHUNK, offset=start))
 
 
 def disk_error(

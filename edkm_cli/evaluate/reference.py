@@ -59,11 +59,10 @@ class Recorder:
             chunks = (parts.logits(some[None])[0].float() for some in states.split(CHUNK_TOKENS))
             below = (chunk - chunk.amax(1, keepdim=True) for chunk in chunks)  # so that the likeliest one stays it
             kind, kept = "logits", torch.cat([chunk.clamp_min(lowest).half() for chunk in below])
-        self._save(
-            lambda: self._add([_digest_of(ids), kind, str(kept.dtype).removeprefix("torch."), *kept.shape], kept)
-        )
+        self._save(lambda: self._add(ids, kind, kept))
 
-    def _add(self, about: list[Any], kept: Tensor) -> None:
+    def _add(self, ids: Tensor, kind: str, kept: Tensor) -> None:
+        about = [_digest_of(ids), kind, str(kept.dtype).removeprefix("torch."), *kept.shape]
         with open(self._directory / _WINDOWS, "ab") as file:
             file.write(json.dumps(about).encode() + b"\n")
             file.write(kept.cpu().contiguous().view(torch.uint8).numpy().data)

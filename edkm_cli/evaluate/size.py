@@ -83,9 +83,8 @@ def layer_use(module: PalettizedLinear) -> dict[str, int]:
     for first in range(0, module.out_features, rows):
         indices = unpack(module.indices[first : first + rows], module.bits, module.in_features)
         tiles = to_groups(indices, module.tile).long()
-        counts = torch.zeros(len(tiles), entries, dtype=torch.int64, device=tiles.device)
-        counts.scatter_add_(1, tiles, torch.ones_like(tiles))
-        unused += int((counts == 0).sum())
+        used = torch.zeros(len(tiles), entries, dtype=torch.bool, device=tiles.device).scatter_(1, tiles, True)
+        unused += int((~used).sum())
     collapsed = int((lut.amax(1) == lut.amin(1)).sum())
     return {"tables": groups, "collapsed": collapsed, "entries": groups * entries, "unused_entries": unused}
 

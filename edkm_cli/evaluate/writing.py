@@ -25,7 +25,6 @@ _NEW_TOKENS = 48
 _AT_ONCE = 16  # prompts in a batch
 _REPEATED = 4  # tokens in a row that stand in the same text before
 _SHOWN = 8  # pairs of texts in the result, one of each kind
-_FILE = Path(__file__).parent / "prompts.json"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Prompt:
 def prompts(count: int, tokenizer: Any) -> list[Prompt]:
     """The first so many prompts, one of each kind after the other. Messages have the tokenizer's chat template, where it
     has one. Raises UserError where that fails."""
-    kinds = json.loads(_FILE.read_text(encoding="utf-8"))
+    kinds = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
     turns = zip(*([(kind["name"], text, kind["asked"]) for text in kind["prompts"]] for kind in kinds), strict=True)
     some = [entry for turn in turns for entry in turn][:count]
     with explained("the model's chat template cannot render a question", "; mend it, or give --prompts 0"):

@@ -246,12 +246,10 @@ def rehearse_export(plan: RunPlan) -> None:
             copy_code(model, Path(folder))
             trust = plan.config.trust_remote_code
             expected = expected_tensors(Path(folder), spec, limit=len(announced), trust_remote_code=trust)
-    except UserError as error:
-        raise _refused(model, str(error)) from error
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a model's own code, or a check of its configuration, runs into
-        if isinstance(error, MemoryError):
-            raise
-        raise _refused(model, named(error)) from error
+        raise _refused(model, str(error) if isinstance(error, UserError) else named(error)) from error
     written = describe_tensors(target, announced)
     for name in sorted(written.keys() | expected.keys()):
         before, after = written.get(name, "not there"), expected.get(name, "not there")

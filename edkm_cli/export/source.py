@@ -38,20 +38,20 @@ class DenseTensor:
 
 
 class Described:
-    """What a checkpoint holds of a palettized `model`, which may be on the meta device; `tensors`: those of the dense model,
-    by name, in its order, a tied head not among them."""
+    """What a checkpoint holds of a palettized `model`, which may be on the meta device; `packed`: its packed modules, by
+    path; `tensors`: those of the dense model, by name, in its order, a tied head not among them."""
 
     def __init__(self, model: Any, config: Any, spec: QuantizationSpec, *, trust_remote_code: bool = False):
         self.model, self.config, self.spec, self.trust_remote_code = model, config, spec, trust_remote_code
         modules = model.named_modules()
-        self._modules: dict[str, Any] = {path: module for path, module in modules if isinstance(module, PackedModule)}
+        self.packed: dict[str, Any] = {path: module for path, module in modules if isinstance(module, PackedModule)}
         self.tensors: dict[str, DenseTensor] = {}
         for name, like in skeleton_tensors(model).items():
             path, _, leaf = name.rpartition(".")
-            if path not in self._modules or leaf == "bias":
+            if path not in self.packed or leaf == "bias":
                 self.tensors[name] = DenseTensor(name, tuple(like.shape))
             elif leaf == "indices":
-                module, weight = self._modules[path], f"{path}.weight"
+                module, weight = self.packed[path], f"{path}.weight"
                 shape, linear = (module.rows, module.columns), isinstance(module, PalettizedLinear)
                 self.tensors[weight] = DenseTensor(weight, shape, path, linear)
 
@@ -69,7 +69,7 @@ class Described:
 
     def bits_of(self, path: str) -> int:
         """Bits of an index of a packed module."""
-        return self._modules[path].bits
+        return self.packed[path].bits
 
 
 class Compressed(Described):
@@ -100,7 +100,7 @@ class Compressed(Described):
 
     def indices(self, path: str) -> Tensor:
         """The indices of a linear, or of an embedding whose rows all have the same bits, (rows, columns) uint8."""
-        return unpack(self.stored(f"{path}.indices"), self.bits_of(path), self._modules[path].columns)
+        return unpack(self.stored(f"{path}.indices"), self.bits_of(path), self.packed[path].columns)
 
     def words(self, path: str) -> Tensor:
         """The packed indices of a module as 32-bit words, (rows, columns * bits / 32) int32."""
@@ -108,7 +108,7 @@ class Compressed(Described):
 
     def levels(self, path: str) -> Tensor:
         """What the indices of an embedding stand for, (rows, columns) int16: multiples of a scale, about zero."""
-        columns, parts = self._modules[path].columns, self._modules[path].row_parts
+        columns, parts = self.packed[path].columns, self.packed[path].row_parts
         indices = (unpack(self.stored(f"{path}.{part.leaf}"), part.bits, columns).to(torch.int16) for part in parts)
         levels = torch.cat([index - 2 ** (part.bits - 1) for index, part in zip(indices, parts, strict=True)])
         whole = self.spec.embedding_factors and not self.spec.signs_scales

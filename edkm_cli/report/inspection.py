@@ -21,20 +21,17 @@ from edkm_cli.integrity import AGAIN
 from edkm_cli.models import weight_files_bytes
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import as_numbers, unpack
-from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
+from edkm_cli.runtime.palettized import PalettizedLinear
 
 
 def describe(source: Compressed) -> dict[str, Any]:
     """What a checkpoint holds: what `edkm inspect --json` writes."""
     model, spec, layers = source.model, source.spec, []
     size = footprint(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, PackedModule):
-            continue
+    for name, module in source.packed.items():
         buffers = {key: buffer.numel() * buffer.element_size() for key, buffer in module.named_buffers(recurse=False)}
-        packed: Any = module
-        linear, shape = isinstance(module, PalettizedLinear), [packed.rows, packed.columns]
-        bits = packed.bits if linear or not spec.embedding_rows else spec.embedding_widths
+        linear, shape = isinstance(module, PalettizedLinear), [module.rows, module.columns]
+        bits = module.bits if linear or not spec.embedding_rows else spec.embedding_widths
         layer = {"name": name, "kind": type(module).__name__, "bytes": buffers, "shape": shape, "bits": bits}
         layer["luts"] = spec.granularity_of(name).groups(*shape) if linear else 0
         layer |= {"granularity": spec.module_granularity[name]} if name in spec.module_granularity else {}
@@ -61,13 +58,12 @@ def verify(source: Compressed) -> dict[str, Any]:
         if not (directory / name).is_file():
             raise UserError(f"{directory} holds no {name}, so it cannot be verified; {AGAIN}")
     recorded = read_json(directory / RECORD, remedy=AGAIN)
-    modules = dict(source.model.named_modules())
     stored = source.files.tensors
     for name in stored:
         tensor = source.stored(name)
         if recorded.get(name) != json.loads(json.dumps(tensor_record(tensor))):
             raise UserError(f"{directory}: {name[:100]} is not the tensor that export recorded in {RECORD}; {AGAIN}")
-        _check_values(directory, name, tensor, modules.get(name.rpartition(".")[0]))
+        _check_values(directory, name, tensor, source.packed.get(name.rpartition(".")[0]))
     if len(stored) != len(recorded):
         raise UserError(f"{directory / RECORD} lists {len(recorded)} tensors, files hold {len(stored)}; {AGAIN}")
     return {"tensors": len(recorded), "report": _check_report(source)}

@@ -38,12 +38,10 @@ class Program(nn.Module):
             kind, name = operation.op_type, operation.outputs[0].name
             if kind == "const":
                 self._constants[name] = _as_tensor(operation.val.val)
-            elif kind.startswith("constexpr_"):
-                self._constants[name] = dense_of(operation)
             elif kind in _KINDS or kind in ("read_state", "coreml_update_state"):
                 self._operations.append(operation)
             else:
-                raise UserError(f"the program must consist of operations that it was written with, but holds {kind}")
+                self._constants[name] = dense_of(operation)
 
     def get_input_embeddings(self) -> None:
         """It has none of its own: the program is one part."""
@@ -75,7 +73,7 @@ class Program(nn.Module):
 
 
 def dense_of(operation: Any) -> Tensor:
-    """The float32 tensor that a constexpr operation stands for, by its definition."""
+    """The float32 tensor that a constexpr operation stands for, by its definition. Raises UserError for any other kind."""
     if operation.op_type == "constexpr_lut_to_dense":
         index, table = _as_tensor(operation.indices.val), _as_tensor(operation.lut.val)  # table (.., .., entries, 1)
         row = torch.arange(index.shape[0]) // (index.shape[0] // table.shape[0])

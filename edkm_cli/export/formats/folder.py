@@ -109,9 +109,7 @@ def write_tensors(
     `tensors` come in any order, each once. Raises ValueError where they are not those announced.
     """
     meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in announced.items()}
-    split = split_torch_state_dict_into_shards(
-        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    split = split_torch_state_dict_into_shards(meta, max_shard_size=max_shard_size)
     with ExitStack() as stack:
         writers = {
             file: stack.enter_context(safetensors_writer(folder / file, {name: announced[name] for name in names}))

@@ -96,10 +96,8 @@ def settings(source: Compressed, folder: Path, options: Options) -> dict[str, An
 
 def tiled_bytes(packed: Tensor) -> Tensor:
     """(..., out, in * 3 / 8) uint8, packed row by row -> (..., out / 8, in / 64, 192) uint8, packed tile by tile."""
-    *leading, out, width = packed.shape
-    row = _COLUMNS * _BITS // 8
-    tiles = packed.reshape(*leading, out // _ROWS, _ROWS, width // row, row)
-    return tiles.transpose(-3, -2).reshape(*leading, out // _ROWS, width // row, _TILE_BYTES)
+    tiles = packed.unflatten(-1, (-1, _COLUMNS * _BITS // 8)).unflatten(-3, (-1, _ROWS))  # (..., 8, in / 64, 24)
+    return tiles.transpose(-3, -2).flatten(-2)
 
 
 def read(folder: Path, options: Options) -> Iterable[tuple[str, Tensor]]:
@@ -117,18 +115,13 @@ def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
 
     Element e of a tile is weight (e // 64, e % 64) of it, with the index in bits 3 e to 3 e + 2 of its bytes.
     """
-    *leading, down, across, _ = packed.shape
     element = torch.arange(_ROWS * _COLUMNS)
-    index = torch.zeros(*leading, down, across, element.numel(), dtype=torch.int64)
+    index = torch.zeros(*packed.shape[:-1], element.numel(), dtype=torch.int64)
     for bit in range(_BITS):
         place = _BITS * element + bit
         index |= ((packed[..., place // 8].long() >> (place % 8)) & 1) << bit
-    values = codebook.float().gather(-1, index)
-    weight = torch.empty(*leading, down * _ROWS, across * _COLUMNS)
-    for row in range(_ROWS):
-        for column in range(_COLUMNS):
-            weight[..., row::_ROWS, column::_COLUMNS] = values[..., row * _COLUMNS + column]
-    return weight
+    values = codebook.float().gather(-1, index).unflatten(-1, (_ROWS, _COLUMNS))  # (..., out / 8, in / 64, 8, 64)
+    return values.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:

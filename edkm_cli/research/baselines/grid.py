@@ -43,29 +43,6 @@ class Grid(NamedTuple):
         return self.scale * ((torch.round(values / self.scale) + self.zero).clamp_(0, self.top) - self.zero)
 
 
-def fit_grid(groups: Tensor, *, bits: int, rule: str, scale_dtype: str = "float16") -> Grid:
-    """The grid of each group (..., n), float32 or float64, by one of `RULES`, its scale as `scale_dtype` holds it."""
-    low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
-    half, top = 2 ** (bits - 1), 2**bits - 1
-    if rule == "minmax":
-        scale = _as_stored((high - low) / top, scale_dtype)
-        return Grid(scale, torch.round(-low / scale).clamp_(0, top), top)
-    largest = torch.maximum(-low, high)
-    if rule == "absmax":
-        scale = _as_stored(largest / (half - 1), scale_dtype)
-        return Grid(scale, torch.full_like(scale, half - 1), top - 1)
-    if rule == "symmetric":
-        scale = _as_stored(2 * largest / top, scale_dtype)
-    else:
-        scale = _as_stored(largest / half, scale_dtype) * torch.where(high >= -low, -1.0, 1.0)
-    return Grid(scale, torch.full_like(scale, half), top)
-
-
-def _as_stored(scale: Tensor, scale_dtype: str) -> Tensor:
-    dtype = _SCALE_DTYPES[scale_dtype]
-    return scale.clamp(_SMALLEST_SCALE, torch.finfo(dtype).max).to(dtype).to(scale.dtype)
-
-
 @dataclass(frozen=True)
 class Uniform:
     """A stored form: integers of `bits` bits, a grid by `rule` for each `group_size` weights along a row (0: the row)."""
@@ -89,8 +66,25 @@ class Uniform:
         return layers
 
     def fit(self, groups: Tensor) -> Grid:
-        """The grids of groups (..., n)."""
-        return fit_grid(groups, bits=self.bits, rule=self.rule, scale_dtype=self.scale_dtype)
+        """The grid of each group (..., n), float32 or float64, its scale as `scale_dtype` holds it."""
+        low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
+        half, top = 2 ** (self.bits - 1), 2**self.bits - 1
+        if self.rule == "minmax":
+            scale = self._as_stored((high - low) / top)
+            return Grid(scale, torch.round(-low / scale).clamp_(0, top), top)
+        largest = torch.maximum(-low, high)
+        if self.rule == "absmax":
+            scale = self._as_stored(largest / (half - 1))
+            return Grid(scale, torch.full_like(scale, half - 1), top - 1)
+        if self.rule == "symmetric":
+            scale = self._as_stored(2 * largest / top)
+        else:
+            scale = self._as_stored(largest / half) * torch.where(high >= -low, -1.0, 1.0)
+        return Grid(scale, torch.full_like(scale, half), top)
+
+    def _as_stored(self, scale: Tensor) -> Tensor:
+        dtype = _SCALE_DTYPES[self.scale_dtype]
+        return scale.clamp(_SMALLEST_SCALE, torch.finfo(dtype).max).to(dtype).to(scale.dtype)
 
     def round(self, values: Tensor) -> Tensor:
         """Values (..., columns), each group along the last dimension rounded to its own grid."""

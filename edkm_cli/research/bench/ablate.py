@@ -9,7 +9,7 @@ tensor, is in the result under `saved_tensors` and explained in docs/memory.md.
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,11 @@ def measure_table1(device: str = "cpu") -> dict[str, int]:
     return {"device_bytes": device_bytes, "cpu_bytes_plain": moved["plain"], "cpu_bytes_marshaled": moved["marshaled"]}
 
 
-def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]:
+def saved_tensors(output: Tensor, names: dict[int, str]) -> Iterator[dict[str, Any]]:
     """Every tensor that the graph of `output` keeps: the operation, its argument, shape, bytes and storage.
 
-    Storages are numbered in order of appearance, or called what `names` calls them (by `data_ptr`).
+    Storages are called what `names` calls them (by `data_ptr`); others are numbered in order of appearance, and added to it.
     """
-    names = dict(names)
-    saved: list[dict[str, Any]] = []
     queue, seen = [output.grad_fn], set()
     while queue:
         node = queue.pop(0)
@@ -112,17 +110,14 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> list[dict[str, Any]]
         for attribute in dir(node):
             tensor = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
             if isinstance(tensor, Tensor):
-                saved.append(
-                    {
-                        "operation": node.name(),
-                        "argument": attribute.removeprefix("_saved_"),
-                        "shape": list(tensor.shape),
-                        "dtype": str(tensor.dtype).removeprefix("torch."),
-                        "bytes": tensor.nbytes,
-                        "storage": names.setdefault(tensor.untyped_storage().data_ptr(), f"storage {len(names)}"),
-                    }
-                )
-    return saved
+                yield {
+                    "operation": node.name(),
+                    "argument": attribute.removeprefix("_saved_"),
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "bytes": tensor.nbytes,
+                    "storage": names.setdefault(tensor.untyped_storage().data_ptr(), f"storage {len(names)}"),
+                }
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -241,10 +236,8 @@ class _Layer:
         """Forward and backward once: bytes kept between the two, seconds, checksum of the gradient."""
         uniquify = Uniquify([self.weight]) if "U" in technique else None
         codecs = [codec for codec in (uniquify, Shard() if "S" in technique else None) if codec is not None]
-        plain = technique == "none"
-        marshal = MarshalSavedTensors(
-            hops=None if plain else 4, codecs=codecs, identity=not plain, keep=(self.x,), min_bytes=0, force=True
-        )
+        sharing: dict[str, Any] = {"hops": None, "identity": False} if technique == "none" else {}
+        marshal = MarshalSavedTensors(codecs=codecs, keep=(self.x,), min_bytes=0, force=True, **sharing)
         self.weight.grad = self.x.grad = None
         if technique == "closed-form":
             with torch.no_grad():
@@ -272,4 +265,4 @@ class _Layer:
     def account(self) -> list[dict[str, Any]]:
         """The dense layer's saved tensors by name."""
         names = {self.x.data_ptr(): "x (input)", self.weight.data_ptr(): "weight (parameter)"}
-        return saved_tensors(self.dense(), names | {self.centroids.data_ptr(): "centroids"})
+        return list(saved_tensors(self.dense(), names | {self.centroids.data_ptr(): "centroids"}))

@@ -145,14 +145,12 @@ def _linear_seconds(weight: Tensor, tokens: int, dtype: torch.dtype) -> float:
         y = torch.nn.functional.linear(x, plain)
         torch.autograd.grad(y, (x, plain), torch.ones_like(y))
 
-    step()
     return least_seconds(step, weight.device, _RUNS)
 
 
 def _copy_bytes_per_second(weight: Tensor) -> float:
     """Bytes read and written a second by a plain copy of the weight."""
     source, target = weight.detach(), torch.empty_like(weight.detach())
-    target.copy_(source)
     return 2 * source.nbytes / least_seconds(lambda: target.copy_(source), weight.device, 10)
 
 

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from edkm_cli import __version__, models
 from edkm_cli.config import TextSettings, build_config
 from edkm_cli.data import parse_sources, tokenize, training_tokens
+from edkm_cli.data.cache import Say
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
@@ -50,9 +50,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
 ))  # fmt: skip
 
 
-def compare(
-    config: CompareConfig, *, overwrite: bool = False, say: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+def compare(config: CompareConfig, *, overwrite: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Measure what is missing, and return all rows: what `DIR/compare.json` and `--json` hold.
 
     Returns:
@@ -161,20 +159,16 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     hints = get_type_hints(quantize) | SHARED
     kinds = {name: hints[name] for name in defaults} | dict.fromkeys(_CALIBRATION, int)
     given = {name: getattr(config, name) for name in (*SHARED, "steps", *_CALIBRATION)}
-    for name, value in entry.options:
-        if name not in kinds:
-            raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
-        try:
-            given[name] = coerce(name, value, kinds[name])
-        except ValueError as error:
-            raise UserError(f"methods, {entry.label!r}: {error}") from error
-    arguments = {name: given.get(name, default) for name, default in defaults.items()}
+    if not dict(entry.options).keys() <= kinds.keys():
+        raise UserError(f"{entry.method} has the options {', '.join(kinds)}, got {entry.label!r}")
     try:
+        given |= {name: coerce(name, value, kinds[name]) for name, value in entry.options}
+        arguments = {name: given.get(name, default) for name, default in defaults.items()}
         for name, low in {**dict(zip(_CALIBRATION, (1, 2), strict=True)), "group_size": 0}.items():
             check_at_least(low, **{name: given[name]})
         check_bits(bits=given["bits"] if "bits" in dict(entry.options) else 2)  # else its row says so
         Granularity.parse(arguments.get("granularity") or "row:1")
-    except UserError as error:
+    except (UserError, ValueError) as error:
         raise UserError(f"methods, {entry.label!r}: {error}") from error
     groups = f"group:{arguments['group_size']}" if arguments.get("group_size") else "row:1"
     return {
@@ -184,9 +178,7 @@ def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     }
 
 
-def _result(
-    path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bool, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _result(path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bool, say: Say) -> dict[str, Any]:
     """The file of an entry with its `row` or `error`: read where it is of these settings, else measured now. The `folder`
     is the workers' own."""
     predictions, stored = folder / PREDICTIONS, read_object(path)
