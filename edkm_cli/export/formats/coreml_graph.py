@@ -46,8 +46,10 @@ def program(
     def cached(input_ids, position=None, key_cache=None, value_cache=None):  # type: ignore[no-untyped-def]
         return _Decoder(mb, config, cache, weight, rotary).run(input_ids, position, (key_cache, value_cache))
 
-    as_program = mb.program(input_specs=specs, opset_version=ct.target.iOS18)  # of a function of so many inputs
-    return as_program(cached if cache else lambda input_ids: cached(input_ids))
+    def alone(input_ids):  # type: ignore[no-untyped-def]
+        return cached(input_ids)
+
+    return mb.program(input_specs=specs, opset_version=ct.target.iOS18)(cached if cache else alone)
 
 
 class _Decoder:
