@@ -141,8 +141,9 @@ class Rehearsal:
         self._ledger.begin("text")
         rounded = rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0
         with self._ledger.more(rounded, WEIGHTS):
-            model, device = self._dense_model(self.plan.dense_dtype), "cuda" if self.world.gpu else "cpu"
-            rehearse_text(model, tokens=needed_tokens(self.plan), device=device)
+            model = self._dense_model(self.plan.dense_dtype)
+            rehearse_text(model, tokens=needed_tokens(self.plan), device="cuda" if self.world.gpu else "cpu")
+            del model  # what is rounded of it is taken off until here
 
     def _evaluate(self, model: Any) -> None:
         """One of a run's four perplexities. The others need no more."""
