@@ -227,5 +227,9 @@ def test_attention_of_other_tensors_is_left_to_torch():
     assert attend(query.to("meta"), keys.to("meta"), keys.to("meta"), 1.0) is None
     assert attend(query.expand(2, 4, 3, 32), keys, keys, 1.0) is None
     assert attend(query, keys, torch.randn(2, 2, 9, 64), 1.0) is None
+    assert attend(query, keys[:1], keys[:1], 1.0) is None
+    assert attend(query[:, :3], keys, keys, 1.0) is None
+    assert attend(query, keys.bfloat16(), keys.bfloat16(), 1.0) is None
+    assert attend(query.double(), keys.double(), keys.double(), 1.0) is None
     assert attend(query, keys.transpose(1, 2).contiguous().transpose(1, 2), keys, 1.0) is None
     assert attend(query[..., :24], keys[..., :24], keys[..., :24], 1.0) is None

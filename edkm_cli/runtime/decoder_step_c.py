@@ -107,9 +107,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor 
     head_size), whose heads are equally far apart and 32, 64, ... or 256 wide. None for others, or without the kernel.
     Raises MemoryError where memory is short.
     """
-    (sequences, heads, new, size), (_, kv_heads, tokens, width), apart = query.shape, keys.shape, keys.stride(1)
-    alike = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1) and size == width == values.shape[3]
-    if not query.is_cpu or library() is None or not alike or new != 1 or size % 32 or size > _MOST_HEAD_SIZE:
+    (sequences, heads, new, size), (kv_heads, tokens), apart = query.shape, keys.shape[1:3], keys.stride(1)
+    same = (
+        keys.shape == values.shape == (sequences, kv_heads, tokens, size) and query.dtype == keys.dtype == values.dtype
+    )
+    even = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1) and not (
+        size % 32 or heads % kv_heads
+    )
+    if (
+        not (same and even and query.is_cpu and query.dtype in DTYPES and library())
+        or new != 1
+        or size > _MOST_HEAD_SIZE
+    ):
         return None
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
     sizes = (sequences * heads, sequences * kv_heads, size, DTYPES[query.dtype], 0.0, scale)
