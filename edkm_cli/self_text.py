@@ -172,22 +172,15 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max_(logits.shape[-1] - 1)
 
 
-def _attention(
-    plain: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    *args: Any,
-    scale: Any = None,
-    **rest: Any,
-) -> Tensor:
+def _attention(plain: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
     """`plain`, PyTorch's attention, that also takes a cache in bfloat16 beside a query in float32."""
     if key.dtype == query.dtype:
-        return plain(query, key, value, attn_mask, *args, scale=scale, **rest)
-    out = attend(query.to(key.dtype), key, value, scale or query.shape[-1] ** -0.5) if attn_mask is None else None
+        return plain(query, key, value, *given, **options)
+    out = None
+    if not given and options.get("attn_mask") is None:
+        out = attend(query.to(key.dtype), key, value, options.get("scale") or query.shape[-1] ** -0.5)
     if out is None:
-        out = plain(query, key.to(query.dtype), value.to(query.dtype), attn_mask, *args, scale=scale, **rest)
+        out = plain(query, key.to(query.dtype), value.to(query.dtype), *given, **options)
     return out.to(query.dtype)
 
 
