@@ -74,7 +74,7 @@ def write_text(
     draws = torch.rand(sequences, length, generator=torch.Generator(device).manual_seed(seed), device=device)
     dtype = cache_dtype(model, device.type)
     write = partial(_continue, dtype=dtype) if dtype else _generate
-    batches = _evenly(sequences, at_once(model, length, dtype or model.dtype))
+    batches = _evenly(sequences, at_once(model, length, dtype))
     steps = iter(track(range(len(batches) * (length - 1)), "writing text", len(batches) * (length - 1)))
     written = []
     with evaluating(model), bfloat16_linears(model):
@@ -92,7 +92,7 @@ def _evenly(sequences: int, most: int) -> list[list[int]]:
 
 
 def cache_dtype(model: Any, device: str) -> torch.dtype | None:
-    """Of keys and values in `_cache` where a model writes on a `cpu` or `cuda`: its own, or bfloat16 where `attend` reads
+    """Of keys and values in `_cache` where a model writes on a device: its own, or bfloat16 where `attend` reads
     them. None where the cache has to be transformers' own: layers with another state than keys and values of all tokens,
     or of the last ones (Mamba, linear attention, convolutions)."""
     try:
@@ -107,8 +107,9 @@ def cache_dtype(model: Any, device: str) -> torch.dtype | None:
     return torch.bfloat16 if rounds and plain and head_size(config) % 32 == 0 else model.dtype
 
 
-def at_once(model: Any, length: int, dtype: torch.dtype) -> int:
-    """How many sequences of `length` tokens are written together: as many as keys and values of a dtype have room for."""
+def at_once(model: Any, length: int, dtype: torch.dtype | None) -> int:
+    """How many sequences of `length` tokens are written together: as many as keys and values, of a `cache_dtype`, have room
+    for."""
     config = model.config.get_text_config(decoder=True)
     weights = sum(parameter.numel() for parameter in model.parameters())
     try:
@@ -116,7 +117,7 @@ def at_once(model: Any, length: int, dtype: torch.dtype) -> int:
         numbers = 2 * length * config.num_hidden_layers * heads * head_size(config)
     except (AttributeError, TypeError):  # no attention as others have it
         return _TOGETHER
-    return max(1, min(_TOGETHER, max(_CACHE_BYTES, weights) // dtype.itemsize // max(1, numbers)))
+    return max(1, min(_TOGETHER, max(_CACHE_BYTES, weights) // (dtype or model.dtype).itemsize // max(1, numbers)))
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def rehearse_text(model: Any, *, tokens: int, device: str) -> None:
     """Two tokens of a batch of `self_text`, with room for all of its tokens: for a model on the meta device that will write
     on another one."""
     (sequences, length), dtype = text_shape(model.config, tokens), cache_dtype(model, device)
-    rows = len(_evenly(sequences, at_once(model, length, dtype or model.dtype))[0])
+    rows = len(_evenly(sequences, at_once(model, length, dtype))[0])
     ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
     _continue(model, ids, 3, torch.zeros(rows, length, device=model.device), iter(()), dtype)
 

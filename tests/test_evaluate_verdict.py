@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -96,6 +97,14 @@ def test_matrices_are_compared_beside_routers_that_give_more_than_products(model
     rows = compare_layers(model, torch.arange(40)[None], tmp_path)["matrices"]
     assert any(row["name"].endswith("q_proj") for row in rows)
     assert max(row["error"] for row in rows) < 1e-5
+
+
+def test_prompts_of_a_template_that_names_the_day_are_the_same_on_every_day():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
+    texts = [tokenizer.decode(prompt.ids) for prompt in prompts(16, tokenizer)]
+    assert any(text.startswith("26 Jul 2024") for text in texts)
+    assert not any(text.startswith(f"{datetime.now():%d %b %Y}") for text in texts)
 
 
 def test_a_model_writes_what_it_writes_alone_and_texts_part_where_they_differ():

@@ -26,7 +26,9 @@ _ROLES = {
 }
 _CHATS = ("messages", "conversations", "conversation")
 # What templates take for today: with the real day a run that is resumed tomorrow would have another text.
-_DAY = SimpleNamespace(now=lambda: datetime(2024, 7, 26))
+on_a_fixed_day = patch(
+    "transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: datetime(2024, 7, 26)), create=True
+)
 
 Span = tuple[int, int]
 
@@ -80,7 +82,7 @@ def render(
     return [replace(one, text=text, answers=None if whole else one.answers) for one, text in clean]
 
 
-@patch("transformers.utils.chat_template_utils.datetime", _DAY, create=True)
+@on_a_fixed_day
 def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any, whole: bool) -> list[Document]:
     if not chat.messages:
         return []
@@ -234,7 +236,6 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
     )
 
 
-@patch("transformers.utils.chat_template_utils.datetime", _DAY, create=True)
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
     """The text of a conversation; `ask`: with the template's call for an answer. Raises TemplateError."""
     try:

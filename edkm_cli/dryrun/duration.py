@@ -79,7 +79,7 @@ def _text_seconds(plan: RunPlan, model: Any) -> float:
     """Of the text that the model writes, from a few tokens of as many sequences as it writes together."""
     sequences, length = text_shape(plan.architecture, needed_tokens(plan))
     model = model.to(plan.world.device, getattr(torch, plan.dense_dtype))
-    batches = -(-sequences // at_once(plan.skeleton, length, cache_dtype(model, model.device.type) or model.dtype))
+    batches = -(-sequences // at_once(plan.skeleton, length, cache_dtype(model, model.device.type)))
     begin = time.perf_counter()
     write_text(model, [0], sequences=-(-sequences // batches), length=_WRITTEN + 1, seed=0)
     return (time.perf_counter() - begin) / _WRITTEN * batches * length

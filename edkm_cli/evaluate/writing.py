@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from edkm_cli.data.records import render_text
+from edkm_cli.data.records import on_a_fixed_day, render_text
 from edkm_cli.errors import explained
 from edkm_cli.nn.hooks import changed
 from edkm_cli.progress import Track, no_progress
@@ -36,6 +36,7 @@ class Prompt:
     ids: list[int]
 
 
+@on_a_fixed_day
 def prompts(count: int, tokenizer: Any) -> list[Prompt]:
     """The first so many prompts, one of each kind after the other. Messages have the tokenizer's chat template, where it
     has one. Raises UserError where that fails."""

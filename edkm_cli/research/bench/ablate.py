@@ -98,8 +98,9 @@ def measure_table1(device: str = "cpu") -> dict[str, int]:
 def saved_tensors(output: Tensor, names: dict[int, str]) -> Iterator[dict[str, Any]]:
     """Every tensor that the graph of `output` keeps: the operation, its argument, shape, bytes and storage.
 
-    Storages are called what `names` calls them (by `data_ptr`); others are numbered in order of appearance, and added to it.
+    Storages are numbered in order of appearance, or called what `names` calls them (by `data_ptr`).
     """
+    names = dict(names)
     queue, seen = [output.grad_fn], set()
     while queue:
         node = queue.pop(0)
